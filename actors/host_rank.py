@@ -13,9 +13,9 @@ import logging
 import os
 import sys
 
-from csps.actors.rank import Rank
-from csps.actors.rank_config import RankConfig
-from csps.actors.rendezvous import HostedStore, StoreAddress, host_store
+from csps.actors.comm.process_group import HostedStore, StoreAddress, host_store
+from csps.actors.worker.rank import Rank
+from csps.actors.worker.rank_config import RankConfig
 
 
 def main(arguments: list[str]) -> None:

@@ -20,8 +20,8 @@ from itertools import combinations
 import torch
 from torch._C._distributed_c10d import Store
 
-from csps.actors.mesh import Mesh, Tag
-from csps.actors.rendezvous import StoreAddress, host_store, join_store
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.actors.comm.process_group import StoreAddress, host_store, join_store
 
 TURN = timedelta(minutes=10)
 """For another pair to be measured."""

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from csps.kernels.attention import attention
-from csps.kernels.importance import column_sums
+from csps.kernels.importance import column_sums, select
 from csps.kernels.merge import merge_into, nothing_seen
-from csps.kernels.selection import select
-from csps.models.checkpoint import open_checkpoint
-from csps.models.loading import read_network
-from csps.models.network import Layer, Network
+from csps.models.checkpoints.checkpoint import open_checkpoint
+from csps.models.checkpoints.loading import read_network
+from csps.models.network.network import Layer, Network
 
 WINDOW = 64
 """Queries that judge, unless a request says otherwise."""
@@ -36,7 +35,7 @@ SHARES = (1, 4)
 """Keys for each query in the rectangles that are measured."""
 
 
-class Row(NamedTuple):
+class PhaseTime(NamedTuple):
     """One measurement."""
 
     phase: str
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     print(json.dumps(measured(arguments)), flush=True)
 
 
-def measured(arguments: Sequence[str]) -> list[Row]:
+def measured(arguments: Sequence[str]) -> list[PhaseTime]:
     """What `main` prints."""
     model, dtype, device, threads, tp, sizes, rounds = arguments
     torch.set_num_threads(int(threads))
@@ -72,7 +71,7 @@ def measured(arguments: Sequence[str]) -> list[Row]:
         ]
 
 
-def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator[Row]:
+def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator[PhaseTime]:
     layer: Layer = network.layers[0]
     spec = network.spec
     rotary = network.rotary(torch.arange(tokens, device=device))
@@ -81,8 +80,8 @@ def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator
     out_thd, lse_ht = nothing_seen(q_thd)
     importance_gt = torch.rand(k_tgd.shape[1], tokens, device=device)
 
-    def least(name: str, work: Callable[[], object], keys: int = 0, size: int = 0) -> Row:
-        return Row(name, tokens, keys, size, _least(work, device, rounds))
+    def least(name: str, work: Callable[[], object], keys: int = 0, size: int = 0) -> PhaseTime:
+        return PhaseTime(name, tokens, keys, size, _least(work, device, rounds))
 
     yield least("qkv", lambda: layer.qkv(x_td, rotary))
     yield least("linear", lambda: layer.attention_output(x_td, q_thd))
@@ -103,18 +102,18 @@ def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator
         few_thd = q_thd[: max(1, tokens // share)]
         whole = partial(attention, few_thd, k_tgd, v_tgd, q_positions=None, k_positions=None)
         taken = _least(partial(whole, scale=spec.scale), device, rounds)
-        yield Row("attention", len(few_thd), tokens, 0, taken)
+        yield PhaseTime("attention", len(few_thd), tokens, 0, taken)
     yield least("merge", lambda: merge_into(out_thd, lse_ht, q_thd, lse_ht))
     yield least("select", lambda: select(importance_gt, max(1, tokens // 4)))
     window_thd = q_thd[-WINDOW:]
-    judging = _least(lambda: _judge(window_thd, k_tgd, v_tgd, spec.scale), device, rounds)
-    yield Row("importance", len(window_thd), tokens, 0, judging / 2)
+    scoring = _least(lambda: _score(window_thd, k_tgd, v_tgd, spec.scale), device, rounds)
+    yield PhaseTime("importance", len(window_thd), tokens, 0, scoring / 2)
     rows_t = torch.randperm(tokens, device=device)
     size = q_thd.numel() * q_thd.element_size()
     yield least("copy", lambda: q_thd.index_select(0, rows_t), size=size)
 
 
-def _judge(q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, scale: float) -> None:
+def _score(q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, scale: float) -> None:
     """Both of its passes over the keys: LSEs, then column sums."""
     _, lse_ht = attention(q_thd, k_tgd, v_tgd, q_positions=None, k_positions=None, scale=scale)
     column_sums(q_thd, k_tgd, lse_ht.contiguous(), q_positions=None, k_positions=None, scale=scale)

@@ -19,12 +19,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from csps.configurator.model.scaling_information_base import AccuracyRow, ScalingInformationBase
 from csps.configurator.regressors.accuracy import AccuracyModel
-from csps.configurator.regressors.measured import accuracy_samples
-from csps.configurator.regressors.samples import AccuracySample, Setting
-from csps.configurator.scaling_information_base import AccuracyRow, ScalingInformationBase
-from csps.models.spec import read_spec
-from csps.services.launch.settings import shipped_models
+from csps.configurator.regressors.samples import AccuracySample, Setting, accuracy_samples
+from csps.models.network.spec import read_spec
+from csps.services.settings.settings import shipped_models
 
 STEPS = 50
 """Points of a predicted line."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import wide_checkpoint
 
-from csps.services.launch.settings import shipped_models
+from csps.services.settings.settings import shipped_models
 
 
 @contextmanager

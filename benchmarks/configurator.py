@@ -32,17 +32,12 @@ from configurator_oracle import oracle
 from configurator_simulator import simulator
 from report import Section
 
-from csps.configurator.bound_buckets import LOSSES, TIMES
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.options import option_name
-from csps.protocols.plans import (
-    BOUNDED,
-    Objective,
-    RequestClass,
-)
-from csps.services.scheduling.cost import Allowed, Bucket, CostTable
-from csps.services.scheduling.latency_shipped import SHIPPED
+from csps.configurator.costs.cost_table import Allowed, Bucket, CostTable
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.configurator.search.space import LOSSES, TIMES
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import BOUNDED, Objective, RequestClass, option_name
+from csps.protocols.core.topology import GroupShape
 
 LOOKUPS = 20_000
 UNPIPELINED: dict[str, Any] = {

@@ -18,26 +18,20 @@ from typing import Any
 import numpy as np
 from report import Section
 
-from csps.configurator.answering import Answerer, answered_space, exact_seconds
-from csps.configurator.bound_buckets import LOSSES
-from csps.configurator.enumeration import Loss
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.regressors.accuracy import AccuracyModel
-from csps.configurator.regressors.direct import fingerprint, train_direct
-from csps.configurator.regressors.pairs import eligible_pairs
-from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
-from csps.configurator.regressors.training_set import direct_samples, simulated
-from csps.configurator.search import Answer, Found, Question, chosen, exhaustive
+from csps.configurator.plan.predicted_options import DirectAnswerer, answered_space, exact_seconds
+from csps.configurator.regressors.accuracy import AccuracyModel, shipped_accuracy
+from csps.configurator.regressors.direct import direct_samples, fingerprint, simulated, train_direct
+from csps.configurator.regressors.samples import eligible_pairs
+from csps.configurator.search.search import Found, SearchProblem, SearchResult, chosen, exhaustive
+from csps.configurator.search.space import LOSSES, Loss
 from csps.loadgen.planner.hardware_file import load_group
-from csps.models.weights_digest import weights_digest
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.plans import (
-    Objective,
-    ObjectiveKind,
-)
-from csps.protocols.topology import Topology
-from csps.services.launch.settings import shipped_models
-from csps.services.profiling.option_source import KINDS
+from csps.models.checkpoints.checkpoint import weights_digest
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import Objective, ObjectiveKind
+from csps.protocols.core.topology import Topology
+from csps.services.measured.attention_options import OBJECTIVE_KINDS
+from csps.services.settings.settings import shipped_models
 
 LEARNED = tuple(1 << exponent for exponent in range(10, 18))
 ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
@@ -55,14 +49,14 @@ def oracle(arguments: argparse.Namespace) -> Section:
     for group in groups:
         for tokens in arguments.lengths or ASKED:
             loss = _loss(accuracy, group, tokens)
-            whatever = Question(
+            whatever = SearchProblem(
                 group=group, tokens=tokens, objective=Objective(max_accuracy_loss=1.0)
             )
             everything = exhaustive(whatever, answerer.space, loss)
             found = [everything.best, *everything.runners_up]
             rows += [_compared(answerer, it, loss, found) for it in _held_out(group, tokens)]
     losses = "planted" if arguments.planted else "shipped"
-    return rows, {"losses": losses, "summary": [_summary(rows, kind) for kind in KINDS]}
+    return rows, {"losses": losses, "summary": [_summary(rows, kind) for kind in OBJECTIVE_KINDS]}
 
 
 class Planted:
@@ -88,7 +82,7 @@ def shipped() -> AccuracyModel:
     return found
 
 
-def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> Answerer:
+def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> DirectAnswerer:
     """What answers for groups of these kinds."""
     space = answered_space(groups[0].shape.layers)
     prompts = [
@@ -97,26 +91,26 @@ def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted)
         for tokens in LEARNED
     ]
     models = {}
-    for kind in KINDS:
+    for kind in OBJECTIVE_KINDS:
         samples = direct_samples(prompts, kind, space)
         models[kind] = train_direct(kind, samples, {}, training_set=fingerprint(samples))
-    return Answerer(space=space, models=models)
+    return DirectAnswerer(space=space, models=models)
 
 
-def _held_out(group: SimulatedGroup, tokens: int) -> Iterator[Question]:
+def _held_out(group: SimulatedGroup, tokens: int) -> Iterator[SearchProblem]:
     exact_ms = 1000 * exact_seconds(group, tokens)
     for bound in HELD_OUT_LOSSES:
         objective = Objective(max_accuracy_loss=bound)
-        yield Question(group=group, tokens=tokens, objective=objective)
+        yield SearchProblem(group=group, tokens=tokens, objective=objective)
     for share in HELD_OUT_TIMES:
         objective = Objective(
             kind="accuracy", max_ttft_ms=share * exact_ms, max_accuracy_loss=LOSSES[-1]
         )
-        yield Question(group=group, tokens=tokens, objective=objective)
+        yield SearchProblem(group=group, tokens=tokens, objective=objective)
 
 
 def _compared(
-    answerer: Answerer, question: Question, loss: Loss, everything: Sequence[Found]
+    answerer: DirectAnswerer, question: SearchProblem, loss: Loss, everything: Sequence[Found]
 ) -> dict[str, Any]:
     begin = time.process_time()
     answer = answerer.answer(question, loss)
@@ -136,7 +130,7 @@ def _compared(
     }
 
 
-def _worse(kind: ObjectiveKind, answer: Answer, best: Answer) -> float | None:
+def _worse(kind: ObjectiveKind, answer: SearchResult, best: SearchResult) -> float | None:
     if not (answer.met and best.met):
         return None
     if kind == "ttft":

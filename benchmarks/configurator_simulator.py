@@ -28,18 +28,18 @@ import numpy as np
 from configurator_oracle import shipped
 from report import Section
 
-from csps.configurator.answering import Answerer, answered_space
+from csps.configurator.model.scaling_information_base import PhaseRow, ScalingInformationBase
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
-from csps.configurator.predicted_options import PredictedOptions
-from csps.configurator.profiles import fit_phases
-from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
-from csps.configurator.step_overheads import with_overheads
+from csps.configurator.plan.predicted_options import (
+    DirectAnswerer,
+    PredictedOptions,
+    answered_space,
+)
+from csps.configurator.plan.profiles import fit_phases, with_overheads
 from csps.loadgen.planner.hardware_file import load_group
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.options import option_name, parse_option
-from csps.protocols.plans import (
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import (
     ENGINE_NAMES,
     EXACT,
     LEVELS,
@@ -47,11 +47,13 @@ from csps.protocols.plans import (
     SPARSE,
     StrategyChoice,
     StrategyQuestion,
+    option_name,
+    parse_option,
 )
-from csps.protocols.topology import Topology
-from csps.services.launch.settings import shipped_models
-from csps.services.profiling.overheads import ROUNDS, measure_steps
-from csps.services.profiling.steps import Work
+from csps.protocols.core.topology import GroupShape, Topology
+from csps.services.profiling.phases import OVERHEAD_ROUNDS, measure_steps
+from csps.services.profiling.steps import StepWork
+from csps.services.settings.settings import shipped_models
 
 PROFILED = (1_024, 3_072, 12_288)
 """Lengths of which it is measured what steps take of the testbed's cores: none that is drawn."""
@@ -97,7 +99,7 @@ def _auto(
     """What exact requests without bounds are given, by length."""
     shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
     options = PredictedOptions(
-        answerer=Answerer(space=answered_space(group.shape.layers), models={}),
+        answerer=DirectAnswerer(space=answered_space(group.shape.layers), models={}),
         accuracy=shipped(),
         group_of=lambda _servers, _tp: group,
     )
@@ -175,9 +177,9 @@ def _drawn(
     for number in range(-(-count // 2)):
         length = lengths[number // 3 % len(lengths)]
         if number % 3:
-            strategy, levels, judging = variants[number % len(variants)]
+            strategy, levels, scoring = variants[number % len(variants)]
             micro = draw.choice(space.micros(levels))
-            settings = space.settings(strategy, levels, judging, draw.choice(ratios), micro)
+            settings = space.settings(strategy, levels, scoring, draw.choice(ratios), micro)
         else:
             settings = draw.choice(exact)
         found += [(settings, length), (replace(settings, pipelined=False), length)]
@@ -216,9 +218,9 @@ async def _measured(
                 layout="zigzag" if name in RINGS else "contiguous",
             )
 
-        async def work(length: int, option: str) -> Work:
+        async def work(length: int, option: str) -> StepWork:
             done = await run(length, option)
-            return Work(
+            return StepWork(
                 processor_s=sum(done.cpu_s),
                 computing_s=sum(done.compute_cpu_s),
                 took_s=done.ttft_s,
@@ -227,7 +229,7 @@ async def _measured(
         with _opened(arguments.sib) as base:
             shape = f"{options.ranks_per_server}+{options.ranks_per_server}"
             await measure_steps(
-                base, work, PROFILED, group_shape=shape, tp=1, rounds=ROUNDS, crowded=None
+                base, work, PROFILED, group_shape=shape, tp=1, rounds=OVERHEAD_ROUNDS, crowded=None
             )
         wanted = [(_option(settings), length) for settings, length in drawn]
         auto = _auto(_with_phases(group, arguments.sib), drawn)

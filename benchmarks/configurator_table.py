@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import report
 
-from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
-from csps.models.weights_digest import weights_digest
-from csps.services.launch.settings import shipped_models
+from csps.configurator.regressors.accuracy import shipped_accuracy
+from csps.models.checkpoints.checkpoint import weights_digest
+from csps.services.settings.settings import shipped_models
 
 SAME = 0.03
 """Medians that differ by less are equal."""

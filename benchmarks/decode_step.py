@@ -38,14 +38,14 @@ def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
 def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     """A decode rank: obeys (context, batch, steps), answers with the times of the first master's
     iterations."""
-    from csps.actors.engine.engine import Engine
-    from csps.actors.engine.stream import Stream
-    from csps.actors.kv_pool import KvPool
-    from csps.actors.layout import GangLayout
-    from csps.actors.mesh import Mesh
-    from csps.actors.rendezvous import StoreAddress, join_store
-    from csps.models.loading import load_network
-    from csps.protocols.log_entries import Change
+    from csps.actors.attention.base.engine import Engine
+    from csps.actors.comm.layout import GangLayout
+    from csps.actors.comm.mesh import Mesh
+    from csps.actors.comm.process_group import StoreAddress, join_store
+    from csps.actors.engine.decode_batch import DecodeBatch
+    from csps.actors.kv_cache.kv_pool import KvPool
+    from csps.models.checkpoints.loading import load_network
+    from csps.protocols.sequencer.log_entries import Change
 
     torch.set_num_threads(1)
     ranks, slots = args["ranks"], args["slots"]
@@ -80,41 +80,42 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
         if method == "tokens":
             stamps.append(time.perf_counter())
 
-    stream, version = Stream(engine, notify, let_go=pool.slots.free_request), 0
+    stream, version = DecodeBatch(engine, notify, free_sequence=pool.slots.free_request), 0
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        rids, context, steps = order
-        for rid in rids:
-            _reserve(stream, rid, context, steps, ranks)
-            _fill(pool, rid, context, rank, ranks)
+        sequence_ids, context, steps = order
+        for sequence_id in sequence_ids:
+            _reserve(stream, sequence_id, context, steps, ranks)
+            _fill(pool, sequence_id, context, rank, ranks)
         pipe.send("reserved")
         pipe.recv()
         stamps.clear()
-        begun, rows = time.process_time(), tuple((rid, FIRST_TOKEN) for rid in rids)
+        begun, rows = (
+            time.process_time(),
+            tuple((sequence_id, FIRST_TOKEN) for sequence_id in sequence_ids),
+        )
         with torch.inference_mode():
             stream.change(Change(0, version + 1, joined=rows))
             for _ in range(steps - 1):
                 stream.iterate()
-            stream.change(Change(0, version + 2, left=tuple(rids)))
+            stream.change(Change(0, version + 2, left=tuple(sequence_ids)))
         version += 2
         pipe.send((list(stamps), (time.process_time() - begun) / (steps - 1)))
 
 
-def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> None:
-    from csps.protocols.messages import Reserve
-    from csps.protocols.placement import KvShare
-    from csps.protocols.sampling import Sampling
-    from csps.protocols.span import Span
+def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int) -> None:
+    from csps.protocols.core.placement import KvSlice, Span
+    from csps.protocols.gang.messages import ReserveKv, Sampling
 
     spans = enumerate(shares_of_prompt(context, ranks))
     stream.reservations.reserve(
-        Reserve(
-            rid=rid,
+        ReserveKv(
+            sequence_id=sequence_id,
             epoch="e",
-            shares=tuple(
-                KvShare(instance=r, span=Span(start=start, stop=stop)) for r, (start, stop) in spans
+            slices=tuple(
+                KvSlice(instance=r, span=Span(start=start, stop=stop)) for r, (start, stop) in spans
             ),
-            master=rid % ranks,
+            master=sequence_id % ranks,
             prompt_length=context,
             sampling=Sampling(temperature=0.0, max_tokens=steps),
         ),
@@ -122,13 +123,13 @@ def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> Non
     )
 
 
-def _fill(pool: Any, rid: int, context: int, rank: int, ranks: int) -> None:
-    from csps.protocols.span import Span
+def _fill(pool: Any, sequence_id: int, context: int, rank: int, ranks: int) -> None:
+    from csps.protocols.core.placement import Span
 
     start, stop = shares_of_prompt(context, ranks)[rank]
     k_thd, v_thd = torch.randn(2, stop - start, pool.kv_heads, pool.head_dim)
     for layer in range(len(pool.k)):
-        pool.write(layer, rid, Span(start=start, stop=stop), k_thd, v_thd)
+        pool.write(layer, sequence_id, Span(start=start, stop=stop), k_thd, v_thd)
 
 
 Measured = tuple[int, int, list[float], list[float]]
@@ -137,7 +138,7 @@ Measured = tuple[int, int, list[float], list[float]]
 
 def measured(args: argparse.Namespace) -> Iterator[Measured]:
     """Over a gang."""
-    from csps.actors.rendezvous import host_store
+    from csps.actors.comm.process_group import host_store
 
     store = host_store("127.0.0.1")
     most = max(c * b for c in args.context for b in args.batch)
@@ -159,10 +160,10 @@ def measured(args: argparse.Namespace) -> Iterator[Measured]:
     next_rid = args.ranks
     for context in args.context:
         for batch in args.batch:
-            rids = list(range(next_rid, next_rid + batch))
+            sequence_ids = list(range(next_rid, next_rid + batch))
             next_rid += batch + -batch % args.ranks
             for pipe in pipes:
-                pipe.send((rids, context, args.steps))
+                pipe.send((sequence_ids, context, args.steps))
             for pipe in pipes:
                 assert pipe.recv() == "reserved"
             for pipe in pipes:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.serve_command import deploy
@@ -33,7 +33,7 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
     Raises:
         ConfigError: a server runs from this directory already, which would be stopped as well.
     """
-    if (head := ray_head.recall(ray_head.RUN_DIR)) is not None:
+    if (head := ray_head.find_head(ray_head.RUN_DIR)) is not None:
         raise ConfigError(f"a server runs here (process {head.pid}): end it first with `csps stop`")
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -66,7 +66,7 @@ def serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
 
 def deployed_beside(application: dict[str, Any], url: str) -> None:
     """Add an application to the deployed one, for comparison; returns when it answers."""
-    head = ray_head.recall(ray_head.RUN_DIR)
+    head = ray_head.find_head(ray_head.RUN_DIR)
     assert head is not None, "nothing is deployed from this directory"
     config = read_config(ray_head.RUN_DIR / "deployed.yaml")
     both = {**config.data, "applications": [*config.data["applications"], application]}

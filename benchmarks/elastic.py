@@ -41,26 +41,30 @@ import numpy as np
 import psutil
 import report
 
-from csps.actors.rank_config import RankConfig
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import (
-    CancelRequest,
+from csps.actors.worker.rank_config import RankConfig
+from csps.configurator.costs.fitting import StepMeasurement, fit_step
+from csps.protocols.core.placement import KvSlice, Span, place, striped
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import (
+    CancelSequence,
     JoinBatch,
-    KvLanded,
     PrefillDone,
+    RankKvReceived,
     RequestFailed,
-    Reserve,
+    ReserveKv,
+    SampledTokens,
+    Sampling,
     SlotsFreed,
 )
-from csps.protocols.placement import KvShare, place, striped
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
-from csps.protocols.span import Span
-from csps.protocols.tokens import Tokens
-from csps.services.profiling.rank_processes import RankProcesses
-from csps.services.scheduling.latency_fit import StepMeasurement, fit_step
+from csps.protocols.gang.step_messages import (
+    MoveSequence,
+    PrefillChunk,
+    PrefillStep,
+    SequenceMoved,
+    SequencePlacement,
+)
+from csps.protocols.rpc.schema import pack, unpack
+from csps.services.profiling.local_gangs import RankProcesses
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
 CALL_S, WAIT_S = 60.0, 300.0
@@ -179,11 +183,11 @@ async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespac
     medians = _medians(found)
     others = {way.removesuffix("_ms"): way for way in ways if way != "one_ms"}
     gains = {f"{name}_gain": medians["one_ms"] / medians[way] for name, way in others.items()}
-    shares = {
+    slices = {
         f"{name}_hidden": statistics.median(hidden[way]) if hidden[way] else None
         for name, way in others.items()
     }
-    return {"rows": count, "context": context, **medians, **gains, **shares}
+    return {"rows": count, "context": context, **medians, **gains, **slices}
 
 
 async def _iteration(
@@ -291,18 +295,18 @@ class _Gang:
         now = time.perf_counter()
         match method:
             case "tokens":
-                frame = unpack(Tokens, payload)
-                for rid, token in zip(frame.rids, frame.tokens, strict=True):
-                    self.stamps[rid].append(now)
-                    self._tokens[rid] = token
+                frame = unpack(SampledTokens, payload)
+                for sequence_id, token in zip(frame.sequence_ids, frame.tokens, strict=True):
+                    self.stamps[sequence_id].append(now)
+                    self._tokens[sequence_id] = token
             case "prefill_done":
-                self._note(method, (done := unpack(PrefillDone, payload)).job_id, done)
-            case "landed":
-                self._note(method, (landed := unpack(KvLanded, payload)).rid, landed)
+                self._note(method, (done := unpack(PrefillDone, payload)).step_id, done)
+            case "received":
+                self._note(method, (landed := unpack(RankKvReceived, payload)).sequence_id, landed)
             case "moved":
-                self._note(method, (moved := unpack(RowMoved, payload)).rid, moved)
+                self._note(method, (moved := unpack(SequenceMoved, payload)).sequence_id, moved)
             case "freed":
-                self._note(method, (freed := unpack(SlotsFreed, payload)).rid, freed)
+                self._note(method, (freed := unpack(SlotsFreed, payload)).sequence_id, freed)
             case "failed":
                 raise RuntimeError(unpack(RequestFailed, payload).message)
         self._news.set()
@@ -339,12 +343,12 @@ class _Gang:
         keeper: int = 0,
     ) -> tuple[int, list[PrefillDone]]:
         """A prompt whose answer is drawn from then on."""
-        answer = (KvShare(instance=keeper, span=Span(length, length + ANSWER)),)
-        shares = _evenly(length, keepers)
-        row, done = await self._prefill(length, group, shares, master, answer)
-        await self._all("landed", row, len({it.instance for it in shares}))
+        answer = (KvSlice(instance=keeper, span=Span(length, length + ANSWER)),)
+        slices = _evenly(length, keepers)
+        row, done = await self._prefill(length, group, slices, master, answer)
+        await self._all("received", row, len({it.instance for it in slices}))
         join = JoinBatch(
-            rid=row,
+            sequence_id=row,
             first_token=self._tokens[row],
             instances=tuple(sorted({*keepers, master, keeper})),
         )
@@ -355,16 +359,16 @@ class _Gang:
         self,
         length: int,
         group: list[int],
-        shares: tuple[KvShare, ...],
+        slices: tuple[KvSlice, ...],
         master: int,
-        answer: tuple[KvShare, ...],
+        answer: tuple[KvSlice, ...],
     ) -> tuple[int, list[PrefillDone]]:
         row, step = next(self._numbers), next(self._numbers)
         sampling = Sampling(temperature=0, max_tokens=ANSWER)
-        reserve = Reserve(
-            rid=row,
+        reserve = ReserveKv(
+            sequence_id=row,
             epoch="",
-            shares=shares,
+            slices=slices,
             master=master,
             prompt_length=length,
             sampling=sampling,
@@ -372,23 +376,23 @@ class _Gang:
         )
         await self.client.call_all("reserve", pack(reserve))
         rows = place(group, striped(length, len(group)))
-        piece = PrefillPiece(
-            rid=row,
+        chunk = PrefillChunk(
+            sequence_id=row,
             start=0,
             length=length,
             rows=rows if len(group) > 1 else (),
-            destinations=shares,
+            destinations=slices,
             sampling=sampling,
         )
         counts = [sum(it.span.length for it in rows if it.instance == member) for member in group]
         prompt = np.random.default_rng(row).integers(200, 1000, length).astype("<i4")
         for rank in self.everyone:
             own = [prompt[list(it.span.positions)] for it in rows if it.instance == rank]
-            job = PrefillJob(
-                job_id=step,
+            job = PrefillStep(
+                step_id=step,
                 group=tuple(group),
                 bounds=tuple(itertools.accumulate(counts, initial=0)),
-                pieces=(piece,),
+                chunks=(chunk,),
                 tokens=b"".join(it.tobytes() for it in own),
                 strategy="ring_kv" if len(group) > 1 else "ulysses",
             )
@@ -397,16 +401,16 @@ class _Gang:
 
     async def move(
         self, row: int, length: int, before: list[int], after: list[int]
-    ) -> list[RowMoved]:
+    ) -> list[SequenceMoved]:
         """The prompt's KV of a row goes elsewhere; its answer stays."""
-        answer = (KvShare(instance=0, span=Span(length, length + ANSWER)),)
+        answer = (KvSlice(instance=0, span=Span(length, length + ANSWER)),)
         places = [
-            RowPlacement(shares=_evenly(length, it), master=0, answer=answer)
+            SequencePlacement(slices=_evenly(length, it), master=0, answer=answer)
             for it in (before, after)
         ]
-        message = MoveRow(
-            job_id=next(self._numbers),
-            rid=row,
+        message = MoveSequence(
+            step_id=next(self._numbers),
+            sequence_id=row,
             prompt_length=length,
             stop=length + ANSWER - 1,
             before=places[0],
@@ -418,13 +422,13 @@ class _Gang:
     async def forget(self, rows: Sequence[int]) -> None:
         """Give up rows, and wait for their slots."""
         for row in rows:
-            self.client.notify_all("cancel", pack(CancelRequest(rid=row)))
+            self.client.notify_all("cancel", pack(CancelSequence(sequence_id=row)))
         for row in rows:
             await self._all("freed", row, len(self.everyone))
             self.stamps.pop(row, None)
 
 
-def _evenly(length: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+def _evenly(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
     return place(instances, striped(length, len(instances)))
 
 

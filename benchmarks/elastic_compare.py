@@ -34,11 +34,10 @@ from paced.compare import ask_all
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.loadgen.simulator.simulate import simulate
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import workload
-from csps.loadgen.workloads.request import Fitted, Request
-from csps.models.spec import read_spec
+from csps.loadgen.workloads.request import FittedRequests, WorkloadRequest
+from csps.models.network.spec import read_spec
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
 NAME = "needle"
@@ -95,22 +94,24 @@ def main() -> None:
         sys.exit("missed")
 
 
-def _trace(args: argparse.Namespace, seed: int) -> Fitted:
+def _trace(args: argparse.Namespace, seed: int) -> FittedRequests:
     size = Size(longest_input=args.longest, longest_output=args.answer)
     arrivals = Arrivals(rate=args.rate)
     return generate(workload("mixed"), args.requests, arrivals=arrivals, seed=seed, size=size)
 
 
-def _spaced(lengths: Sequence[int], pause_s: float) -> Fitted:
+def _spaced(lengths: Sequence[int], pause_s: float) -> FittedRequests:
     """Requests that come one after the other, too far apart to meet."""
     requests = [
-        Request(arrival_ns=round(number * pause_s * 1e9), input_length=length, output_length=4)
+        WorkloadRequest(
+            arrival_ns=round(number * pause_s * 1e9), input_length=length, output_length=4
+        )
         for number, length in enumerate(lengths)
     ]
-    return Fitted(requests=tuple(requests), cut=0)
+    return FittedRequests(requests=tuple(requests), cut=0)
 
 
-def _ask(requests: Fitted) -> list[float]:
+def _ask(requests: FittedRequests) -> list[float]:
     """Milliseconds to each one's first token on the deployed server."""
     answers = uvloop.run(ask_all(PORT, requests.requests, model=NAME))
     return [it.ttft_s * 1e3 for it in answers]
@@ -122,7 +123,7 @@ def _newest(tables: Path) -> Path:
 
 
 def _simulated(
-    args: argparse.Namespace, latency: dict[str, str], requests: Fitted, front_ms: float
+    args: argparse.Namespace, latency: dict[str, str], requests: FittedRequests, front_ms: float
 ) -> list[float]:
     """Milliseconds to each one's first token in the simulation."""
     cluster = _cluster(args, latency, front_ms)
@@ -130,7 +131,7 @@ def _simulated(
     return [it.ttft_ns / 1e6 for it in outcomes]
 
 
-def _by_length(requests: Fitted, beyond_ms: Sequence[float]) -> dict[str, float]:
+def _by_length(requests: FittedRequests, beyond_ms: Sequence[float]) -> dict[str, float]:
     """Medians of short prompts, of most, and of long ones."""
     lengths = np.array([it.input_length for it in requests.requests])
     ranges = {f"<{SHORT}": (0, SHORT), f"<{LONG}": (SHORT, LONG), f">={LONG}": (LONG, math.inf)}

@@ -40,22 +40,20 @@ import numpy as np
 import report
 from checkpoints import checkpoint
 
-from csps.actors.timeline import TRANSFERS
-from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
-from csps.protocols.messages import KvLanded
-from csps.protocols.placement import KvShare, place, zigzag
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.sampling import Sampling
-from csps.protocols.tokens import TokenDrawn
-from csps.services.scheduling.commands import Share
-from csps.services.scheduling.policies.tetris.balance import balancing_moves
-from csps.services.scheduling.shares import outside
-from csps.services.telemetry.traces.spans import Span, Trace, read_spans, span_files, traces
+from csps.actors.engine.step_trace import BYTES, LAYER, PHASE, RANK
+from csps.actors.timing.timeline import TRANSFERS
+from csps.protocols.core.placement import KvSlice, place, zigzag
+from csps.protocols.gang.messages import RankKvReceived, SampledToken, Sampling
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.slices import outside
+from csps.services.scheduling.policies.tetris.policy import balancing_moves
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans, span_files, traces
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_cell
-from gang_cell import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, job_of
 from gang_processes import ProcessGang
 
 gang_cell.ANSWER_S = 600.0
@@ -150,7 +148,7 @@ async def _ranks(model: Path, spans: Path, tokens: int) -> AsyncIterator[Cell]:
         cell.decode = await cell.attach(members[1], "decode")
         await cell.connect()
         yield cell
-        await cell.hang_up()
+        await cell.disconnect()
         await traced.end()
     finally:
         for gang in gangs:
@@ -158,10 +156,10 @@ async def _ranks(model: Path, spans: Path, tokens: int) -> AsyncIterator[Cell]:
 
 
 async def _prefill(
-    cell: Cell, rid: int, prompt: np.ndarray, strategy: str, *, balanced: bool
+    cell: Cell, sequence_id: int, prompt: np.ndarray, strategy: str, *, balanced: bool
 ) -> Round:
-    shares = place(range(DECODE), zigzag(len(prompt), DECODE))
-    request = Request(rid=rid, prompt=prompt, shares=shares, sampling=TWO_TOKENS)
+    slices = place(range(DECODE), zigzag(len(prompt), DECODE))
+    request = Request(sequence_id=sequence_id, prompt=prompt, slices=slices, sampling=TWO_TOKENS)
     await cell.reserve(request)
     trace_id = os.urandom(16).hex()
     trace = {
@@ -171,33 +169,33 @@ async def _prefill(
     steps = list(_chunks(request, strategy, trace, balanced=balanced))
     begin = time.perf_counter()
     jobs = [cell.submit(step, tokens) for step, tokens in steps]
-    await cell.until(lambda: cell.about(TokenDrawn, rid=rid))
+    await cell.until(lambda: cell.about(SampledToken, sequence_id=sequence_id))
     ttft_s = time.perf_counter() - begin
-    await cell.until(lambda: len(cell.about(KvLanded, rid=rid)) == DECODE)
+    await cell.until(lambda: len(cell.about(RankKvReceived, sequence_id=sequence_id)) == DECODE)
     landed_s = time.perf_counter() - begin
     await cell.answer(request)
-    await cell.freed(rid)
+    await cell.freed(sequence_id)
     await cell.prefilled(*jobs)
     return Round(
         trace_id=trace_id,
         balanced=balanced,
         ttft_s=ttft_s,
         landed_s=landed_s,
-        token=cell.tokens(rid)[0],
+        token=cell.tokens(sequence_id)[0],
     )
 
 
 def _chunks(
     request: Request, strategy: str, trace: dict[str, str], *, balanced: bool
-) -> Iterator[tuple[PrefillJob, np.ndarray]]:
+) -> Iterator[tuple[PrefillStep, np.ndarray]]:
     """Each as long as its group is large, with the tokens that it computes."""
     length, sizes = len(request.prompt), [len(group) for group in GROUPS]
     stops = [length * sum(sizes[: i + 1]) // sum(sizes) for i in range(len(sizes))]
-    start, lying = 0, tuple[Share, ...]()
+    start, lying = 0, tuple[PlacedSlice, ...]()
     for group, stop in zip(GROUPS, stops, strict=True):
         rows = place(group, zigzag(stop - start, len(group)), start=start)
         moves = balancing_moves(lying, group) if balanced else ()
-        piece = request.piece(
+        chunk = request.chunk(
             start,
             stop,
             rows=rows,
@@ -205,15 +203,15 @@ def _chunks(
             placement=(*rows, *_kv_shares(moves)) if moves else (),
         )
         yield (
-            job_of([piece], group, strategy=strategy, trace=trace),
+            job_of([chunk], group, strategy=strategy, trace=trace),
             request.prompt[start:stop],
         )
-        own = [Share.of(it.instance, it.span) for it in rows]
+        own = [PlacedSlice.of(it.instance, it.span) for it in rows]
         start, lying = stop, (*outside(lying, moves), *moves, *own)
 
 
-def _kv_shares(shares: Sequence[Share]) -> tuple[KvShare, ...]:
-    return tuple(KvShare(instance=it.instance, span=it.span) for it in shares)
+def _kv_shares(slices: Sequence[PlacedSlice]) -> tuple[KvSlice, ...]:
+    return tuple(KvSlice(instance=it.instance, span=it.span) for it in slices)
 
 
 # --- out of the timelines ------------------------------------------------------------------------
@@ -233,9 +231,9 @@ def _row(rounds: Sequence[tuple[Round, Trace]], balanced: bool) -> dict[str, Any
     }
 
 
-def _balancing(spans: Sequence[Span], ttft_s: float) -> tuple[float, float, float]:
+def _balancing(spans: Sequence[RecordedSpan], ttft_s: float) -> tuple[float, float, float]:
     """Share of the TTFT waited for by the rank that did most, share hidden, bytes."""
-    jobs: dict[tuple[int, str | None], list[Span]] = defaultdict(list)
+    jobs: dict[tuple[int, str | None], list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         if span.is_phase:
             jobs[span.attributes[RANK], span.parent_id].append(span)
@@ -251,7 +249,7 @@ def _balancing(spans: Sequence[Span], ttft_s: float) -> tuple[float, float, floa
     )
 
 
-def _waits(phases: Sequence[Span]) -> Iterator[Span]:
+def _waits(phases: Sequence[RecordedSpan]) -> Iterator[RecordedSpan]:
     """Of one step on one rank, those for history: in layers that have any, before the layer's
     other exchanges are begun."""
     for layer in {it.attributes[LAYER] for it in phases if _phase(it) == BALANCING}:
@@ -263,7 +261,7 @@ def _waits(phases: Sequence[Span]) -> Iterator[Span]:
         yield from (it for it in here if _phase(it) == "wait" and it.start_ns < until_ns)
 
 
-def _phase(span: Span) -> str:
+def _phase(span: RecordedSpan) -> str:
     return str(span.attributes.get(PHASE, ""))
 
 

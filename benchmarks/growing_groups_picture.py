@@ -6,9 +6,9 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from csps.actors.timeline import TRANSFERS
-from csps.actors.timeline_export import PHASE, RANK
-from csps.services.telemetry.traces.spans import Span, Trace
+from csps.actors.engine.step_trace import PHASE, RANK
+from csps.actors.timing.timeline import TRANSFERS
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,14 +50,14 @@ def draw(trace: Trace, ttft_s: float, path: Path) -> None:
     plt.close(figure)
 
 
-def _lane(span: Span) -> int:
+def _lane(span: RecordedSpan) -> int:
     phase = span.attributes[PHASE]
     if phase not in TRANSFERS:
         return LANES.index("compute")
     return LANES.index(phase if phase in LANES else "ring")
 
 
-def _colored(span: Span) -> str:
+def _colored(span: RecordedSpan) -> str:
     phase = str(span.attributes[PHASE])
     return "ring" if phase in TRANSFERS and phase not in LANES else phase
 

@@ -26,17 +26,15 @@ import torch
 import yaml
 from configurator_oracle import shipped, trained
 
-from csps.configurator.enumeration import Judging
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.predicted_options import PredictedOptions
+from csps.configurator.plan.predicted_options import PredictedOptions
+from csps.configurator.search.space import ImportanceScoring
 from csps.loadgen.planner.hardware_file import load_group
-from csps.protocols.options import parse_option
-from csps.protocols.plans import EXACT, StrategyChoice, StrategyQuestion
+from csps.protocols.attention.plan import EXACT, StrategyChoice, StrategyQuestion, parse_option
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.launch.settings import shipped_models
-from csps.services.profiling.accuracy.points import Branch, Point
-from csps.services.profiling.accuracy.profile import Tally, answered
+from csps.services.profiling.accuracy.profile import AnswerTally, Branch, Point, answered
 from csps.services.profiling.accuracy.questions import NeedleQuestions
+from csps.services.settings.settings import shipped_models
 
 BOUNDS = (0.0, 0.01, 0.05)
 SHAPES = ("2", "2+2", "4+4")
@@ -117,7 +115,7 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
         group_shape=shape,
         strategy="tp" if settings.strategy == "tp" else "ntp",
         levels=settings.levels,
-        judging=Judging(settings.importance_layer, settings.importance_window),
+        scoring=ImportanceScoring(settings.importance_layer, settings.importance_window),
     )
     return Point(branch=branch, drop_ratio=settings.drop_ratios[0][0])
 
@@ -125,11 +123,11 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
 @torch.inference_mode()
 def _answers(
     model: LocalModel, points: Sequence[Point], tokens: int, questions: int
-) -> dict[Point, list[Tally]]:
+) -> dict[Point, list[AnswerTally]]:
     """What each point answers of each kind."""
-    found: dict[Point, list[Tally]] = {point: [] for point in points}
+    found: dict[Point, list[AnswerTally]] = {point: [] for point in points}
     for kind in KINDS if points else ():
-        tallies = {point: Tally() for point in points}
+        tallies = {point: AnswerTally() for point in points}
         rounds = (kind.asked(model, tokens, number) for number in range(kind.rounds))
         for asked in islice(chain.from_iterable(rounds), questions):
             for point, score in answered(model, asked, points).items():
@@ -139,7 +137,9 @@ def _answers(
     return found
 
 
-def _row(point: Point | None, answers: dict[Point, list[Tally]], bound: float) -> dict[str, Any]:
+def _row(
+    point: Point | None, answers: dict[Point, list[AnswerTally]], bound: float
+) -> dict[str, Any]:
     if point is None:
         nothing = {"questions": 0, "lost": 0, "low": 0.0, "high": 0.0, "kept": True}
         return {"strategy": "exact", "levels": None, "ratio": 0.0, **nothing}

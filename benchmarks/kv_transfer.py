@@ -25,24 +25,22 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.kv_pool import KvPool
+from csps.actors.comm.layout import LocalChunk
+from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.layout import LocalPiece
-from csps.models.spec import ModelSpec, read_spec
-from csps.protocols.messages import ConnectKv, Reserve
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
-from csps.services.launch.settings import shipped_models
+from csps.actors.kv_transfer.transfer_tracker import TransferTracker
+from csps.models.network.spec import ModelSpec, read_spec
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.step_messages import PrefillChunk
+from csps.services.settings.settings import shipped_models
 
 SHARES = (0.0, 0.1, 1.0)
 """Of messages that carry a checksum."""
-RID, EPOCH = 1, "benchmark"
+SEQUENCE_ID, EPOCH = 1, "benchmark"
 WAIT_S = 600.0
 
 
@@ -80,7 +78,7 @@ class Pair:
             in_flight_bytes=in_flight,
             backends=1,
             find=self.reservations.get,
-            on_landed=lambda _: self.reports.put(None),
+            on_received=lambda _: self.reports.put(None),
             on_failed=self.reports.put,
             on_lost=self.reports.put,
             on_broken=self.reports.put,
@@ -89,16 +87,18 @@ class Pair:
     def prepare(self) -> None:
         """The prompt is computed here, and expected there."""
         for pool in self.pools:
-            pool.slots.free_request(RID)
-            pool.slots.allocate(RID, [self.span])
+            pool.slots.free_request(SEQUENCE_ID)
+            pool.slots.allocate(SEQUENCE_ID, [self.span])
         for layer in range(self.spec.layers):
             shape = (self.span.length, self.spec.kv_heads, self.spec.head_dim)
-            self.pools[0].write(layer, RID, self.span, torch.randn(shape), torch.randn(shape))
-        self.reservations[RID] = Reservation(
-            request=Reserve(
-                rid=RID,
+            self.pools[0].write(
+                layer, SEQUENCE_ID, self.span, torch.randn(shape), torch.randn(shape)
+            )
+        self.reservations[SEQUENCE_ID] = Reservation(
+            request=ReserveKv(
+                sequence_id=SEQUENCE_ID,
                 epoch=EPOCH,
-                shares=self.shares,
+                slices=self.slices,
                 master=0,
                 prompt_length=self.span.length,
                 sampling=Sampling(),
@@ -110,19 +110,21 @@ class Pair:
         )
 
     @property
-    def shares(self) -> tuple[KvShare, ...]:
-        return (KvShare(instance=0, span=self.span),)
+    def slices(self) -> tuple[KvSlice, ...]:
+        return (KvSlice(instance=0, span=self.span),)
 
     def send(self) -> Round:
         """All layers, until they have landed."""
-        piece = PrefillPiece(rid=RID, start=0, length=self.span.length, destinations=self.shares)
-        part = LocalPiece(piece, self.span, slice(0, self.span.length))
-        delivery = Delivery(self.pools[0].slots, self.reports.put)
+        chunk = PrefillChunk(
+            sequence_id=SEQUENCE_ID, start=0, length=self.span.length, destinations=self.slices
+        )
+        part = LocalChunk(chunk, self.span, slice(0, self.span.length))
+        tracker = TransferTracker(self.pools[0].slots, self.reports.put)
         wall, processor = time.perf_counter(), time.process_time()
         for layer in range(self.spec.layers):
-            self.sender.post(delivery, layer, part)
-        self.sender.finish(delivery)
-        delivery.finish()
+            self.sender.post(tracker, layer, part)
+        self.sender.finish(tracker)
+        tracker.finish()
         for _ in range(2):  # landed there, and told here
             if (failure := self.reports.get(timeout=WAIT_S)) is not None:
                 raise RuntimeError(failure)

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
+from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800
 from csps.services.scheduling.policies.loongserve.batching import (
     Objective,
     most_requests,
@@ -21,7 +21,7 @@ from csps.services.scheduling.policies.loongserve.batching import (
     pruned,
     regret,
 )
-from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
+from csps.services.scheduling.policies.loongserve.inputs import Eq7, PrefillModel
 
 SLOTS = 210_000
 

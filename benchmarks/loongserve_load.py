@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.loadgen.simulator.requests import Outcome
+from csps.loadgen.simulator.requests import RequestOutcome
 from csps.loadgen.simulator.simulate import simulate
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import workload
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
 
 
 class System(NamedTuple):
@@ -108,24 +107,24 @@ BUDGETS = {"sharegpt": 256, "l-eval": 2048, "lv-eval": 16384, "mixed": 2048}
 OOE = {"sharegpt": 1, "l-eval": 8, "lv-eval": 8, "mixed": 4}
 
 
-def _tpot_s(outcome: Outcome) -> float:
+def _tpot_s(outcome: RequestOutcome) -> float:
     drawn = outcome.arrival.output_tokens
     return (outcome.ended_ns - outcome.first_token_ns) / max(1, drawn - 1) / 1e9
 
 
-def in_time(outcome: Outcome) -> bool:
+def in_time(outcome: RequestOutcome) -> bool:
     """Fig. 12's bounds of one request."""
     alone_s = ALONE.predict_ns(outcome.arrival.prompt_tokens) / 1e9
     ttft_s = outcome.ttft_ns / 1e9
     return ttft_s <= max(TIMES * alone_s, TTFT_S) and _tpot_s(outcome) <= TPOT_S
 
 
-def goodput(outcomes: Sequence[Outcome]) -> bool:
+def goodput(outcomes: Sequence[RequestOutcome]) -> bool:
     """Nine requests of ten are in time."""
     return sum(map(in_time, outcomes)) >= 0.9 * len(outcomes)
 
 
-def means_ms(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
+def means_ms(outcomes: Sequence[RequestOutcome]) -> tuple[float, float, float]:
     """Fig. 10's metrics."""
     total = first = output = 0.0
     for it in outcomes:
@@ -137,7 +136,7 @@ def means_ms(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
     return total / count, first / count, output / count
 
 
-def within(name: str) -> Callable[[Sequence[Outcome]], bool]:
+def within(name: str) -> Callable[[Sequence[RequestOutcome]], bool]:
     """Fig. 10's bounds of a workload."""
     return lambda outcomes: all(
         found <= bound for found, bound in zip(means_ms(outcomes), BOUNDS_MS[name], strict=True)
@@ -148,14 +147,14 @@ def carries(
     system: System,
     name: str,
     rate: float,
-    meets: Callable[[Sequence[Outcome]], bool],
+    meets: Callable[[Sequence[RequestOutcome]], bool],
     seconds: float,
     seeds: Sequence[int],
 ) -> bool:
     """Whether a system keeps the bounds at a rate, over all seeds."""
     cluster: ClusterModel = load_cluster(system.cluster)
     requests = max(FEWEST, round(rate * seconds))
-    served: list[Outcome] = []
+    served: list[RequestOutcome] = []
     for seed in seeds:
         fitted = generate(
             workload(name),

@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import torch
 
-from csps.configurator.interval import wilson
-from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
-from csps.models.needle_prompts.questions import ORDERS, Kind, Order, Question, ask, is_correct
+from csps.configurator.regressors.samples import wilson
+from csps.models.needle_prompts.filler import FILLER_KINDS
+from csps.models.needle_prompts.haystack import ORDERS, Kind, Order, Question, ask, is_correct
 from csps.models.needle_prompts.words import split_words
+from csps.services.evaluation.answerers import LocalAnswerer
 from csps.services.evaluation.cases import Case, Evaluation, cases
-from csps.services.evaluation.local_answerer import LocalAnswerer
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.launch.settings import shipped_models
+from csps.services.settings.settings import shipped_models
 
 SHARED: Final = {1024: (10, 20), 4096: (4, 50), 16384: (2, 100), 65536: (1, 100)}
 """Haystacks, and two-step questions to each, by length; twice as many facts lie in a haystack."""

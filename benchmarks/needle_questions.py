@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from csps.models.needle_prompts.questions import Kind
-from csps.models.tokenizer import Tokenizer
+from csps.models.needle_prompts.haystack import Kind
+from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.services.evaluation.cases import Evaluation, cases
 
 KINDS: Final[tuple[Kind, ...]] = ("single", "multi_key", "two_hop")

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from csps.actors.timeline_export import BYTES_SENT, COMMUNICATION_S, CPU_NS, EXCHANGE_S, PHASE, RANK
-from csps.protocols.topology import Topology
-from csps.services.telemetry.traces.spans import Span, Trace
+from csps.actors.engine.step_trace import (
+    BYTES_SENT,
+    COMMUNICATION_S,
+    CPU_NS,
+    EXCHANGE_S,
+    PHASE,
+    RANK,
+)
+from csps.protocols.core.topology import Topology
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 ATTENTION_PHASES = ("attention", "importance", "select", "merge")
 """All that a layer's attention takes: choosing what is kept is part of its price."""
@@ -44,7 +51,7 @@ def _servers(locations: Sequence[str]) -> list[tuple[int, int]]:
     return [(place.rack, place.server) for place in Topology.of(locations).locations]
 
 
-def _cost(spans: Sequence[Span], servers: Sequence[object]) -> JobCost:
+def _cost(spans: Sequence[RecordedSpan], servers: Sequence[object]) -> JobCost:
     jobs = [span.attributes for span in spans if span.name == "prefill.compute"]
     waited = sum(job[COMMUNICATION_S] for job in jobs)
     under_way = sum(job[EXCHANGE_S] for job in jobs)
@@ -64,13 +71,13 @@ def _cost(spans: Sequence[Span], servers: Sequence[object]) -> JobCost:
     )
 
 
-def _phases(spans: Iterable[Span], phase: str) -> list[Span]:
+def _phases(spans: Iterable[RecordedSpan], phase: str) -> list[RecordedSpan]:
     return [span for span in spans if span.is_phase and span.attributes[PHASE] == phase]
 
 
-def _seconds(span: Span) -> float:
+def _seconds(span: RecordedSpan) -> float:
     return span.duration_ns / 1e9
 
 
-def _cpu_seconds(span: Span) -> float:
+def _cpu_seconds(span: RecordedSpan) -> float:
     return float(span.attributes[CPU_NS]) / 1e9

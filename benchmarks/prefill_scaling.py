@@ -24,15 +24,14 @@ import numpy as np
 import report
 import wide_checkpoint
 
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import CancelRequest, PrefillDone
-from csps.protocols.schema import pack
-from csps.protocols.tokens import TokenDrawn
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledToken
+from csps.protocols.rpc.schema import pack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_cell
-from gang_cell import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, job_of
 from gang_processes import attached_processes
 
 gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
@@ -106,16 +105,16 @@ async def prefill(
     """
     cell.prefill = gang
     prompt = np.random.default_rng(seed).integers(3, 256, length).astype("<i4")
-    request = Request(rid=max(cell.jobs, default=0) + 1, prompt=prompt, shares=())
-    job = job_of([request.piece()], range(gang.instances), **fields)
+    request = Request(sequence_id=max(cell.jobs, default=0) + 1, prompt=prompt, slices=())
+    job = job_of([request.chunk()], range(gang.instances), **fields)
     begin = time.perf_counter()
-    job_id = cell.submit(job, prompt)
-    await cell.until(lambda: cell.about(TokenDrawn, rid=request.rid))
+    step_id = cell.submit(job, prompt)
+    await cell.until(lambda: cell.about(SampledToken, sequence_id=request.sequence_id))
     seconds = time.perf_counter() - begin
-    await cell.prefilled(job_id)
-    gang.notify_all("cancel", pack(CancelRequest(rid=request.rid)))
+    await cell.prefilled(step_id)
+    gang.notify_all("cancel", pack(CancelSequence(sequence_id=request.sequence_id)))
     await gang.stats()  # the slots are free
-    reports = cell.about(PrefillDone, job_id=job_id)
+    reports = cell.about(PrefillDone, step_id=step_id)
     return seconds, max(it.communication_s for it in reports)
 
 

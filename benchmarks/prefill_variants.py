@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
 
 Strategy = Literal["sp_ntp", "sp_tp_flat", "sp_tp_hierarchical"]
 STRATEGIES: tuple[Strategy, ...] = ("sp_ntp", "sp_tp_flat", "sp_tp_hierarchical")

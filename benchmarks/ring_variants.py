@@ -47,21 +47,20 @@ from testbed.gang import Gang, GangOptions, prefill_gang
 from testbed.link import Link
 from testbed.network import two_servers
 
-from csps.configurator.ring_fit import RingPoint, fit_rule, regret
-from csps.models.loading import count_parameters
-from csps.models.spec import read_spec
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import CancelRequest, PrefillDone
-from csps.protocols.mfu import flops_per_second, prefill_flops, utilization
-from csps.protocols.placement import LAYOUTS, KvShare, place
-from csps.protocols.plans import RINGS
-from csps.protocols.schema import pack
-from csps.protocols.tokens import TokenDrawn
+from csps.configurator.model.fits import RingPoint, fit_rule, regret
+from csps.models.checkpoints.loading import count_parameters
+from csps.models.network.spec import read_spec
+from csps.protocols.attention.plan import RINGS
+from csps.protocols.attention.ring_choice import flops_per_second, prefill_flops, utilization
+from csps.protocols.core.placement import LAYOUTS, KvSlice, place
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledToken
+from csps.protocols.rpc.schema import pack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_cell
-from gang_cell import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, job_of
 from gang_processes import attached_processes
 
 gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
@@ -110,23 +109,23 @@ class OneGroup:
         """See `Ranks`."""
         cell = self._cell
         cell.prefill = self._gang
-        request = Request(rid=next(self._rids), prompt=prompt, shares=())
-        history: tuple[KvShare, ...] = ()
+        request = Request(sequence_id=next(self._rids), prompt=prompt, slices=())
+        history: tuple[KvSlice, ...] = ()
         if cached:
             history = self._shares(layout, 0, cached)
             step = self._step(request, strategy, layout, 0, cached, ())
             await cell.prefilled(cell.submit(step, prompt[:cached]))
         step = self._step(request, strategy, layout, cached, len(prompt), history)
         begin = time.perf_counter()
-        job_id = cell.submit(step, prompt[cached:])
-        await cell.until(lambda: cell.about(TokenDrawn, rid=request.rid))
+        step_id = cell.submit(step, prompt[cached:])
+        await cell.until(lambda: cell.about(SampledToken, sequence_id=request.sequence_id))
         seconds = time.perf_counter() - begin
-        await cell.prefilled(job_id)
-        self._gang.notify_all("cancel", pack(CancelRequest(rid=request.rid)))
+        await cell.prefilled(step_id)
+        self._gang.notify_all("cancel", pack(CancelSequence(sequence_id=request.sequence_id)))
         await self._gang.stats()  # the slots are free
-        return timed(seconds, cell.about(PrefillDone, job_id=job_id))
+        return timed(seconds, cell.about(PrefillDone, step_id=step_id))
 
-    def _shares(self, layout: str, start: int, stop: int) -> tuple[KvShare, ...]:
+    def _shares(self, layout: str, start: int, stop: int) -> tuple[KvSlice, ...]:
         return place(range(self.count), LAYOUTS[layout](stop - start, self.count), start=start)
 
     def _step(
@@ -136,11 +135,11 @@ class OneGroup:
         layout: str,
         start: int,
         stop: int,
-        history: tuple[KvShare, ...],
+        history: tuple[KvSlice, ...],
     ) -> Any:
         rows = () if layout == "contiguous" else self._shares(layout, start, stop)
-        piece = request.piece(start, stop, rows=rows, history=history)
-        return job_of([piece], range(self.count), strategy=strategy)
+        chunk = request.chunk(start, stop, rows=rows, history=history)
+        return job_of([chunk], range(self.count), strategy=strategy)
 
 
 class TwoServers:

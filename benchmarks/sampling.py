@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
-from csps.actors.sampling import draw_batch
-from csps.actors.token_sampler import TokenSampler
-from csps.protocols.sampling import Sampling
+from csps.actors.sampling.batch_sampler import sample_batch
+from csps.actors.sampling.token_sampler import TokenSampler
+from csps.protocols.gang.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 30)
 
@@ -49,7 +49,7 @@ def milliseconds(samplings: Sequence[Sampling], vocab: int, repeats: int) -> flo
     spent = []
     for index in range(repeats + 2):
         begin = time.process_time()
-        draw_batch(samplers, logits_bv, [index] * len(samplers))
+        sample_batch(samplers, logits_bv, [index] * len(samplers))
         spent.append(time.process_time() - begin)
     return 1e3 * statistics.median(spent[2:])
 

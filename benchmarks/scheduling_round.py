@@ -21,15 +21,15 @@ from typing import Any
 
 import report
 
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.commands import AnyCommand, Reserve, RunStep
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.decisions import Decision, Policy, Trial
-from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, View
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Decision, IdleCapacity, Policy
+from csps.services.scheduling.deciding.view import PairView, View
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.commands import AnyCommand, Reserve, RunStep
+from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.state import Priority
 
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"max_batch": 1 << 20},
@@ -79,11 +79,11 @@ class _Gate:
         self.whole_prompts = policy.whole_prompts
         self.regroups = policy.regroups
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
-        return self._policy.line(prompt_tokens, pairs)
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
+        return self._policy.priority(prompt_tokens, pairs)
 
-    def trial(self, pair: PairView) -> Trial:
-        return self._policy.trial(pair)
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
+        return self._policy.idle_capacity(pair)
 
     def decide(self, view: View) -> Sequence[Decision]:
         if not self.open:
@@ -122,8 +122,8 @@ class _Timed:
             steps += started
         if round_ == "idle":
             return self._timed()
-        step = next(it for it in steps if not it.urgent)
-        done = [ev.StepDone(step=step.step, instance=it, took_ns=1) for it in step.group]
+        step = next(it for it in steps if not it.high_priority)
+        done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1) for it in step.group]
         return self._timed(*done)
 
     def _timed(self, *events: ev.AnyEvent) -> tuple[float, float, int]:
@@ -140,7 +140,7 @@ class _Timed:
         return self._scheduler.handle(events, self._now_ns).commands
 
 
-_CHANGED = ev.Calibrated(digest=TABLE.digest)
+_CHANGED = ev.CostTableUpdated(digest=TABLE.digest)
 """An event that costs nothing and after which the policy is asked."""
 
 
@@ -164,7 +164,7 @@ def _requests(count: int, seed: int) -> list[ev.AnyEvent]:
     draw = random.Random(seed)
     return [
         ev.Submitted(
-            request=number,
+            request_id=number,
             prompt_tokens=draw.randint(50, 1000)
             if draw.random() < 1 / 3
             else round(1024 * 2 ** (6 * draw.random())),

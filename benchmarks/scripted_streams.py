@@ -10,15 +10,14 @@ from contextlib import asynccontextmanager
 from ray import serve
 from starlette.applications import Starlette
 
-from csps.protocols.tokens import TokenDrawn
+from csps.protocols.gang.messages import SampledToken
 from csps.services.app import one_loop
-from csps.services.http.api import Api
+from csps.services.http.api import HttpApi
 from csps.services.http.request_parser import RequestParser
-from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.settings import Settings
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
-from csps.services.router.slo import Slo
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import Settings
 from csps.services.telemetry.metrics import Metrics
 
 
@@ -27,27 +26,27 @@ class ScriptedService:
 
     ready = True
     trouble = ""
-    fit = None
+    capacity_check = None
 
     def __init__(self, script: list[int], *, rate: float, streams: int) -> None:
         self._script = script
         self._period_s = streams / rate
-        self._running: dict[int, Running] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._count = 0
 
-    def check_room(self, slo: Slo) -> None:
+    def check_room(self, slo: SloBounds) -> None:
         """There always is."""
 
-    def submit(self, generation: Generation) -> Running:
+    def submit(self, spec: RequestSpec) -> RequestHandle:
         """Let it join from the next tick on."""
         self._count += 1
-        running = Running(generation, number=self._count, on_cancel=self._cancel)
-        self._running[running.number] = running
-        return running
+        handle = RequestHandle(spec, request_id=self._count, on_cancel=self._cancel)
+        self._handles[handle.request_id] = handle
+        return handle
 
-    def _cancel(self, running: Running) -> None:
-        self._running.pop(running.number, None)
-        running.finish("cancelled")
+    def _cancel(self, handle: RequestHandle) -> None:
+        self._handles.pop(handle.request_id, None)
+        handle.finish("cancelled")
 
     async def draw(self) -> None:
         """One token for everybody, every period."""
@@ -56,11 +55,13 @@ class ScriptedService:
         while True:
             due += self._period_s
             await asyncio.sleep(due - clock())
-            token = TokenDrawn(rid=1, index=index, token=self._script[index % len(self._script)])
+            token = SampledToken(
+                sequence_id=1, index=index, token=self._script[index % len(self._script)]
+            )
             index += 1
-            for running in list(self._running.values()):
-                running.timings.tokens += 1
-                running.deliver(token)
+            for handle in list(self._handles.values()):
+                handle.timings.tokens += 1
+                handle.deliver(token)
 
 
 class ScriptedMetrics(Metrics):
@@ -76,7 +77,7 @@ def make_api(*, rate: float, streams: int) -> Starlette:
     text = "The quick brown fox jumps over the lazy dog. " * 4
     script = parser.tokenizer.encode(text, add_special_tokens=False)
     service = ScriptedService(script, rate=rate, streams=streams)
-    api = Api(
+    api = HttpApi(
         parser=parser,
         service=service,
         keys=ApiKeys([]),

@@ -38,13 +38,12 @@ import wide_checkpoint
 from deployed import deployed, deployed_beside
 from streaming_client import stream
 
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import unpack
-from csps.protocols.tokens import TokenDrawn, Tokens
+from csps.protocols.gang.messages import SampledToken, SampledTokens, Sampling
+from csps.protocols.rpc.schema import unpack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from gang_cell import Cell, Request, even_shares
+from gang_driver import Cell, Request, even_shares
 from gang_processes import process_cell
 
 WARM_UP_ROUNDS = 2
@@ -184,9 +183,9 @@ def _over_http(client: httpx.Client, args: argparse.Namespace, seed: int) -> tup
     return answer.ttft_s - engine_s, (answer.chunk_s[-1] - answer.chunk_s[1]) / (args.tokens - 2)
 
 
-async def _bare_gap(cell: Cell, args: argparse.Namespace, rid: int) -> float:
+async def _bare_gap(cell: Cell, args: argparse.Namespace, sequence_id: int) -> float:
     """Mean gap between the tokens of one request, at a driver of the bare engine."""
-    prompt = np.random.default_rng(rid).integers(3, wide_checkpoint.VOCAB, args.prompt)
+    prompt = np.random.default_rng(sequence_id).integers(3, wide_checkpoint.VOCAB, args.prompt)
     stamps: list[float] = []
     notified = cell.notified
 
@@ -195,14 +194,14 @@ async def _bare_gap(cell: Cell, args: argparse.Namespace, rid: int) -> float:
         if method == "tokens":
             stamps.append(time.perf_counter())
             if 0 < payload["indices"][0] < args.tokens - 1:
-                cell.heard[TokenDrawn].extend(unpack(Tokens, payload).each())
+                cell.heard[SampledToken].extend(unpack(SampledTokens, payload).each())
                 return
         notified(method, payload)
 
     request = Request(
-        rid=rid,
+        sequence_id=sequence_id,
         prompt=prompt.astype("<i4"),
-        shares=even_shares(args.prompt, [0]),
+        slices=even_shares(args.prompt, [0]),
         sampling=Sampling(temperature=0, max_tokens=args.tokens),
     )
     cell.notified = stamp  # type: ignore[method-assign]

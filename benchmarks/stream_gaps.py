@@ -31,8 +31,8 @@ import report
 from deployed import deployed
 from streaming_client import REQUEST_S, stream
 
-from csps.services.launch.settings import Settings
 from csps.services.scheduling.policies.chunked_prefill import ChunkedPrefillOptions
+from csps.services.settings.settings import Settings
 
 PATH = "/v1/completions"
 MODEL = "needle"

@@ -22,12 +22,10 @@ from typing import Any
 import report
 
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.loadgen.simulator.improvement_rates import drawn_from, planner_of, profile
+from csps.loadgen.simulator.rates_command import planner_of, profile, sampler_of
 from csps.loadgen.simulator.simulate import simulate
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
-from csps.loadgen.workloads.lengths import Constant, TruncatedLognormal
-from csps.loadgen.workloads.named import Workload, independent
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
+from csps.loadgen.workloads.named import Constant, TruncatedLognormal, Workload, independent
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 
 K = 1024
@@ -65,7 +63,7 @@ def main() -> None:
 def _rows(trace: str, sigma: float, args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = workload_of(trace, sigma)
     # Other requests than those that the rates are tried on.
-    drawn = drawn_from(prompts, CLUSTER, seed=args.seed + 1000)
+    drawn = sampler_of(prompts, CLUSTER, seed=args.seed + 1000)
     rates = profile(planner_of(CLUSTER, TetrisOptions.min_chunk), drawn)
     rows: list[dict[str, Any]] = []
     for name in args.policies:

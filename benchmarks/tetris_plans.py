@@ -19,7 +19,7 @@ from typing import Any
 
 import report
 
-from csps.services.scheduling.latency_published import TETRIS_LLAMA3_8B_A100
+from csps.configurator.costs.latency_tables import TETRIS_LLAMA3_8B_A100
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp
 
 SERVER = 8

@@ -26,11 +26,10 @@ import report
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
 from csps.loadgen.simulator.simulate import simulate
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import workload
-from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.ids import index_of
+from csps.services.scheduling.events.commands import RunStep
+from csps.services.scheduling.events.events import index_of
 
 LOADS = {"short": 4.6, "medium": 3.3, "long": 2.0}
 """Requests a second."""
@@ -49,7 +48,7 @@ class Mispredicted(ClusterModel):
 
     def step_ns(self, step: RunStep) -> int:
         """What a step takes."""
-        (sequence,) = {piece.sequence for piece in step.pieces}
+        (sequence,) = {chunk.sequence_id for chunk in step.chunks}
         # A mean of one, so that no more is to be computed than was predicted.
         factor = math.exp(random.Random(sequence).gauss(-(self.sigma**2) / 2, self.sigma))
         first = self.prefill.instances[0].server
@@ -77,7 +76,7 @@ def main() -> None:
         _row(trace, mistake, share, args)
         for trace in args.traces
         for mistake in MISTAKES
-        for share in args.shares
+        for share in args.slices
     ]
     about = {"benchmark": "tetris_replan", "requests": args.requests, "seeds": args.seeds}
     report.publish(about, rows, args.json)

@@ -22,11 +22,11 @@ from unittest.mock import patch
 import prefill_scaling  # which also lets the tests' modules be imported
 import report
 import wide_checkpoint
-from gang_cell import Cell, GangPlan
+from gang_driver import Cell, GangPlan
 from gang_threads import thread_gang
 from uniform_plan import uniform_plan
 
-from csps.actors.timeline import Timeline
+from csps.actors.timing.timeline import PhaseTimeline
 
 RANKS, LAYERS, ROUNDS, CALLS = ("0-0-0", "0-1-0"), wide_checkpoint.LAYERS, 5, 100_000
 PLAN = uniform_plan(RANKS, levels=2, layers=LAYERS, drop_ratio=0.5, micro_partitions=4)
@@ -50,7 +50,7 @@ def main() -> None:
 
 async def _layer(tokens: int) -> tuple[float, float]:
     """(phases, seconds) of one rank."""
-    phase, calls = Timeline.phase, itertools.count()
+    phase, calls = PhaseTimeline.phase, itertools.count()
 
     def counted(*args: Any, **where: Any) -> Any:
         next(calls)
@@ -67,7 +67,7 @@ async def _layer(tokens: int) -> tuple[float, float]:
         plan = GangPlan(model_dir=model, role="prefill", instances=len(RANKS), kv_slots=tokens)
         async with thread_gang(plan) as ranks:
             gang = await cell.attach(ranks.members, "prefill")
-            with patch.object(Timeline, "phase", counted):
+            with patch.object(PhaseTimeline, "phase", counted):
                 await prefill(0)
             seconds = min([await prefill(seed) for seed in range(ROUNDS)])
             await gang.close()
@@ -77,7 +77,7 @@ async def _layer(tokens: int) -> tuple[float, float]:
 
 def _phase_s() -> float:
     """Seconds of a phase that is not noted."""
-    timeline = Timeline(on=False)
+    timeline = PhaseTimeline(on=False)
 
     def phase() -> None:
         with timeline.phase("attention", layer=1, level=2, micro=3):

@@ -49,7 +49,7 @@ from testbed.gang import Gang, GangOptions, JobResult, prefill_gang
 from testbed.link import UNLIMITED, Link
 from testbed.network import Testbed, two_servers
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 

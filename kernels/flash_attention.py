@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csps.kernels.positions import Offsets, Positions
+from csps.kernels.arguments import Offsets, Positions
 
 MAX_HEAD_DIM = 256
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csps.kernels.positions import Offsets
+from csps.kernels.arguments import Offsets
 
 LAST_POSITION = tl.constexpr(2**31 - 1)
 SCAN = tl.constexpr(256)  # block extremes that a program looks at together

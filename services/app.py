@@ -11,13 +11,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
 
-from csps.services.cluster.configurator import Configurator
-from csps.services.cluster.gangs import GangRank
 from csps.services.cluster.registry import Registry
-from csps.services.launch.credentials import cluster_secret
-from csps.services.launch.replicas import GANGS, only_one
-from csps.services.launch.settings import AnyGang, Settings
-from csps.services.router.deployment import Router
+from csps.services.deployments.configurator import Configurator
+from csps.services.deployments.gang_rank import GangRank
+from csps.services.deployments.router import Router
+from csps.services.settings.credentials import cluster_secret
+from csps.services.settings.replicas import GANGS, only_one
+from csps.services.settings.settings import AnyGang, Settings
 
 MANY = 100_000
 """Admission is the router's decision; Serve shall not queue in front of it."""

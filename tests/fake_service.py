@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.tokens import TokenDrawn, TokenLogprob
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
-from csps.services.router.slo import Slo
-from csps.services.scheduling.fit import Fit
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.gang.messages import SampledToken, TokenLogprob
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.scheduling.deciding.decisions import CapacityCheck
 
 
 class FakeService:
@@ -19,8 +18,8 @@ class FakeService:
     def __init__(self, tokenizer: Tokenizer, answer: str) -> None:
         self.script = tokenizer.encode(answer, add_special_tokens=False)
         self.eos = tokenizer.eos_token_ids[0]
-        self.generations: list[Generation] = []
-        self.running: list[Running] = []
+        self.specs: list[RequestSpec] = []
+        self.handles: list[RequestHandle] = []
         self.submitted = asyncio.Event()
         self.cancelled = asyncio.Event()
         """A request was withdrawn."""
@@ -36,53 +35,53 @@ class FakeService:
         self.turns: asyncio.Semaphore | None = None
         """Taken before each burst."""
         self.trouble = ""
-        self.fit: Fit | None = None
+        self.capacity_check: CapacityCheck | None = None
 
-    def check_room(self, slo: Slo) -> None:
+    def check_room(self, slo: SloBounds) -> None:
         """There is always room, unless `submit` says otherwise."""
 
-    def submit(self, generation: Generation) -> Running:
+    def submit(self, spec: RequestSpec) -> RequestHandle:
         if self.refusal is not None:
             raise self.refusal
-        running = Running(generation, number=len(self.running), on_cancel=self._cancel)
-        self.generations.append(generation)
-        self.running.append(running)
+        handle = RequestHandle(spec, request_id=len(self.handles), on_cancel=self._cancel)
+        self.specs.append(spec)
+        self.handles.append(handle)
         self.submitted.set()
-        self._task = asyncio.ensure_future(self._draw(running))
-        return running
+        self._task = asyncio.ensure_future(self._draw(handle))
+        return handle
 
     @property
     def ready(self) -> bool:
         return not self.trouble
 
-    async def _draw(self, running: Running) -> None:
+    async def _draw(self, handle: RequestHandle) -> None:
         if self.gate is not None:
             await self.gate.wait()
-        for index, token in enumerate(self._tokens(running.generation)):
+        for index, token in enumerate(self._tokens(handle.spec)):
             if index % self.burst == 0:
                 await self._turn()
             if self.failure is not None and index == self.fail_after:
-                return running.fail(self.failure)
-            if running.ended:
+                return handle.fail(self.failure)
+            if handle.ended:
                 return None
-            running.deliver(token)
+            handle.deliver(token)
             if token.finish_reason is not None:
-                return running.finish(token.finish_reason)
+                return handle.finish(token.finish_reason)
         return None
 
     async def _turn(self) -> None:
         await (asyncio.sleep(0) if self.turns is None else self.turns.acquire())
 
-    def _tokens(self, generation: Generation) -> Sequence[TokenDrawn]:
-        limit = generation.sampling.max_tokens
+    def _tokens(self, spec: RequestSpec) -> Sequence[SampledToken]:
+        limit = spec.sampling.max_tokens
         ids = [*self.script, self.eos][:limit]
-        return [self._drawn(index, ids, generation) for index in range(len(ids))]
+        return [self._drawn(index, ids, spec) for index in range(len(ids))]
 
-    def _drawn(self, index: int, ids: list[int], generation: Generation) -> TokenDrawn:
-        alternatives = generation.sampling.logprobs
+    def _drawn(self, index: int, ids: list[int], spec: RequestSpec) -> SampledToken:
+        alternatives = spec.sampling.logprobs
         last = index == len(ids) - 1
-        return TokenDrawn(
-            rid=1,
+        return SampledToken(
+            sequence_id=1,
             index=index,
             token=ids[index],
             finish_reason=("stop" if ids[index] == self.eos else "length") if last else None,
@@ -93,7 +92,7 @@ class FakeService:
             ),
         )
 
-    def _cancel(self, running: Running) -> None:
-        running.finish(running.finish_reason or "cancelled")
-        if running.finish_reason == "cancelled":
+    def _cancel(self, handle: RequestHandle) -> None:
+        handle.finish(handle.finish_reason or "cancelled")
+        if handle.finish_reason == "cancelled":
             self.cancelled.set()

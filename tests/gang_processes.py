@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gang_cell import SECRET, Cell, GangPlan, in_threads, members_of
+from gang_driver import SECRET, Cell, GangPlan, in_threads, members_of
 
-from csps.actors.rendezvous import StoreAddress
-from csps.protocols.gang_client import GangClient
-from csps.protocols.gang_members import GangMembers
+from csps.actors.comm.process_group import StoreAddress
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import GangMembers
 
 EXIT_S = 60.0
 HOST = ("-m", "csps.actors.host_rank")
@@ -145,4 +145,4 @@ async def process_cell(
         cell.prefill, cell.decode = gangs
         await cell.connect()
         yield cell
-        await cell.hang_up()
+        await cell.disconnect()

@@ -12,20 +12,19 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads, members_of
+from gang_driver import ANSWER_S, SECRET, Cell, GangPlan, in_threads, members_of
 from gang_processes import RankProcess
 from launch_log import LaunchLog
 from rank_world import STRICT
 
-from csps.actors.engine.log_end import ConductorEnd
-from csps.actors.layout import GangLayout
-from csps.actors.process_group import GroupMaker
-from csps.actors.rank import Rank
-from csps.actors.rank_config import RankConfig
-from csps.actors.rendezvous import host_store
-from csps.protocols.conductor import Conductor
-from csps.protocols.errors import FaultError
-from csps.protocols.gang_members import GangMembers
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.process_group import GroupMaker, host_store
+from csps.actors.engine.log_end import SequencerEnd
+from csps.actors.worker.rank import Rank
+from csps.actors.worker.rank_config import RankConfig
+from csps.protocols.core.errors import FaultError
+from csps.protocols.gang.members import GangMembers
+from csps.protocols.sequencer.sequencer import Sequencer
 
 POLL_S = 0.01
 
@@ -75,11 +74,11 @@ class ThreadGang:
         """Those that are hosted here."""
         return [member for member in self.hosts if isinstance(member, Rank)]
 
-    def conduct(self, event: Callable[[Conductor], None]) -> None:
+    def conduct(self, event: Callable[[Sequencer], None]) -> None:
         """Tell the conductor, which rank 0 hosts."""
         log = self.ranks[0]._log
-        assert isinstance(log, ConductorEnd)
-        log.tell(event)
+        assert isinstance(log, SequencerEnd)
+        log.post(event)
 
     def process(self, rank: int) -> RankProcess:
         """A rank that is not."""
@@ -99,7 +98,7 @@ class ThreadGang:
 
 def open_steps(rank: Rank) -> int:
     """Steps that have arrived and are not over: some KV may still have to leave."""
-    return rank.loop.waiting + len(rank.loop.departures)
+    return rank.loop.waiting + len(rank.loop.outgoing_transfers)
 
 
 class ThreadCell(Cell):
@@ -122,9 +121,9 @@ class ThreadCell(Cell):
         for rank in self.prefill_gang.ranks:
             assert not open_steps(rank)
         for rank in self.decode_gang.ranks:
-            assert rank.loop.stream.running == len(rank.loop.stream.reservations) == 0
+            assert rank.loop.decode_batch.running == len(rank.loop.decode_batch.reservations) == 0
             if (receiver := rank._kv_link._receiver) is not None:
-                assert receiver.turns.idle, "somebody holds a backend"
+                assert receiver.transfer_slots.idle, "somebody holds a backend"
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
@@ -195,7 +194,7 @@ async def thread_cell(
         cell.decode = await cell.attach(other.members, "decode")
         await cell.connect()
         yield cell
-        await cell.hang_up()
+        await cell.disconnect()
 
 
 @asynccontextmanager
@@ -223,7 +222,7 @@ async def elastic_cell(
         cell.prefill = cell.decode = await cell.attach(gang.members, "elastic")
         cell.epoch = "in place"
         yield cell
-        await cell.hang_up()
+        await cell.disconnect()
 
 
 def is_broken(rank: Rank) -> bool:

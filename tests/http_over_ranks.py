@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from gang_cell import ANSWER_S, SECRET, START_S, GangPlan
+from cluster_waits import linked
+from gang_driver import ANSWER_S, SECRET, START_S, GangPlan
 from gang_threads import ThreadGang, eventually, started
-from linked import linked
 from live_server import serving
 
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.configurator.costs.cost_table import CostTable, Unmeasured
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.services.cluster.attachment import Cluster
-from csps.services.cluster.configurator import attention_shape
-from csps.services.cluster.directory import ClusterView, StaticDirectory
-from csps.services.cluster.generations import MemoryGenerations
-from csps.services.http.api import Api
+from csps.services.cluster.fencing import MemoryGenerations
+from csps.services.cluster.membership import ClusterView, StaticDirectory
+from csps.services.deployments.configurator import attention_shape
+from csps.services.http.api import HttpApi
 from csps.services.http.request_parser import RequestParser
-from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.settings import KvReuseSettings, Settings
-from csps.services.router.cost_book import Configure, CostBook
+from csps.services.router.cost_table_service import Configure, CostTableService
+from csps.services.router.scheduler_factory import make_reuse
 from csps.services.router.service import RequestService
-from csps.services.router.wiring import make_reuse
-from csps.services.scheduling.cost import CostTable, Unmeasured
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import KvReuseSettings, Settings
 from csps.services.telemetry.metrics import Metrics
 
 OPTIONS = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
@@ -55,7 +55,7 @@ class Served:
 
     client: httpx.AsyncClient
     service: RequestService
-    costs: CostBook
+    costs: CostTableService
     metrics: Metrics
     gangs: tuple[ThreadGang, ThreadGang]
 
@@ -94,7 +94,7 @@ async def served(
             served_model_name="tiny",
             kv_reuse=KvReuseSettings(enabled=reuse),
         )
-        costs = CostBook(CostTable(latencies=Unmeasured()), configure or _silent)
+        costs = CostTableService(CostTable(latencies=Unmeasured()), configure or _silent)
         metrics = Metrics("tiny")
         scheduler = Scheduler(
             make_policy(policy, options or OPTIONS), costs.costs, reuse=make_reuse(settings)
@@ -102,7 +102,7 @@ async def served(
         service = await stack.enter_async_context(
             _service(prefill, decode, scheduler, costs, settings, metrics)
         )
-        api = Api(
+        api = HttpApi(
             parser=RequestParser(settings),
             service=service,
             keys=ApiKeys(keys),
@@ -128,7 +128,7 @@ async def _service(
     prefill: ThreadGang,
     decode: ThreadGang,
     scheduler: Scheduler,
-    costs: CostBook,
+    costs: CostTableService,
     settings: Settings,
     metrics: Metrics,
 ) -> AsyncIterator[RequestService]:

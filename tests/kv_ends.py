@@ -16,24 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.body import KvBody
-from csps.actors.kv_transfer.connection import Grant, KvConnection
-from csps.actors.kv_transfer.delivery import Delivery
-from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.comm.layout import local_chunks, name_digest
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.kv_transfer.connection import Credit, KvConnection
+from csps.actors.kv_transfer.message import KvBody, KvHeader
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.layout import local_pieces
-from csps.actors.name_digest import name_digest
-from csps.models.spec import ModelSpec, kv_head_range
-from csps.protocols.messages import ConnectKv, Reserve
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.actors.kv_transfer.transfer_tracker import TransferTracker
+from csps.models.network.spec import ModelSpec, kv_head_range
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.step_messages import PrefillChunk
 
-LAYERS, HEAD_DIM, RID, EPOCH = 2, 4, 7, "epoch"
+LAYERS, HEAD_DIM, SEQUENCE_ID, EPOCH = 2, 4, 7, "epoch"
 NEXT_RID = 8
 """Of a request whose landing proves that whatever was sent before it has been dealt with."""
 WAIT_S = 60.0
@@ -43,7 +39,7 @@ IN_FLIGHT = 2**20
 def header(**fields: Any) -> KvHeader:
     defaults: dict[str, Any] = {
         "epoch": name_digest(EPOCH),
-        "rid": RID,
+        "sequence_id": SEQUENCE_ID,
         "layer": 0,
         "span": Span(start=0, stop=10),
         "heads": range(2, 4),
@@ -58,12 +54,12 @@ def reservation(
     layers: int = LAYERS,
     *,
     kept_only: bool = False,
-    rid: int = RID,
+    sequence_id: int = SEQUENCE_ID,
 ) -> Reservation:
-    request = Reserve(
-        rid=rid,
+    request = ReserveKv(
+        sequence_id=sequence_id,
         epoch=EPOCH,
-        shares=tuple(KvShare(instance=0, span=span) for span in spans),
+        slices=tuple(KvSlice(instance=0, span=span) for span in spans),
         master=0,
         prompt_length=max(span.stop for span in spans),
         sampling=Sampling(),
@@ -81,7 +77,7 @@ class Shape:
     decode: int
     decode_tp: int
     bounds: tuple[int, ...]
-    destinations: tuple[KvShare, ...]
+    destinations: tuple[KvSlice, ...]
 
     @property
     def length(self) -> int:
@@ -116,8 +112,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         draw(st.lists(st.integers(0, length), min_size=prefill - 1, max_size=prefill - 1))
     )
     cuts = sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=3))})
-    shares = [
-        KvShare(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
+    slices = [
+        KvSlice(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
         for start, stop in pairwise(cuts)
     ]
     return Shape(
@@ -126,7 +122,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         decode=decode,
         decode_tp=draw(st.sampled_from((1, 2, 4))),
         bounds=(0, *inner, length),
-        destinations=tuple(draw(st.permutations(shares))),
+        destinations=tuple(draw(st.permutations(slices))),
     )
 
 
@@ -138,7 +134,7 @@ class Receiver:
         connection: KvConnection,
         rank: int,
         spec: ModelSpec,
-        shares: tuple[KvShare, ...],
+        slices: tuple[KvSlice, ...],
         *,
         kept_only: bool = False,
         in_flight_bytes: int = IN_FLIGHT,
@@ -146,7 +142,7 @@ class Receiver:
     ) -> None:
         instance, tp_rank = connection.decode.instance_of(rank), connection.decode.tp_rank_of(rank)
         heads = kv_head_range(spec, tp_rank, connection.decode.tp)
-        self.spans = tuple(share.span for share in shares if share.instance == instance)
+        self.spans = tuple(share.span for share in slices if share.instance == instance)
         self.reservations: dict[int, Reservation] = {}
         self.pool = KvPool(
             layers=LAYERS,
@@ -160,11 +156,11 @@ class Receiver:
         self.heads = heads
         self.reports: SimpleQueue[Any] = SimpleQueue()
         if self.spans:
-            for rid in (RID, NEXT_RID):
-                self.reservations[rid] = reservation(
-                    self.spans, heads, kept_only=kept_only, rid=rid
+            for sequence_id in (SEQUENCE_ID, NEXT_RID):
+                self.reservations[sequence_id] = reservation(
+                    self.spans, heads, kept_only=kept_only, sequence_id=sequence_id
                 )
-                self.pool.slots.allocate(rid, self.spans)
+                self.pool.slots.allocate(sequence_id, self.spans)
         self.end = KvReceiver(
             connection,
             self.pool,
@@ -172,7 +168,7 @@ class Receiver:
             in_flight_bytes=in_flight_bytes,
             backends=backends,
             find=self.reservations.get,
-            on_landed=self.reports.put,
+            on_received=self.reports.put,
             on_failed=self.reports.put,
             on_lost=self.reports.put,
             on_broken=self.reports.put,
@@ -191,7 +187,7 @@ class Source:
         connection: KvConnection,
         rank: int,
         spec: ModelSpec,
-        piece: PrefillPiece,
+        chunk: PrefillChunk,
         shape: Shape,
         k: Tensor,
         v: Tensor,
@@ -212,7 +208,7 @@ class Source:
             dtype=k.dtype,
             device="cpu",
         )
-        self.parts = list(local_pieces([piece], shape.bounds, instance))
+        self.parts = list(local_chunks([chunk], shape.bounds, instance))
         self._k, self._v = k, v
         self.lost: SimpleQueue[str] = SimpleQueue()
         self.broken: SimpleQueue[BaseException] = SimpleQueue()
@@ -220,8 +216,8 @@ class Source:
         self._sent: SimpleQueue[Exception | None] = SimpleQueue()
         for part in self.parts:
             cut = (part.span.start + part.span.stop) // 2
-            self.pool.slots.allocate(RID, [Span(start=cut, stop=part.span.stop)])
-            self.pool.slots.allocate(RID, [Span(start=part.span.start, stop=cut)])
+            self.pool.slots.allocate(SEQUENCE_ID, [Span(start=cut, stop=part.span.stop)])
+            self.pool.slots.allocate(SEQUENCE_ID, [Span(start=part.span.start, stop=cut)])
         self.sender = KvSender(
             connection,
             self.pool,
@@ -232,7 +228,7 @@ class Source:
             on_lost=self.lost.put,
             on_broken=self.broken.put,
         )
-        self.delivery = Delivery(self.pool.slots, self._sent.put)
+        self.tracker = TransferTracker(self.pool.slots, self._sent.put)
 
     def send(self, layer: int, kept_ht: Tensor | None = None) -> None:
         """Compute a layer."""
@@ -240,9 +236,9 @@ class Source:
         for part in self.parts:
             rows = slice(part.span.start, part.span.stop)
             k, v = self._k[layer, rows, columns], self._v[layer, rows, columns]
-            self.pool.write(layer, RID, part.span, k, v)
+            self.pool.write(layer, SEQUENCE_ID, part.span, k, v)
             mine = None if kept_ht is None else kept_ht[columns, rows]
-            self.sender.post(self.delivery, layer, part, mine)
+            self.sender.post(self.tracker, layer, part, mine)
 
     def end_step(self) -> None:
         """Nothing more is computed, and the request is free: somebody else takes all slots that
@@ -250,7 +246,7 @@ class Source:
         if self._ended:
             return
         self._ended = True
-        self.pool.slots.free_request(RID)
+        self.pool.slots.free_request(SEQUENCE_ID)
         # Those that wait to be sent are none of them.
         rest = Span(start=0, stop=self.pool.slots.free)
         self.pool.slots.allocate(NEXT_RID, [rest])
@@ -259,8 +255,8 @@ class Source:
             garbage = torch.full(shape, float("nan"), dtype=self.pool.k.dtype)
             self.pool.write(layer, NEXT_RID, rest, garbage, garbage)
         self.pool.slots.free_request(NEXT_RID)
-        self.sender.finish(self.delivery)
-        self.delivery.finish()
+        self.sender.finish(self.tracker)
+        self.tracker.finish()
 
     def sent(self) -> Exception | None:
         """End the step, and wait for the rest of its KV to land."""
@@ -294,7 +290,7 @@ def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
 
 DECODE = 1
 """The decode rank of a pair, as a peer."""
-PAIR = Shape(1, 1, 1, 1, (0, 10), (KvShare(instance=0, span=Span(start=0, stop=10)),))
+PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(instance=0, span=Span(start=0, stop=10)),))
 
 
 @contextmanager
@@ -303,7 +299,7 @@ def pair(spec: ModelSpec) -> Iterator[tuple[KvConnection, Receiver]]:
     starts, ends = connections(PAIR)
     receiver = Receiver(ends[0], 0, spec, PAIR.destinations)
     try:
-        assert starts[0].next_grant(DECODE) == Grant(IN_FLIGHT, 0)
+        assert starts[0].next_credit(DECODE) == Credit(IN_FLIGHT, 0)
         yield starts[0], receiver
     finally:
         receiver.end.close()

@@ -1,7 +1,7 @@
 """What ranks begin on a device, in order, and whether any timing lets them wait for each other.
 
 A device runs what goes through its communicators one after the other, in the order of the host's
-calls (`csps.actors.launch_order`), and a call ends when all its sends and receives have met those
+calls (`csps.actors.comm.process_group`), and a call ends when all its sends and receives have met those
 of their peers. What a rank computes between two calls needs nothing but earlier calls. So the log
 of all ranks' calls tells whether they can hang, without a GPU and without the ranks.
 """
@@ -16,8 +16,8 @@ from random import Random
 from strict_group import EVERY_RULE, Parts, strict
 from torch._C._distributed_c10d import Store
 
-from csps.actors.layout import GangLayout
-from csps.actors.process_group import Group, GroupMaker
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.process_group import GroupMaker, TorchGroup
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LaunchLog:
     def group(self, communicator: str, members: Sequence[int]) -> GroupMaker:
         """Makes groups of these ranks of the gang."""
 
-        def make(store: Store, rank: int, size: int, host: str) -> Group:
+        def make(store: Store, rank: int, size: int, host: str) -> TorchGroup:
             def note(parts: Parts) -> None:
                 launch = Launch(
                     communicator,

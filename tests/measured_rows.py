@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from csps.configurator.scaling_information_base import (
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     LinkRow,
     PhaseRow,
     ScalingInformationBase,
 )
-from csps.services.profiling.measured_links import kind_of
+from csps.services.measured.measured_groups import kind_of
 
 
 def accuracy_row(

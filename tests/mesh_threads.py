@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.mesh import Mesh
-from csps.actors.process_group import GroupMaker
+from csps.actors.comm.mesh import Mesh
+from csps.actors.comm.process_group import GroupMaker
 
 T = TypeVar("T")
 FINISH_S = 60.0

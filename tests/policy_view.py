@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from scheduler_cell import gang_up
+from random_executor import gang_up
 
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.decisions import Decision, Policy, StartPlan
-from csps.services.scheduling.holdups import HoldUp
-from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.state import Gang, Line, Pair, Request, Step, new_gang
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.services.scheduling.deciding.decisions import Decision, Policy, StartPlan
+from csps.services.scheduling.events.events import index_of
+from csps.services.scheduling.events.limits import PreemptionDelay
+from csps.services.scheduling.state.state import Gang, GangPair, Priority, Request, Step, new_gang
 
 TOKEN_NS = 1000
 PLAIN = Unmeasured(step_ns=0, token_ns=TOKEN_NS, pair_ns=0, iteration_time_ns=TOKEN_NS)
@@ -27,7 +27,7 @@ class Busy:
     place: str = ""
     long: tuple[tuple[int, int], ...] = ()
     """(predicted, delayed) of its long steps, in tokens' times."""
-    urgent: int = 0
+    high_priority: int = 0
     """Tokens of urgent steps."""
     urgent_steps: int = 0
     requests: int = 0
@@ -58,31 +58,31 @@ def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
     for index, (instance, busy) in enumerate(zip(made.instances, instances, strict=True)):
         instance.used = instance.capacity - busy.free
         instance.mastered = busy.requests
-        instance.urgent_ns = busy.urgent * TOKEN_NS
-        instance.long_steps = len(busy.long)
-        instance.overtaken_ns = max([0, *(delayed for _, delayed in busy.long)]) * TOKEN_NS
+        instance.high_priority_ns = busy.high_priority * TOKEN_NS
+        instance.low_priority_steps = len(busy.long)
+        instance.preempted_ns = max([0, *(delayed for _, delayed in busy.long)]) * TOKEN_NS
         for at, (tokens, delayed) in enumerate(busy.long):
             step = _step(1000 * (index + 1) + at, made, tokens, delayed)
             instance.steps[step.id] = step
         for at in range(busy.urgent_steps):
-            step = _step(1000 * (index + 1) + 500 + at, made, 0, 0, urgent=True)
+            step = _step(1000 * (index + 1) + 500 + at, made, 0, 0, high_priority=True)
             instance.steps[step.id] = step
-        instance.free_at_ns = (busy.urgent + sum(it for it, _ in busy.long)) * TOKEN_NS
+        instance.free_at_ns = (busy.high_priority + sum(it for it, _ in busy.long)) * TOKEN_NS
     made.mastered = sum(it.requests for it in instances)
     return made
 
 
-def _step(number: int, of: Gang, tokens: int, delayed: int, *, urgent: bool = False) -> Step:
+def _step(number: int, of: Gang, tokens: int, delayed: int, *, high_priority: bool = False) -> Step:
     return Step(
         id=number,
         gang=of,
         sequences=(),
-        urgent=urgent,
+        high_priority=high_priority,
         predicted_ns=tokens * TOKEN_NS,
         launched_ns=0,
         undone={},
         delayed_ns=delayed * TOKEN_NS,
-        hold_up=HoldUp(0, tokens * TOKEN_NS),
+        preemption_delay=PreemptionDelay(0, tokens * TOKEN_NS),
     )
 
 
@@ -98,7 +98,7 @@ class Picture:
     def __post_init__(self) -> None:
         self.cost = Costs(CostTable(latencies=PLAIN))
         self.pairs = [
-            Pair(
+            GangPair(
                 prefill=gang(1, self.prefill, prefill=True),
                 decode=gang(2, self.decode, prefill=False),
             )
@@ -107,11 +107,11 @@ class Picture:
     def ask(self, policy: Policy) -> list[Decision]:
         """What the policy decides."""
         for request in self.requests:
-            request.line = policy.line(request.prompt_tokens, self.pairs)
+            request.priority = policy.priority(request.prompt_tokens, self.pairs)
         return list(policy.decide(self))
 
-    def waiting(self, line: Line) -> list[Request]:
-        return [it for it in self.requests if it.line == line]
+    def waiting(self, line: Priority) -> list[Request]:
+        return [it for it in self.requests if it.priority == line]
 
     @property
     def planned(self) -> tuple[()]:
@@ -140,7 +140,7 @@ def plans(decisions: Sequence[Decision]) -> list[StartPlan]:
 def numbers(plan: StartPlan) -> list[int]:
     """Requests of the plan's only step."""
     (step,) = plan.steps
-    return [piece.request for piece in step.pieces]
+    return [chunk.request_id for chunk in step.chunks]
 
 
 def group(plan: StartPlan) -> list[int]:

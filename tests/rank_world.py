@@ -11,12 +11,12 @@ import torch
 from strict_group import strict
 from torch.distributed import HashStore
 
-from csps.actors.job_clock import JobClock
-from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh
-from csps.actors.process_group import GroupMaker
-from csps.actors.strategies.group import SpGroup
-from csps.protocols.prefill_job import PrefillJob
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import Mesh
+from csps.actors.comm.process_group import GroupMaker
+from csps.actors.timing.timeline import StepClock
+from csps.protocols.gang.step_messages import PrefillStep
 
 T = TypeVar("T")
 STRICT = strict()
@@ -35,11 +35,11 @@ class RankWorld:
             running = [threads.submit(_inference, task, rank) for rank in range(ranks)]
             return [future.result(DEADLINE_S) for future in running]
 
-    def group(self, job: PrefillJob, member: int, clock: JobClock | None = None) -> SpGroup:
+    def group(self, job: PrefillStep, member: int, clock: StepClock | None = None) -> SpGroup:
         """The job's group as its member sees it; instance i is rank i."""
         layout = GangLayout(world_size=len(self.meshes), tp=1)
         mesh = self.meshes[job.group[member]]
-        return SpGroup(mesh, layout, job, member, clock or JobClock())
+        return SpGroup(mesh, layout, job, member, clock or StepClock())
 
 
 def _inference(task: Callable[[int], T], rank: int) -> T:

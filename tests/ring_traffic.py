@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from csps.configurator.shapes import AttentionShape, head_shares
-from csps.configurator.traffic import Traffic, instance_sums
-from csps.protocols.group_shape import GroupShape
+from csps.configurator.model.attention_shape import AttentionShape, head_shares
+from csps.configurator.model.traffic import Traffic, instance_sums
+from csps.protocols.core.topology import GroupShape
 
 
 def ring_kv_traffic(

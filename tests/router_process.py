@@ -20,24 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from file_generations import FileGenerations
-from gang_cell import SECRET
-from linked import linked
+from cluster_waits import linked
+from file_generation_store import FileGenerations
+from gang_driver import SECRET
 
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.openai_responses import error_body
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.protocols.sampling import Sampling
+from csps.configurator.costs.cost_table import CostTable, Unmeasured
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.protocols.gang.messages import Sampling
+from csps.protocols.openai.responses import error_body
 from csps.services.cluster.attachment import Cluster
-from csps.services.cluster.directory import ClusterView, StaticDirectory
-from csps.services.router.cost_book import CostBook
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
+from csps.services.cluster.membership import ClusterView, StaticDirectory
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.service import RequestService
-from csps.services.scheduling.cost import CostTable, Unmeasured
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.policies.registry import make_policy
 
 WAIT_S = 60.0
 
@@ -52,18 +52,18 @@ def make_router(
         router_id=f"router{os.getpid()}",
         generations=FileGenerations(generations),
     )
-    costs = CostBook(CostTable(latencies=Unmeasured()), _silent)
+    costs = CostTableService(CostTable(latencies=Unmeasured()), _silent)
     options = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
     scheduler = Scheduler(make_policy("csps", options), costs.costs)
     shape = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
     return cluster, RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=shape)
 
 
-def greedy(service: RequestService, prompt: list[int], max_tokens: int) -> Running:
+def greedy(service: RequestService, prompt: list[int], max_tokens: int) -> RequestHandle:
     """Submit a request that draws the likeliest tokens."""
     return service.submit(
-        Generation(
-            request_id="r",
+        RequestSpec(
+            client_request_id="r",
             prompt=np.array(prompt, dtype=np.int32),
             sampling=Sampling(temperature=0, max_tokens=max_tokens),
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from csps.actors.strategies import query_blocks
+from csps.actors.attention.base import yield_points as query_blocks
 
 
 @contextmanager

@@ -1,38 +1,43 @@
 """Strategies on ranks that are threads of the test's process, and the dense forward pass.
 
 Shape suffixes: t tokens, h heads, g KV heads, d head dim or hidden.
+
+Gangs of tiny models that tests of several strategies run their jobs on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from dense_reference import dense_attention
 from launch_log import LaunchLog
 from rank_world import STRICT, RankWorld, rank_world
+from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.engine.engine import Engine
-from csps.actors.instance_group import InstanceGroup
-from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import KvPool
-from csps.actors.layout import GangLayout
-from csps.actors.process_group import GroupMaker
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.parts import ModelShape, Points, step_parts
-from csps.actors.strategies.strategy import Strategy
-from csps.models.loading import load_network
-from csps.models.network import Network
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.strategy import Strategy
+from csps.actors.attention.base.yield_points import YieldPoints
+from csps.actors.attention.step_points import ModelShape, step_points
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.process_group import GroupMaker, InstanceGroup
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.timing.timeline import StepClock
+from csps.models.checkpoints.loading import load_network
+from csps.models.network.network import Network
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 SLOTS = 512
 
@@ -78,7 +83,7 @@ class RankResult:
     keys: list[Tensor]
     """Per layer, as the strategy gave them to the pool."""
     values: list[Tensor]
-    clock: JobClock
+    clock: StepClock
     others: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer and member, keys and values of the member's rows that came by."""
     offered: dict[int, set[int]] = field(default_factory=dict)
@@ -95,17 +100,17 @@ class StrategyRanks:
         self.failed = False
         """A job has ended with an error, perhaps in the middle of an exchange."""
 
-    def prompt(self, rid: int, length: int) -> Tensor:
+    def prompt(self, sequence_id: int, length: int) -> Tensor:
         """A request's token ids, always the same."""
-        generator = torch.Generator().manual_seed(rid)
+        generator = torch.Generator().manual_seed(sequence_id)
         return torch.randint(0, 256, (length,), generator=generator)
 
     def run(
         self,
-        job: PrefillJob,
+        job: PrefillStep,
         make: MakeStrategy,
         part: Callable[[int, int], None] | None = None,
-        withdrawn: Sequence[int] = (),
+        cancelled: Sequence[int] = (),
     ) -> list[RankResult]:
         """The job on every rank of its group's instances, in the group's order.
 
@@ -118,31 +123,33 @@ class StrategyRanks:
         ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
         self.failed = True
         results = self.world.each(
-            len(ranks), lambda place: self._run_on(ranks[place], job, make, part, withdrawn)
+            len(ranks), lambda place: self._run_on(ranks[place], job, make, part, cancelled)
         )
         self.failed = False
         return results
 
-    def points(self, job: PrefillJob, rank: int, part: Callable[[int, int], None] | None) -> Points:
+    def points(
+        self, job: PrefillStep, rank: int, part: Callable[[int, int], None] | None
+    ) -> YieldPoints:
         """A rank's way through a job."""
         if part is None:
-            return Points()
+            return YieldPoints()
         spec = replace(self.network.spec, layers=self.network.spec.layers + 1)
         shape = ModelShape.of(spec, tp=self.engines[0].layout.tp, on_cuda=False)
-        return Points(step_parts(job, shape), partial(part, rank))
+        return YieldPoints(step_points(job, shape), partial(part, rank))
 
     def _run_on(
         self,
         rank: int,
-        job: PrefillJob,
+        job: PrefillStep,
         make: MakeStrategy,
         part: Callable[[int, int], None] | None,
-        withdrawn: Sequence[int],
+        cancelled: Sequence[int],
     ) -> RankResult:
-        engine, clock = self.engines[rank], JobClock()
+        engine, clock = self.engines[rank], StepClock()
         member = job.group.index(engine.instance)
         points = self.points(job, rank, part)
-        group = SpGroup(engine.mesh, engine.layout, job, member, clock, points, set(withdrawn))
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock, points, set(cancelled))
         network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
 
         def keep(
@@ -174,12 +181,13 @@ class StrategyRanks:
 
     def _tokens(self, group: SpGroup) -> Tensor:
         parts = [
-            self.prompt(part.piece.rid, part.span.stop)[part.span.start :] for part in group.local
+            self.prompt(part.chunk.sequence_id, part.span.stop)[part.span.start :]
+            for part in group.local
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def check(
-        self, job: PrefillJob, results: Sequence[RankResult], forwards: Sequence[Forward]
+        self, job: PrefillStep, results: Sequence[RankResult], forwards: Sequence[Forward]
     ) -> None:
         """Every rank has its instance's rows and its KV heads as the forward passes have them.
 
@@ -205,38 +213,40 @@ class StrategyRanks:
                     assert_near(result.others[index, other][0], keys[theirs, heads])
                     assert_near(result.others[index, other][1], values[theirs, heads])
 
-    def _concatenated(self, job: PrefillJob, prompts: Sequence[Tensor]) -> Tensor:
-        pieces = zip(job.pieces, prompts, strict=True)
-        return torch.cat([x[piece.start : piece.start + piece.length] for piece, x in pieces])
+    def _concatenated(self, job: PrefillStep, prompts: Sequence[Tensor]) -> Tensor:
+        chunks = zip(job.chunks, prompts, strict=True)
+        return torch.cat([x[chunk.start : chunk.start + chunk.length] for chunk, x in chunks])
 
-    def forwards(self, job: PrefillJob) -> list[Forward]:
+    def forwards(self, job: PrefillStep) -> list[Forward]:
         """Dense forward passes of all pieces' whole prompts."""
         with torch.inference_mode():
             return [
-                dense_forward(self.network, self.prompt(piece.rid, piece.start + piece.length))
-                for piece in job.pieces
+                dense_forward(
+                    self.network, self.prompt(chunk.sequence_id, chunk.start + chunk.length)
+                )
+                for chunk in job.chunks
             ]
 
-    def hold_history(self, job: PrefillJob, forwards: Sequence[Forward]) -> None:
+    def hold_history(self, job: PrefillStep, forwards: Sequence[Forward]) -> None:
         """Put the pieces' history where the job says that it is."""
         with torch.inference_mode():
             self._hold_all(job, forwards)
 
-    def _hold_all(self, job: PrefillJob, forwards: Sequence[Forward]) -> None:
-        for piece, forward in zip(job.pieces, forwards, strict=True):
-            for share in piece.history:
+    def _hold_all(self, job: PrefillStep, forwards: Sequence[Forward]) -> None:
+        for chunk, forward in zip(job.chunks, forwards, strict=True):
+            for share in chunk.history:
                 for rank in self.engines[0].layout.ranks_of(share.instance):
-                    self._hold(self.engines[rank], piece.rid, share.span, forward)
+                    self._hold(self.engines[rank], chunk.sequence_id, share.span, forward)
 
-    def _hold(self, engine: Engine, rid: int, span: Span, forward: Forward) -> None:
+    def _hold(self, engine: Engine, sequence_id: int, span: Span, forward: Forward) -> None:
         heads, rows = (
             slice(engine.kv_heads.start, engine.kv_heads.stop),
             slice(span.start, span.stop),
         )
-        engine.pool.slots.allocate(rid, [span])
+        engine.pool.slots.allocate(sequence_id, [span])
         for index in range(engine.spec.layers):
             k_thd, v_thd = forward.keys[index][rows, heads], forward.values[index][rows, heads]
-            engine.pool.write(index, rid, span, k_thd, v_thd)
+            engine.pool.write(index, sequence_id, span, k_thd, v_thd)
 
 
 @contextmanager
@@ -304,20 +314,22 @@ def job_of(
     lengths: Sequence[int],
     *,
     starts: Sequence[int] | None = None,
-    history: Sequence[Sequence[KvShare]] | None = None,
+    history: Sequence[Sequence[KvSlice]] | None = None,
     group: Sequence[int] | None = None,
     **fields: object,
-) -> PrefillJob:
+) -> PrefillStep:
     """A job of pieces of these lengths; piece i belongs to request i."""
     starts = [0] * len(lengths) if starts is None else starts
     history = [()] * len(lengths) if history is None else history
-    pieces = tuple(
-        PrefillPiece(rid=rid, start=start, length=length, history=tuple(shares))
-        for rid, (start, length, shares) in enumerate(zip(starts, lengths, history, strict=True))
+    chunks = tuple(
+        PrefillChunk(sequence_id=sequence_id, start=start, length=length, history=tuple(slices))
+        for sequence_id, (start, length, slices) in enumerate(
+            zip(starts, lengths, history, strict=True)
+        )
     )
     assert bounds[-1] == sum(lengths)
     members = tuple(range(len(bounds) - 1)) if group is None else tuple(group)
-    return PrefillJob(job_id=0, group=members, bounds=tuple(bounds), pieces=pieces, **fields)  # type: ignore[arg-type]
+    return PrefillStep(step_id=0, group=members, bounds=tuple(bounds), chunks=chunks, **fields)  # type: ignore[arg-type]
 
 
 def cut(total: int, lengths: Sequence[int]) -> list[int]:
@@ -336,3 +348,65 @@ def shard_lengths(bounds: Sequence[int]) -> list[int]:
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     """As near as fp32 gets over a few layers of a tiny model."""
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+LAYERS = 3
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "mha": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
+    "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+Gangs = Callable[[str, int, int], StrategyRanks]
+"""(model, instances, ranks of each) -> a gang, the same for the same arguments."""
+
+
+@contextmanager
+def started_once(
+    folders: pytest.TempPathFactory, data_group: GroupMaker | None = STRICT
+) -> Iterator[Gangs]:
+    """Starts each gang when it is first asked for, or after a job that failed on it, and closes
+    all on the way out; with plain gloo (None) clocks and timelines tell when exchanges ended."""
+    started: dict[tuple[str, int, int], StrategyRanks] = {}
+    stacks: list[ExitStack] = []
+
+    def gang(model: str, instances: int, tp: int) -> StrategyRanks:
+        key = model, instances, tp
+        if key not in started or started[key].failed:
+            config = {"num_hidden_layers": LAYERS, **MODELS[model]}
+            path = make_checkpoint(folders.mktemp(model), **config)
+            stacks.append(ExitStack())
+            started[key] = stacks[-1].enter_context(
+                strategy_ranks(path, instances=instances, tp=tp, data_group=data_group)
+            )
+        return started[key]
+
+    try:
+        yield gang
+    finally:
+        with ThreadPoolExecutor() as threads:  # each waits for gloo most of the time
+            list(threads.map(ExitStack.close, stacks))
+
+
+def check_scattered_history(
+    gang: StrategyRanks,
+    make: MakeStrategy,
+    part: Callable[[int, int], None] | None = None,
+    **fields: object,
+) -> None:
+    """A chunk whose earlier KV lies on both of two instances, between two whole prompts."""
+    slices = [
+        KvSlice(instance=1, span=Span(start=0, stop=7)),
+        KvSlice(instance=0, span=Span(start=7, stop=19)),
+        KvSlice(instance=1, span=Span(start=19, stop=20)),
+    ]
+    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], slices, []], **fields)
+    forwards = gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        gang.check(job, gang.run(job, make, part), forwards)
+    finally:
+        for engine in gang.engines:
+            engine.pool.slots.free_request(1)

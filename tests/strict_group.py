@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from csps.actors.process_group import Group, GroupMaker, gloo_group
+from csps.actors.comm.process_group import GroupMaker, TorchGroup, gloo_group
 
 HANG = timedelta(seconds=40)
 """For one call to end; longer means that calls wait for each other across ranks."""
@@ -146,7 +146,7 @@ class StrictGroup:
 
     def __init__(
         self,
-        inner: Group,
+        inner: TorchGroup,
         store: Store,
         rank: int,
         size: int,
@@ -312,7 +312,7 @@ def strict(
 ) -> GroupMaker:
     """Makes a mesh's group of data, or an instance's, held to the rules."""
 
-    def make(store: Store, rank: int, size: int, host: str) -> Group:
+    def make(store: Store, rank: int, size: int, host: str) -> TorchGroup:
         inner = gloo_group(store, rank, size, host)
         return cast(Any, StrictGroup(inner, store, rank, size, frozenset(rules), note))
 

@@ -15,10 +15,10 @@ import yaml
 from free_ports import free_port
 
 from csps.cli import COMMANDS, main
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch import preflight
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.settings import Settings
+from csps.services.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 

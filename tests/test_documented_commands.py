@@ -11,19 +11,11 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 import pytest
-from documented_commands import (
-    ROOT,
-    Documented,
-    arguments,
-    commands,
-    documented,
-    fenced,
-    program,
-)
+from documented_commands import ROOT, Documented, arguments, commands, documented, fenced, program
 
 from csps.cli import COMMANDS
-from csps.protocols.openai import CompletionRequest, parse_request
-from csps.protocols.topology import Location
+from csps.protocols.core.topology import Location
+from csps.protocols.openai.requests import CompletionRequest, parse_request
 
 CHECKED_ELSEWHERE = {
     "helm": "tests/helm/test_helm_commands.py",

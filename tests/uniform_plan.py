@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
 
 
 def uniform_plan(

@@ -11,39 +11,35 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from csps.actors.announce import token_drawn
-from csps.actors.engine.engine import Engine
-from csps.actors.engine.moves import Rows
-from csps.actors.held_rows import HeldRows, RequestSlots
-from csps.actors.mesh import Tag
-from csps.actors.sampler_request import drawn_before, sampler_of
-from csps.actors.sampling import draw_batch
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.query_exchange import (
-    Meeting,
-    QueryRoutes,
-    exchange_queries,
-)
-from csps.actors.token_sampler import TokenSampler
-from csps.kernels.decode_attention import Run, SlotRuns, decode_attention
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.query_exchange import QueryExchange, QueryRoutes, exchange_queries
+from csps.actors.comm.mesh import Tag
+from csps.actors.engine.kv_mover import OwnKv
+from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
+from csps.actors.sampling.batch_sampler import sample_batch
+from csps.actors.sampling.notifications import sampled_token
+from csps.actors.sampling.token_sampler import TokenSampler, generated_before, sampler_of
+from csps.kernels.arguments import SlotRun, SlotRuns
+from csps.kernels.attention import decode_attention
 from csps.kernels.merge import merge_into
-from csps.protocols.errors import CspsError
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.tokens import TokenDrawn
+from csps.protocols.core.errors import CspsError
+from csps.protocols.gang.messages import SampledToken
+from csps.protocols.gang.step_messages import PrefillChunk
 
-Fail = Callable[[int, CspsError], None]
+FailSequence = Callable[[int, CspsError], None]
 """(sequence, why it cannot go on)"""
 
 
-def draw_first_tokens(
+def sample_first_tokens(
     engine: Engine,
     group: SpGroup,
     x_td: Tensor,
     q_thd: Tensor,
-    own: Rows,
+    own: OwnKv,
     answered: Callable[[], None],
-    fail: Fail,
-) -> list[TokenDrawn]:
+    fail: FailSequence,
+) -> list[SampledToken]:
     """Tokens that this rank draws, by a step that is about to end.
 
     Every member must call it: it answers the queries of the others.
@@ -55,25 +51,25 @@ def draw_first_tokens(
         answered: called when this member's queries are answered, and it has answered others'.
         fail: told of sequences whose token cannot be drawn.
     """
-    drawing = [(piece, row) for piece, row, owner in _last_rows(group) if owner == group.member]
-    rows = [row for _, row in drawing]
+    sampling = [(chunk, row) for chunk, row, owner in _last_rows(group) if owner == group.member]
+    rows = [row for _, row in sampling]
     out_thd = _last_attention(engine, group, q_thd[rows], own)
     answered()
-    if not drawing:
+    if not sampling:
         return []
     x_td = engine.network.layers[-1].finish(x_td[rows], out_thd.to(q_thd.dtype))
     if engine.tp_rank:
         return []
     logits_tv = engine.network.logits(x_td)
-    return _draw(engine, [group.job.pieces[index] for index, _ in drawing], logits_tv, fail)
+    return _sample(engine, [group.step.chunks[index] for index, _ in sampling], logits_tv, fail)
 
 
-def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: Rows) -> Tensor:
+def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: OwnKv) -> Tensor:
     """Attention of the own last rows over KV wherever in the group it is."""
-    routes, pieces = _last_row_routes(group)
+    routes, chunks = _last_row_routes(group)
 
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
-        asked = [group.job.pieces[index] for index in pieces[peer]]
+        asked = [group.step.chunks[index] for index in chunks[peer]]
         runs = SlotRuns(len(asked), list(_computed(group, asked)))
         out_rhd, lse_rh = decode_attention(q_rhd, *own, runs, scale=engine.spec.scale)
         if any(group.history_of(it, group.member) for it in asked):
@@ -83,56 +79,56 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: Rows) ->
 
     tags = Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL
     heads, head_dim = q_thd.shape[1:]
-    meeting = Meeting(engine.mesh, routes, q_thd, heads=heads, head_dim=head_dim, tags=tags)
-    return exchange_queries(q_thd, meeting, partial)
+    exchange = QueryExchange(engine.mesh, routes, q_thd, heads=heads, head_dim=head_dim, tags=tags)
+    return exchange_queries(q_thd, exchange, partial)
 
 
-def _computed(group: SpGroup, pieces: Sequence[PrefillPiece]) -> Iterator[Run]:
+def _computed(group: SpGroup, chunks: Sequence[PrefillChunk]) -> Iterator[SlotRun]:
     """By the place of each piece, which of this member's rows are the piece's: neighbours."""
-    for place, piece in enumerate(pieces):
-        rows = [part.rows for part in group.local if part.piece is piece]
+    for place, chunk in enumerate(chunks):
+        rows = [part.rows for part in group.local if part.chunk is chunk]
         if rows:
             yield place, rows[0].start, rows[-1].stop
 
 
 def _history(
-    engine: Engine, group: SpGroup, pieces: Sequence[PrefillPiece], q_rhd: Tensor
+    engine: Engine, group: SpGroup, chunks: Sequence[PrefillChunk], q_rhd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention to what this member has held of each row's piece since before the step."""
     last = engine.spec.layers - 1
-    held = [
-        RequestSlots(engine.pool, it.rid, [last], group.history_of(it, group.member))
-        for it in pieces
+    resident = [
+        SlotsOfSequence(engine.pool, it.sequence_id, [last], group.history_of(it, group.member))
+        for it in chunks
     ]
-    return engine.attend_rows(last, q_rhd, HeldRows(held))
+    return engine.attend_rows(last, q_rhd, ResidentRows(resident))
 
 
-def _draw(
-    engine: Engine, pieces: Sequence[PrefillPiece], logits_tv: Tensor, fail: Fail
-) -> list[TokenDrawn]:
+def _sample(
+    engine: Engine, chunks: Sequence[PrefillChunk], logits_tv: Tensor, fail: FailSequence
+) -> list[SampledToken]:
     samplers: dict[int, TokenSampler] = {}
-    for row, piece in enumerate(pieces):
+    for row, chunk in enumerate(chunks):
         try:
-            samplers[row] = sampler_of(piece, engine.spec.vocab)
+            samplers[row] = sampler_of(chunk, engine.spec.vocab)
         except CspsError as exc:
-            fail(piece.rid, exc)
-    indices = [drawn_before(pieces[row].drawn) for row in samplers]
-    draws = draw_batch(list(samplers.values()), logits_tv[list(samplers)], indices)
-    drawn: list[TokenDrawn] = []
-    for row, index, draw in zip(samplers, indices, draws, strict=True):
-        if isinstance(draw, CspsError):
-            fail(pieces[row].rid, draw)
+            fail(chunk.sequence_id, exc)
+    indices = [generated_before(chunks[row].generated_tokens) for row in samplers]
+    samples = sample_batch(list(samplers.values()), logits_tv[list(samplers)], indices)
+    generated_tokens: list[SampledToken] = []
+    for row, index, sample in zip(samplers, indices, samples, strict=True):
+        if isinstance(sample, CspsError):
+            fail(chunks[row].sequence_id, sample)
         else:
-            drawn.append(token_drawn(pieces[row].rid, index, draw))
-    return drawn
+            generated_tokens.append(sampled_token(chunks[row].sequence_id, index, sample))
+    return generated_tokens
 
 
 def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
     """(piece index, local row at its owner, owner) of every row a token is drawn from; all members
     stand at the same layer, so they name the same."""
-    for index, piece in enumerate(group.job.pieces):
-        if piece.last and group.wanted(piece):
-            owner, row = group.last_row_of(piece)
+    for index, chunk in enumerate(group.step.chunks):
+        if chunk.last and group.wanted(chunk):
+            owner, row = group.last_row_of(chunk)
             yield index, row, owner
 
 
@@ -142,21 +138,21 @@ def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list
     Returns:
         The routes, and by peer, or None for own rows, the pieces whose KV is held here.
     """
-    pieces = group.job.pieces
+    chunks = group.step.chunks
     mine = [index for index, _, owner in _last_rows(group) if owner == group.member]
     outgoing: dict[int, list[int]] = {}
-    held: dict[int | None, list[int]] = {None: []}
+    resident: dict[int | None, list[int]] = {None: []}
     for index, _, owner in _last_rows(group):
-        for member in group.holders_of(pieces[index]):
+        for member in group.holders_of(chunks[index]):
             if member == group.member:
                 peer = None if owner == group.member else group.peers[owner]
-                held.setdefault(peer, []).append(index)
+                resident.setdefault(peer, []).append(index)
             elif owner == group.member:
                 outgoing.setdefault(group.peers[member], []).append(mine.index(index))
     routes = QueryRoutes(
         rows=len(mine),
-        held_here=[mine.index(index) for index in held[None]],
+        resident_here=[mine.index(index) for index in resident[None]],
         outgoing=outgoing,
-        incoming={peer: len(it) for peer, it in held.items() if peer is not None},
+        incoming={peer: len(it) for peer, it in resident.items() if peer is not None},
     )
-    return routes, held
+    return routes, resident

@@ -14,10 +14,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-from csps.protocols.conductor import Conductor
-from csps.protocols.errors import ConnectionLost
-from csps.protocols.log_connection import LogSocket
-from csps.protocols.log_entries import (
+from csps.protocols.core.errors import ConnectionLost
+from csps.protocols.sequencer.log_connection import LogSocket
+from csps.protocols.sequencer.log_entries import (
     Entry,
     Leaving,
     Report,
@@ -26,6 +25,7 @@ from csps.protocols.log_entries import (
     unpack_entries,
     unpack_reports,
 )
+from csps.protocols.sequencer.sequencer import Sequencer
 
 
 class LogEnd(Protocol):
@@ -72,18 +72,18 @@ class MemberEnd:
         self._connection.close()
 
 
-class ConductorEnd:
+class SequencerEnd:
     """Of rank 0. `run` is the conductor's thread; `tell` is how anybody reaches the conductor."""
 
-    def __init__(self, conductor: Conductor, members: Mapping[int, LogSocket]) -> None:
+    def __init__(self, sequencer: Sequencer, members: Mapping[int, LogSocket]) -> None:
         """
         Args:
             members: connections to all other ranks.
         """
-        self._conductor = conductor
+        self._sequencer = sequencer
         self._members = members
         self._own: SimpleQueue[Entry | None] = SimpleQueue()
-        self._events: deque[Callable[[Conductor], None]] = deque()
+        self._events: deque[Callable[[Sequencer], None]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._awake = threading.Lock()
         self._wake_sent = False
@@ -97,12 +97,12 @@ class ConductorEnd:
         return entry
 
     def report(self, report: Report) -> None:
-        self.tell(lambda conductor: conductor.report(report))
+        self.post(lambda sequencer: sequencer.report(report))
 
     def leave(self) -> None:
-        self.tell(Conductor.shutdown)
+        self.post(Sequencer.shutdown)
 
-    def tell(self, event: Callable[[Conductor], None]) -> None:
+    def post(self, event: Callable[[Sequencer], None]) -> None:
         """Have the conductor handle an event, in the order told; from any thread."""
         self._events.append(event)
         with self._awake:
@@ -120,9 +120,9 @@ class ConductorEnd:
                 while not self._closed:
                     for key, _ in selector.select():
                         self._read(key.data)
-                    self._conduct()
+                    self._append_entries()
             except ConnectionLost:
-                if not (self._closed or self._conductor.closed):
+                if not (self._closed or self._sequencer.closed):
                     raise
 
     def _read(self, connection: LogSocket | None) -> None:
@@ -133,13 +133,13 @@ class ConductorEnd:
             return
         for frame in connection.arrived():
             for report in unpack_reports(frame):
-                self._conductor.report(report)
+                self._sequencer.report(report)
 
-    def _conduct(self) -> None:
+    def _append_entries(self) -> None:
         while self._events:
-            self._events.popleft()(self._conductor)
+            self._events.popleft()(self._sequencer)
         by_rank: dict[int, list[Entry]] = {}
-        for entry, ranks in self._conductor.take():
+        for entry, ranks in self._sequencer.take():
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(entry)
         # This rank last: once it has read the last entry, it hangs up on the others.

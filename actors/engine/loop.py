@@ -1,7 +1,7 @@
 """The engine loop of a rank: it does what the gang's log says, entry by entry.
 
 A step of a prompt and an iteration of the stream are entries of one log, which rank 0's conductor
-interleaves. A step that has come as far as it was told to stands still inside `_next_turn`, which
+interleaves. A step that has come as far as it was told to stands still inside `_next_run`, which
 does what else the log says; urgent steps and iterations run there, above its stack, so that a rank
 holds at most a long step, an urgent one and an iteration.
 
@@ -20,24 +20,23 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from csps.actors.announce import Notify
-from csps.actors.engine.departures import Departures
-from csps.actors.engine.engine import Engine
-from csps.actors.engine.first_tokens import draw_first_tokens
-from csps.actors.engine.kv_reclaim import KvReclaim
+from csps.actors.attention.base.engine import Engine
+from csps.actors.engine.decode_batch import DecodeBatch
+from csps.actors.engine.first_tokens import sample_first_tokens
+from csps.actors.engine.kv_lifetime import KvReclaim
+from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.engine.log_end import LogEnd
-from csps.actors.engine.logged_step import LoggedStep
 from csps.actors.engine.move_run import MoveRun
-from csps.actors.engine.moves import Rows
-from csps.actors.engine.step_desk import StepDesk
-from csps.actors.engine.step_reports import StepReports
+from csps.actors.engine.pending_steps import LoggedStep, PendingSteps
+from csps.actors.engine.step_reports import OutgoingTransfers, StepReports
 from csps.actors.engine.step_run import StepRun
-from csps.actors.engine.stream import Stream
-from csps.actors.progress_report import ProgressReport
-from csps.actors.sampler_request import sampler_of
-from csps.actors.slot_allocator import NotHeld
-from csps.protocols.errors import CspsError
-from csps.protocols.log_entries import (
+from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.sampling.notifications import Notify, ProgressReport
+from csps.actors.sampling.token_sampler import sampler_of
+from csps.protocols.core.errors import CspsError
+from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
+from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
@@ -45,15 +44,12 @@ from csps.protocols.log_entries import (
     Free,
     Iterate,
     Iterated,
-    Place,
+    PlaceSequence,
     Prepared,
-    Ran,
-    Run,
+    RanQuantum,
+    RunQuantum,
     Shutdown,
 )
-from csps.protocols.messages import Reserve
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.row_move import MoveRow
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +58,9 @@ class Lane(IntEnum):
     """Of exchanges (`Mesh.lane`), by what interrupts what: alike at all members, also where
     nothing is interrupted."""
 
-    LONG = 0
-    URGENT = 1
-    STREAM = 2
+    LOW = 0
+    HIGH = 1
+    DECODE = 2
 
 
 class _Ended(Exception):
@@ -85,16 +81,16 @@ class EngineLoop:
         self._in_place = in_place
         self._reports = StepReports(notify, engine.rank)
         self._log = log
-        self._desk = StepDesk(self._acknowledge)
+        self._pending_steps = PendingSteps(self._acknowledge)
         self._kv = KvReclaim(
             engine,
             self._reports,
             reserved=self._is_reserved,
-            slots_came_back=self._desk.slots_came_back,
+            slots_freed=self._pending_steps.slots_freed,
         )
-        self.stream = Stream(engine, notify, self._kv.let_go)
+        self.decode_batch = DecodeBatch(engine, notify, self._kv.free_sequence)
         self._progress = ProgressReport(notify, rank=engine.rank)
-        self.departures = Departures(
+        self.outgoing_transfers = OutgoingTransfers(
             engine, self._reports, progress=self._progress.step, left=self._left
         )
         self._changing = threading.Lock()
@@ -107,33 +103,33 @@ class EngineLoop:
 
     # --- called from the RPC thread --------------------------------------------------------
 
-    def submit(self, job: PrefillJob, owner: int) -> None:
+    def submit(self, step: PrefillStep, owner: int) -> None:
         """Put a step in line, if this rank is a member of its group. If some history is not here,
         its sequences fail, and the step never begins.
 
         Args:
             owner: the router's attachment, at whose end nobody wants it any more.
         """
-        if self._engine.instance not in job.group:
+        if self._engine.instance not in step.group:
             return
         with self._changing:
             try:
-                self._kv.enter(job)
-            except NotHeld as error:
-                self.refuse(job, error)
+                self._kv.enter(step)
+            except NotResident as error:
+                self.refuse(step, error)
                 return
-            reserved = self._reserved(job) if self._in_place else frozenset()
+            reserved = self._reserved(step) if self._in_place else frozenset()
         run = StepRun(
             self._engine,
-            job,
+            step,
             reserved=reserved,
-            next_turn=self._next_turn,
+            next_run=self._next_run,
             progress=self._progress.step,
         )
-        if not self._desk.add(run, owner):
+        if not self._pending_steps.add(run, owner):
             self._give_up(run)
 
-    def move(self, message: MoveRow, owner: int) -> None:
+    def move(self, message: MoveSequence, owner: int) -> None:
         """Put a move of a row in line, if this rank is a member. Nothing of a row that has left:
         the log drops the move then.
 
@@ -143,8 +139,8 @@ class EngineLoop:
         if self._engine.instance not in message.instances:
             return
         with self._changing:
-            find, rid = self.stream.reservations.find, message.rid
-            if (reservation := find(rid)) is None:
+            find, sequence_id = self.decode_batch.reservations.find, message.sequence_id
+            if (reservation := find(sequence_id)) is None:
                 return
             drawn_here = message.after.master == self._engine.instance
             begins_here = drawn_here and message.before.master != self._engine.instance
@@ -152,44 +148,46 @@ class EngineLoop:
             run = MoveRun(
                 self._engine,
                 message,
-                row_of=self.stream.row,
-                wanted=lambda: find(rid) is not None,
+                sequence_of=self.decode_batch.sequence,
+                wanted=lambda: find(sequence_id) is not None,
                 sampler=sampler_of(request, vocab) if begins_here else None,
-                next_turn=self._next_turn,
+                next_run=self._next_run,
             )
-            if not self._desk.add(run, owner):
+            if not self._pending_steps.add(run, owner):
                 self._give_up(run)
 
-    def reserve(self, request: Reserve, owner: int) -> None:
+    def reserve(self, request: ReserveKv, owner: int) -> None:
         """Set slots aside for a sequence that this gang decodes; see `Reservations.reserve`."""
-        self.stream.reservations.reserve(request, owner)
-        if request.stays:
-            self._kv.stay(request.rid)
+        self.decode_batch.reservations.reserve(request, owner)
+        if request.retain:
+            self._kv.retain_at_end(request.sequence_id)
 
-    def _reserved(self, job: PrefillJob) -> frozenset[int]:
+    def _reserved(self, step: PrefillStep) -> frozenset[int]:
         """Sequences of a step that have slots in the stream's name."""
-        reserved = frozenset(it.rid for it in job.pieces if self._is_reserved(it.rid))
-        for piece in job.pieces:
-            if piece.placement and piece.rid not in reserved:
-                self._kv.given_up(piece.rid)  # the stream has let go of it already
+        reserved = frozenset(
+            it.sequence_id for it in step.chunks if self._is_reserved(it.sequence_id)
+        )
+        for chunk in step.chunks:
+            if chunk.placement and chunk.sequence_id not in reserved:
+                self._kv.given_up(chunk.sequence_id)  # the stream has let go of it already
         return reserved
 
-    def _is_reserved(self, rid: int) -> bool:
-        return self.stream.reservations.find(rid) is not None
+    def _is_reserved(self, sequence_id: int) -> bool:
+        return self.decode_batch.reservations.find(sequence_id) is not None
 
-    def refuse(self, job: PrefillJob, error: CspsError) -> None:
+    def refuse(self, step: PrefillStep, error: CspsError) -> None:
         """Tell the router that a step does not get in line; its group has nothing to do with it."""
-        if self._engine.instance not in job.group:
+        if self._engine.instance not in step.group:
             return
-        for piece in job.pieces:
-            self._reports.failed(piece.rid, error)
-        self._reports.done(job, None)
+        for chunk in step.chunks:
+            self._reports.failed(chunk.sequence_id, error)
+        self._reports.done(step, None)
 
-    def cancel(self, rid: int) -> None:
+    def cancel(self, sequence_id: int) -> None:
         """Nobody wants a sequence: what lies here between two of its steps can go now, the rest
         goes when the log says so. Harmless for an unknown one."""
-        self.departures.withdraw(rid)
-        self._kv.cancel(rid)
+        self.outgoing_transfers.cancel(sequence_id)
+        self._kv.cancel(sequence_id)
 
     def cancel_all(self) -> None:
         """Nobody wants anything: the router that asked for it is gone."""
@@ -198,7 +196,7 @@ class EngineLoop:
     @property
     def waiting(self) -> int:
         """Steps that have not begun."""
-        return len(self._desk)
+        return len(self._pending_steps)
 
     # --- the engine thread -----------------------------------------------------------------
 
@@ -213,30 +211,30 @@ class EngineLoop:
 
     def _execute(self, entry: Entry) -> None:
         match entry.op:
-            case Run() as turn:
-                self._run(entry.seq, turn)
-            case Iterate() as lease:
-                self._iterate(entry.seq, lease)
+            case RunQuantum() as quantum:
+                self._run(entry.seq, quantum)
+            case Iterate() as grant:
+                self._iterate(entry.seq, grant)
             case Change() as change:
                 with self._changing:
-                    self.stream.change(change)
+                    self.decode_batch.change(change)
             case Abort(step):
                 self._abort(step)
             case EndOwner(owner):
                 self._end_owner(owner)
             case Free(sequence, spans):
-                self._kv.release(sequence, spans)
-            case Place() as place:
+                self._kv.evict(sequence, spans)
+            case PlaceSequence() as place:
                 self._place(place)
             case Shutdown():
                 raise _Ended
 
     # --- steps -----------------------------------------------------------------------------
 
-    def _run(self, seq: int, turn: Run) -> None:
+    def _run(self, seq: int, quantum: RunQuantum) -> None:
         """Begin a step, and return when it is over: it has all its other turns from inside."""
-        step = self._desk.take(turn.step)
-        step.turns.begin(seq, turn)
+        step = self._pending_steps.take(quantum.step)
+        step.log_progress.begin(seq, quantum)
         if isinstance(step, MoveRun):
             self._move(step)
         else:
@@ -254,61 +252,61 @@ class EngineLoop:
             self._running.pop()
 
     def _move(self, move: MoveRun) -> None:
-        with self._on_top(move, Lane.URGENT):
+        with self._on_top(move, Lane.HIGH):
             move.carry_out()
         if move.cancelled:
-            self._desk.slots_came_back()
+            self._pending_steps.slots_freed()
             return
-        self._moved[move.message.rid] = move
-        self._report_turn(move)
+        self._moved[move.message.sequence_id] = move
+        self._report_progress(move)
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: PlaceSequence) -> None:
         """A row goes on where it was moved to."""
         move = self._moved.pop(place.sequence, None)
         with self._changing:
-            self.stream.place(place, move)
+            self.decode_batch.place(place, move)
         if move is not None:
-            self._desk.slots_came_back()
+            self._pending_steps.slots_freed()
             self._reports.moved(move)
 
     def _compute(self, run: StepRun) -> None:
-        with self.departures.of(run) as send:
-            with self._on_top(run, Lane.URGENT if run.job.urgent else Lane.LONG):
-                run.compute(send, self._draw_first)
-            self._desk.slots_came_back()  # what was moved away
+        with self.outgoing_transfers.of(run) as send:
+            with self._on_top(run, Lane.HIGH if run.step.high_priority else Lane.LOW):
+                run.compute(send, self._sample_first)
+            self._pending_steps.slots_freed()  # what was moved away
             if not run.cancelled:
-                self._report_turn(run)
+                self._report_progress(run)
                 if self._in_place:
                     self._adopt(run)
 
     def _adopt(self, run: StepRun) -> None:
         """What a step has computed and keeps here is the stream's from now on."""
-        for piece in run.job.pieces:
-            for share in piece.placement:
-                if share.instance == self._engine.instance:
-                    self.stream.reservations.adopt(piece.rid, share.span)
+        for chunk in run.step.chunks:
+            for kv_slice in chunk.placement:
+                if kv_slice.instance == self._engine.instance:
+                    self.decode_batch.reservations.adopt(chunk.sequence_id, kv_slice.span)
 
-    def _next_turn(self, run: LoggedStep) -> tuple[int, Run] | None:
+    def _next_run(self, run: LoggedStep) -> tuple[int, RunQuantum] | None:
         """A step has come as far as it was told to: do what else the log says until it says
         something about this step. None if it is to be stopped."""
-        self._report_turn(run)
+        self._report_progress(run)
         while not run.cancelled:
             entry = self._log.next()
-            if isinstance(entry.op, Run) and entry.op.step == run.number:
+            if isinstance(entry.op, RunQuantum) and entry.op.step == run.step_id:
                 assert self._running[-1] is run, "a step goes on below another one"
                 return entry.seq, entry.op
             self._execute(entry)
         return None
 
-    def _report_turn(self, run: LoggedStep) -> None:
+    def _report_progress(self, run: LoggedStep) -> None:
         if run.leads:
             self._log.report(
-                Ran(
+                RanQuantum(
                     rank=self._engine.rank,
-                    seq=run.turns.seq,
-                    step=run.number,
-                    part=run.turns.reached,
-                    nanoseconds=run.turns.ns,
+                    seq=run.log_progress.seq,
+                    step=run.step_id,
+                    yield_point=run.log_progress.reached,
+                    nanoseconds=run.log_progress.ns,
                 )
             )
 
@@ -316,61 +314,61 @@ class EngineLoop:
         """Those that have begun stop when they are on top again, before anything else is done for
         them; what was under way at this part all members have posted."""
         for run in self._running:
-            if run.number == step:
+            if run.step_id == step:
                 run.cancelled = True
                 return
-        if (dropped := self._desk.drop(step)) is not None:
+        if (dropped := self._pending_steps.drop(step)) is not None:
             self._give_up(dropped)
 
     def _end_owner(self, owner: int) -> None:
-        for dropped in self._desk.end_owner(owner):
+        for dropped in self._pending_steps.end_owner(owner):
             self._give_up(dropped)
         with self._changing:
-            self.stream.end_owner(owner)
+            self.decode_batch.end_owner(owner)
 
-    def _draw_first(
+    def _sample_first(
         self,
         run: StepRun,
         x_td: Tensor,
         q_thd: Tensor,
-        own: Rows,
+        own: OwnKv,
         answered: Callable[[], None],
     ) -> None:
         fail = self._reports.failed
-        self._reports.drawn(
-            draw_first_tokens(self._engine, run.group, x_td, q_thd, own, answered, fail)
+        self._reports.report_sampled(
+            sample_first_tokens(self._engine, run.group, x_td, q_thd, own, answered, fail)
         )
 
     # --- the stream ------------------------------------------------------------------------
 
-    def _iterate(self, seq: int, lease: Iterate) -> None:
+    def _iterate(self, seq: int, grant: Iterate) -> None:
         begin = time.monotonic_ns()
         finished: list[int] = []
-        with self._engine.mesh.lane(Lane.STREAM):
-            for _ in range(lease.n):
-                finished += self.stream.iterate(lease.group)
-                if self.stream.rides:
+        with self._engine.mesh.lane(Lane.DECODE):
+            for _ in range(grant.iterations):
+                finished += self.decode_batch.iterate(grant.group)
+                if self.decode_batch.piggybacked:
                     self._progress.step()
         if self._engine.tp_rank == 0:
             taken_ns = time.monotonic_ns() - begin
             rank = self._engine.rank
-            self._log.report(Iterated(rank, seq, lease.stream, taken_ns, tuple(finished)))
+            self._log.report(Iterated(rank, seq, grant.batch, taken_ns, tuple(finished)))
 
     # --- over ------------------------------------------------------------------------------
 
     def _left(self, run: StepRun) -> None:
         """Any thread: a step was computed, and its KV has left."""
-        self._kv.settle(run.job, cancelled=run.cancelled)
-        self._reports.done(run.job, run)
+        self._kv.finalize(run.step, cancelled=run.cancelled)
+        self._reports.done(run.step, run)
 
     def _give_up(self, run: LoggedStep) -> None:
         """A step that never began."""
-        run.give_back()
+        run.free_slots()
         if isinstance(run, StepRun):
-            self._kv.settle(run.job, cancelled=True)
-            self._reports.done(run.job, None)
+            self._kv.finalize(run.step, cancelled=True)
+            self._reports.done(run.step, None)
         else:
-            self._desk.slots_came_back()
+            self._pending_steps.slots_freed()
 
     def _acknowledge(self, step: int) -> None:
         self._log.report(Prepared(self._engine.rank, step))

@@ -21,38 +21,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csps.actors.engine.choice import strategy_of
-from csps.actors.engine.engine import Engine
-from csps.actors.engine.log_turns import LogTurns, StepAborted
-from csps.actors.engine.moves import KvMover, Rows, history_moves, row_moves, stored_of
-from csps.actors.job_clock import JobClock
-from csps.actors.layout import LocalPiece
-from csps.actors.sent_bytes import SentBytes
-from csps.actors.slot_allocator import OutOfSlots
-from csps.actors.strategies import parts
-from csps.actors.strategies.group import SpGroup, shares_of
-from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
-from csps.actors.strategies.strategy import Strategy
-from csps.actors.timeline_export import (
+from csps.actors.attention import step_points as parts
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup, spans_on
+from csps.actors.attention.base.strategy import Strategy
+from csps.actors.attention.base.yield_points import StepPoints, YieldPoints
+from csps.actors.attention.choice import strategy_of
+from csps.actors.attention.step_points import ModelShape, step_points
+from csps.actors.comm.layout import LocalChunk
+from csps.actors.comm.transfers import Transfers
+from csps.actors.engine.kv_mover import KvMover, OwnKv, history_moves, row_moves, stored_of
+from csps.actors.engine.pending_steps import LogProgress, StepAborted
+from csps.actors.engine.step_trace import (
     CANCELLED,
     LAST_LAYER_S,
     PLACING_S,
     PLACING_STORED_S,
     PLACING_WAITED_S,
-    traced_job,
+    SentBytes,
+    traced_step,
 )
-from csps.actors.transfers import Transfers
-from csps.models.network import Layer
-from csps.protocols.balance import balanced
-from csps.protocols.log_entries import Run
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.kv_cache.slot_allocator import OutOfSlots
+from csps.actors.timing.timeline import StepClock
+from csps.models.network.network import Layer
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalanced
+from csps.protocols.sequencer.log_entries import RunQuantum
 
-SendKv = Callable[[int, LocalPiece, Tensor | None], None]
+SendKv = Callable[[int, LocalChunk, Tensor | None], None]
 """(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
 all): send it to where the piece is to go."""
 
-Draw = Callable[["StepRun", Tensor, Tensor, Rows, Callable[[], None]], None]
+SampleFirst = Callable[["StepRun", Tensor, Tensor, OwnKv, Callable[[], None]], None]
 
 
 class StepRun:
@@ -61,39 +61,41 @@ class StepRun:
     def __init__(
         self,
         engine: Engine,
-        job: PrefillJob,
+        step: PrefillStep,
         *,
         reserved: Set[int] = frozenset(),
-        next_turn: Callable[[StepRun], tuple[int, Run] | None],
+        next_run: Callable[[StepRun], tuple[int, RunQuantum] | None],
         progress: Callable[[], None],
     ) -> None:
         """
         Args:
             reserved: sequences that have slots where their KV is to lie.
-            next_turn: as in `LogTurns`.
+            next_turn: as in `LogProgress`.
             progress: called whenever the step has got on.
         """
-        self.job = job
-        self.clock = JobClock()
+        self.step = step
+        self.clock = StepClock()
         self.sent = SentBytes(engine.mesh)
         self.cancelled = False
         self._engine = engine
         self._progress = progress
-        settled = balanced(job)
-        self.parts = parts_of(engine, settled)
-        member = job.group.index(engine.instance)
-        self._points = Points(self.parts, self._part)
-        self.group = SpGroup(engine.mesh, engine.layout, settled, member, self.clock, self._points)
+        balanced_step = rebalanced(step)
+        self.step_points = step_points_of(engine, balanced_step)
+        member = step.group.index(engine.instance)
+        self._points = YieldPoints(self.step_points, self._at_point)
+        self.group = SpGroup(
+            engine.mesh, engine.layout, balanced_step, member, self.clock, self._points
+        )
         self._transfers = Transfers(engine.mesh, self.clock)
         mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
-        self._balancing = mover(moves=history_moves(job), phase="balancing")
+        self._balancing = mover(moves=history_moves(step), phase="balancing")
         self.placing = mover(moves=row_moves(self.group), phase="placing")
         self._stored = stored_of(self.group)
         self._takes = self._to_take(reserved)
         """Slots that it needs, by sequence."""
-        self.leads = engine.rank == min(engine.layout.ranks_of_all(job.group))
+        self.leads = engine.rank == min(engine.layout.ranks_of_all(step.group))
         """This rank reports for all members."""
-        self.turns = LogTurns(partial(next_turn, self), self._standing_still)
+        self.log_progress = LogProgress(partial(next_run, self), self._paused)
         self._taken: list[tuple[int, Span]] = []
         """Of those, which it has."""
 
@@ -102,20 +104,24 @@ class StepRun:
         keeps of its rows, and what comes from others. Taken together, they lie side by side."""
         takes: dict[int, list[Span]] = defaultdict(list)
         for part in self._stored:
-            takes[part.piece.rid].append(part.span)
-        for rid, span in (*self._balancing.incoming, *self.placing.incoming):
-            takes[rid].append(span)
-        return {rid: spans for rid, spans in takes.items() if rid not in reserved}
+            takes[part.chunk.sequence_id].append(part.span)
+        for sequence_id, span in (*self._balancing.incoming, *self.placing.incoming):
+            takes[sequence_id].append(span)
+        return {
+            sequence_id: spans
+            for sequence_id, spans in takes.items()
+            if sequence_id not in reserved
+        }
 
     @property
-    def number(self) -> int:
+    def step_id(self) -> int:
         """By which the log names it."""
-        return self.job.job_id
+        return self.step.step_id
 
     @property
     def sequences(self) -> tuple[int, ...]:
         """Those that it computes."""
-        return tuple(piece.rid for piece in self.job.pieces)
+        return tuple(chunk.sequence_id for chunk in self.step.chunks)
 
     # --- slots ---------------------------------------------------------------------------------
 
@@ -123,28 +129,30 @@ class StepRun:
         """Take the slots of what this member is to hold: all or none, and whether it has them. What
         an earlier step of a sequence is about to move away may be what this one moves back."""
         slots = self._engine.pool.slots
-        takes = [(rid, span) for rid, spans in self._takes.items() for span in spans]
+        takes = [
+            (sequence_id, span) for sequence_id, spans in self._takes.items() for span in spans
+        ]
         needed = sum(span.length for _, span in takes)
         if needed > slots.free or any(slots.runs(*it) for it in takes):
             return False
-        for rid, spans in self._takes.items():
+        for sequence_id, spans in self._takes.items():
             try:
-                slots.allocate(rid, spans)
+                slots.allocate(sequence_id, spans)
             except OutOfSlots:  # reservations take slots meanwhile
-                self.give_back()
+                self.free_slots()
                 return False
-            self._taken += [(rid, span) for span in spans]
+            self._taken += [(sequence_id, span) for span in spans]
         return True
 
-    def give_back(self) -> None:
+    def free_slots(self) -> None:
         """Free what `take_slots` took, of a step that does not begin."""
-        for rid, span in self._taken:
-            self._engine.pool.slots.free_span(rid, span)
+        for sequence_id, span in self._taken:
+            self._engine.pool.slots.free_span(sequence_id, span)
         self._taken.clear()
 
     # --- the engine thread ---------------------------------------------------------------------
 
-    def compute(self, send: SendKv, draw: Draw) -> None:
+    def compute(self, send: SendKv, sample_first: SampleFirst) -> None:
         """All layers; returns when the log has let the step come to its end, or stopped it.
 
         Args:
@@ -155,14 +163,14 @@ class StepRun:
         self.clock.started = time.monotonic()
         self.sent = SentBytes(self._engine.mesh)
         strategy = strategy_of(self.group, self._engine)
-        traced = traced_job(self.job, self.clock, self.sent, rank=self._engine.rank)
+        traced = traced_step(self.step, self.clock, self.sent, rank=self._engine.rank)
         with traced as span, strategy as entered, self._transfers:
             # Inside of both: a step that is stopped is no failure, and what it cost is told as
             # well. Its members stop at the same layer, so that exchanges under way end.
             try:
                 self._send_history(send)
                 self._balancing.start(0)
-                self._layers(entered, send, draw)
+                self._layers(entered, send, sample_first)
             except StepAborted:
                 self.cancelled = True
                 span.set_attribute(CANCELLED, True)
@@ -189,34 +197,34 @@ class StepRun:
     def _send_history(self, send: SendKv) -> None:
         """What others have computed of a prompt that this step begins leaves with it, from where it
         lies."""
-        for piece in self.job.pieces:
-            if not (piece.begins and self._leaves(piece)):
+        for chunk in self.step.chunks:
+            if not (chunk.begins and self._leaves(chunk)):
                 continue
-            for span in shares_of(piece.history, self._engine.instance):
-                part = LocalPiece(piece, span, slice(0, 0))
+            for span in spans_on(chunk.history, self._engine.instance):
+                part = LocalChunk(chunk, span, slice(0, 0))
                 for layer in range(self._engine.spec.layers):
                     send(layer, part, None)
 
-    def _leaves(self, piece: PrefillPiece) -> bool:
+    def _leaves(self, chunk: PrefillChunk) -> bool:
         """Whether a piece's KV is sent."""
-        return bool(piece.destinations) and piece.decoded and self.group.wanted(piece)
+        return bool(chunk.destinations) and chunk.decoded and self.group.wanted(chunk)
 
     def _layers(
         self,
         strategy: Strategy,
         send: SendKv,
-        draw: Draw,
+        sample_first: SampleFirst,
     ) -> None:
         network, device = self._engine.network, self._engine.device
-        ids = torch.from_numpy(np.frombuffer(self.job.tokens, dtype="<i4").astype(np.int64))
+        ids = torch.from_numpy(np.frombuffer(self.step.tokens, dtype="<i4").astype(np.int64))
         assert len(ids) == len(self.group.positions), "the step's tokens are not this rank's share"
         rotary = network.rotary(self.group.positions.to(device))
         x_td = network.embed(ids.to(device))
-        keep = partial(self._keep, send, strategy.offered)
+        store = partial(self._distribute, send, strategy.offered)
         for index, layer in enumerate(network.layers):
             self._begin_layer(index)
             if index + 1 < len(network.layers):
-                x_td = strategy.attend_layer(index, layer, x_td, rotary, keep)
+                x_td = strategy.attend_layer(index, layer, x_td, rotary, store)
                 x_td = self._mlp(index, layer, x_td)
             else:
                 self.clock.begin_last_layer()
@@ -227,24 +235,24 @@ class StepRun:
                 # Whoever waits for a token waits for these: what moves would be before them.
                 moving = partial(self.placing.start, index, own)
                 with self.clock.timeline.phase("last rows", layer=index):
-                    draw(self, x_td, q_thd, own, moving)
-        self.turns.end(self.parts.total)
+                    sample_first(self, x_td, q_thd, own, moving)
+        self.log_progress.end(self.step_points.total)
 
     def _begin_layer(self, index: int) -> None:
         """Where members agree on who is still wanted: from the same layer on."""
         self._points.begin_layer(index)
-        self.group.withdrawn.update(self.turns.withdrawn)
+        self.group.cancelled.update(self.log_progress.cancelled)
 
-    def _part(self, number: int) -> None:
+    def _at_point(self, number: int) -> None:
         """A point that all members pass with the same exchanges behind them."""
         self._progress()
-        if number >= self.turns.until:
-            self._points.settle()
-        self.turns.come_to(number)
+        if number >= self.log_progress.until:
+            self._points.before_pause()
+        self.log_progress.reach(number)
 
     @contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        with self.clock.yielding(), self.sent.standing_still():
+    def _paused(self) -> Iterator[None]:
+        with self.clock.yielding(), self.sent.paused():
             yield
 
     def _mlp(self, index: int, layer: Layer, x_td: Tensor) -> Tensor:
@@ -260,7 +268,7 @@ class StepRun:
             self._points.point()
         return x_td
 
-    def _keep(
+    def _distribute(
         self,
         send: SendKv,
         offered: Callable[[int, int], Collection[int]],
@@ -295,19 +303,19 @@ class StepRun:
         self._balancing.finish()
         for part in self._stored:
             k, v = k_thd[part.rows], v_thd[part.rows]
-            piece = part.piece
-            self._engine.pool.write(index, piece.rid, part.span, k, v)
-            if self._leaves(piece):
+            chunk = part.chunk
+            self._engine.pool.write(index, chunk.sequence_id, part.span, k, v)
+            if self._leaves(chunk):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
 
 
-def parts_of(engine: Engine, settled: PrefillJob) -> StepParts:
+def step_points_of(engine: Engine, balanced_step: PrefillStep) -> StepPoints:
     """Points of a step's exchange program; alike at all ranks, members or not.
 
     Args:
-        settled: the step with its history where it is moved to (`balanced`).
+        settled: the step with its history where it is moved to (`rebalanced`).
     """
     on_cuda = engine.device.type == "cuda"
     shape = ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda)
-    return step_parts(settled, shape)
+    return step_points(balanced_step, shape)

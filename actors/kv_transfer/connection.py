@@ -28,21 +28,18 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from csps.actors.kv_transfer.body import KvBody
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.kv_transfer.staging import Staging
-from csps.actors.kv_transfer.turns import Turn
-from csps.actors.layout import GangLayout
-from csps.actors.name_digest import name_digest
-from csps.actors.process_group import IDLE, Pending, close_gloo, gloo_group, with_peer
-from csps.protocols.messages import ConnectKv
+from csps.actors.comm.layout import GangLayout, name_digest
+from csps.actors.comm.process_group import IDLE, Pending, close_gloo, gloo_group, with_peer
+from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
+from csps.actors.kv_transfer.reservation import TransferSlot
+from csps.protocols.gang.messages import ConnectKv
 
-_BEAT, _ASKED, _ENDED = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
-_NOTHING, _BEGIN, _UNWANTED = range(3)
+_HEARTBEAT, _ASKED, _ENDED = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
+_NOTHING, _BEGIN, _CANCELLED = range(3)
 """What a grant says of a turn."""
-BEAT_S = 1.0
-"""Between two beats; `SILENCE` is the longest that a receiver goes without one."""
-SILENCE = timedelta(seconds=10)
+HEARTBEAT_S = 1.0
+"""Between two beats; `LIVENESS_TIMEOUT` is the longest that a receiver goes without one."""
+LIVENESS_TIMEOUT = timedelta(seconds=10)
 """Without a word or a beat, after which a connection counts as broken; also for a sender to take a
 grant."""
 MESSAGE_DEADLINE = timedelta(minutes=5)
@@ -61,31 +58,31 @@ class KvTag(IntEnum):
 
 
 @dataclass(frozen=True)
-class Grant:
+class Credit:
     """What a receiver lets one sender do."""
 
-    window: int
+    credit_bytes: int
     """Bytes that may be under way."""
-    landed: int
+    received: int
     """Bytes that are not under way any more, since the connection exists."""
-    turn: Turn | None = None
+    transfer_slot: TransferSlot | None = None
     """Of which it is said whether it may begin; None: of none."""
     wanted: bool = True
     """It may; otherwise nobody expects the request's KV."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class TransferRequested:
     """A sender wants to send."""
 
-    turn: Turn
+    transfer_slot: TransferSlot
 
 
 @dataclass(frozen=True)
-class Ended:
+class TransferEnded:
     """Nothing more of a turn comes."""
 
-    turn: Turn
+    transfer_slot: TransferSlot
 
 
 class KvConnection:
@@ -129,51 +126,57 @@ class KvConnection:
             self.bytes_sent += sum(part.nbytes for _, part in message)
         return Pending.all([self._send(part, peer, tag) for tag, part in message])
 
-    def beat(self, peer: int) -> None:
+    def send_heartbeat(self, peer: int) -> None:
         """Tell a receiver that nothing else is on its way; waits until it listens, and so has heard
         all that was said before."""
-        self._say(peer, _BEAT).wait(IDLE)
+        self._send_words(peer, _HEARTBEAT).wait(IDLE)
 
-    def ask(self, peer: int, turn: Turn) -> Pending:
+    def ask(self, peer: int, transfer_slot: TransferSlot) -> Pending:
         """Start to shake hands."""
-        return self._say(peer, _ASKED, *turn)
+        return self._send_words(peer, _ASKED, *transfer_slot)
 
-    def end(self, peer: int, turn: Turn) -> Pending:
+    def end(self, peer: int, transfer_slot: TransferSlot) -> Pending:
         """Start to say that nothing more of a turn comes."""
-        return self._say(peer, _ENDED, *turn)
+        return self._send_words(peer, _ENDED, *transfer_slot)
 
-    def _say(self, peer: int, *said: int) -> Pending:
+    def _send_words(self, peer: int, *said: int) -> Pending:
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
         words[: len(said)] = torch.tensor(said)
         return self._send(words, peer, KvTag.HEADER)
 
-    def next_grant(self, peer: int, deadline: timedelta = IDLE) -> Grant:
+    def next_credit(self, peer: int, deadline: timedelta = IDLE) -> Credit:
         """Wait for a receiver's next word."""
         words = torch.zeros(5, dtype=torch.int64)
         self._recv(words, peer, KvTag.GRANT).wait(deadline)
-        window, landed, rid, number, said = words.tolist()
+        credit_bytes, received, sequence_id, number, said = words.tolist()
         if said == _NOTHING:
-            return Grant(window, landed)
-        return Grant(window, landed, Turn(rid, number), said == _BEGIN)
+            return Credit(credit_bytes, received)
+        return Credit(credit_bytes, received, TransferSlot(sequence_id, number), said == _BEGIN)
 
     # --- the receiver's end ----------------------------------------------------------------
 
-    def grant(self, peer: int, grant: Grant) -> Pending:
+    def send_credit(self, peer: int, credit: Credit) -> Pending:
         """Start telling a sender."""
-        said = _BEGIN if grant.wanted else _UNWANTED
-        turn = (0, 0, _NOTHING) if grant.turn is None else (*grant.turn, said)
-        words = torch.tensor((grant.window, grant.landed, *turn), dtype=torch.int64)
+        said = _BEGIN if credit.wanted else _CANCELLED
+        transfer_slot = (
+            (0, 0, _NOTHING) if credit.transfer_slot is None else (*credit.transfer_slot, said)
+        )
+        words = torch.tensor(
+            (credit.credit_bytes, credit.received, *transfer_slot), dtype=torch.int64
+        )
         return self._send(words, peer, KvTag.GRANT)
 
-    def next_word(self, peer: int) -> KvHeader | Asked | Ended | None:
+    def next_message(self, peer: int) -> KvHeader | TransferRequested | TransferEnded | None:
         """Wait for the next word of a sender, None for a beat; PeerLost if it falls silent."""
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
-        self._recv(words, peer, KvTag.HEADER).wait(SILENCE)
-        said, rid, number = words[:3].tolist()
-        if said == _BEAT:
+        self._recv(words, peer, KvTag.HEADER).wait(LIVENESS_TIMEOUT)
+        said, sequence_id, number = words[:3].tolist()
+        if said == _HEARTBEAT:
             return None
         if said in (_ASKED, _ENDED):
-            return (Asked if said == _ASKED else Ended)(Turn(rid, number))
+            return (TransferRequested if said == _ASKED else TransferEnded)(
+                TransferSlot(sequence_id, number)
+            )
         return KvHeader.unpack(words)
 
     def receive(self, peer: int, header: KvHeader, head_dim: int, staging: Staging) -> KvBody:

@@ -1,4 +1,6 @@
-"""KV arriving at a decode rank: one receiver per prefill rank.
+"""What a receiver tells one sender, in one order, by whichever of its threads.
+
+KV arriving at a decode rank: one receiver per prefill rank.
 
 Each has a thread, because gloo can be waited for but not asked, and a wait that ends without a
 message closes all connections of its group: one thread for all senders could only serve one at a
@@ -9,20 +11,63 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
-from csps.actors.announce import request_failed
-from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.body import KvBody
-from csps.actors.kv_transfer.connection import Asked, Ended, KvConnection
-from csps.actors.kv_transfer.grants import Grants
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.kv_transfer.reservation import Reservation
-from csps.actors.kv_transfer.staging import Staging
-from csps.actors.kv_transfer.turns import ReceivingTurns, Turn
-from csps.actors.process_group import PeerLost
-from csps.protocols.errors import TransferError
-from csps.protocols.messages import KvLanded, RequestFailed
+from csps.actors.comm.process_group import PeerLost, Pending
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.kv_transfer.connection import (
+    LIVENESS_TIMEOUT,
+    Credit,
+    KvConnection,
+    TransferEnded,
+    TransferRequested,
+)
+from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
+from csps.actors.kv_transfer.reservation import Reservation, TransferSlot, TransferSlots
+from csps.actors.sampling.notifications import request_failed
+from csps.protocols.core.errors import TransferError
+from csps.protocols.gang.messages import RankKvReceived, RequestFailed
+
+
+class CreditSender:
+    """To one peer. Nothing waits for its listening but `settle`, which its own thread calls: a
+    sender that has died holds up no other."""
+
+    def __init__(self, connection: KvConnection, peer: int, credit_bytes: int) -> None:
+        """
+        Args:
+            window: bytes that may be under way.
+        """
+        self._connection, self._peer, self._credit_bytes = connection, peer, credit_bytes
+        self._lock = threading.Lock()
+        self._received = 0
+        self._pending: deque[Pending] = deque()
+
+    def received(self, charge: int) -> None:
+        """So many more bytes are not under way any more.
+
+        Raises:
+            PeerLost: the connection is closed.
+        """
+        with self._lock:
+            self._received += charge
+            self._post(Credit(self._credit_bytes, self._received))
+
+    def answer(self, transfer_slot: TransferSlot, wanted: bool) -> None:
+        """Say whether a turn may begin. A sender that is gone need not know."""
+        with self._lock, suppress(PeerLost):
+            self._post(Credit(self._credit_bytes, self._received, transfer_slot, wanted))
+
+    def _post(self, credit: Credit) -> None:
+        self._pending.append(self._connection.send_credit(self._peer, credit))
+
+    def wait_until_sent(self) -> None:
+        """Wait until all of it was heard; PeerLost if the sender does not listen."""
+        while self._pending:
+            self._pending[0].wait(LIVENESS_TIMEOUT)
+            self._pending.popleft()
 
 
 class KvReceiver:
@@ -37,7 +82,7 @@ class KvReceiver:
         in_flight_bytes: int,
         backends: int,
         find: Callable[[int], Reservation | None],
-        on_landed: Callable[[KvLanded], None],
+        on_received: Callable[[RankKvReceived], None],
         on_failed: Callable[[RequestFailed], None],
         on_lost: Callable[[str], None],
         on_broken: Callable[[BaseException], None],
@@ -54,12 +99,13 @@ class KvReceiver:
             on_broken: this rank cannot receive any more, through its own fault or the peer's.
         """
         self._connection, self._pool, self._rank = connection, pool, rank
-        self._window = in_flight_bytes // len(connection.prefill_peers)
-        self._grants = {
-            peer: Grants(connection, peer, self._window) for peer in connection.prefill_peers
+        self._credit_bytes = in_flight_bytes // len(connection.prefill_peers)
+        self._credits = {
+            peer: CreditSender(connection, peer, self._credit_bytes)
+            for peer in connection.prefill_peers
         }
-        self.turns = ReceivingTurns(backends, find, self._answer)
-        self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
+        self.transfer_slots = TransferSlots(backends, find, self._answer)
+        self._find, self._on_received, self._on_failed = find, on_received, on_failed
         self._on_lost, self._on_broken = on_lost, on_broken
         self.threads = [
             threading.Thread(
@@ -87,44 +133,46 @@ class KvReceiver:
             if not self._connection.closed:
                 self._on_broken(exc)
 
-    def _answer(self, peer: int, turn: Turn, wanted: bool) -> None:
-        self._grants[peer].answer(turn, wanted)
+    def _answer(self, peer: int, transfer_slot: TransferSlot, wanted: bool) -> None:
+        self._credits[peer].answer(transfer_slot, wanted)
 
     def _serve(self, peer: int, staging: Staging) -> None:
-        grants = self._grants[peer]
-        grants.landed(0)
+        credits = self._credits[peer]
+        credits.received(0)
         while True:
-            grants.settle()
-            match self._connection.next_word(peer):
+            credits.wait_until_sent()
+            match self._connection.next_message(peer):
                 case KvHeader() as header:
-                    grants.landed(self._take(peer, header, staging))
-                case Asked(turn):
-                    self.turns.ask(peer, turn)
-                case Ended(turn):
-                    self.turns.end(peer, turn)
+                    credits.received(self._take(peer, header, staging))
+                case TransferRequested(transfer_slot):
+                    self.transfer_slots.ask(peer, transfer_slot)
+                case TransferEnded(transfer_slot):
+                    self.transfer_slots.end(peer, transfer_slot)
 
     def _take(self, peer: int, header: KvHeader, staging: Staging) -> int:
         """Receive a message. Returns what it counts for against the window."""
         head_dim, began_s = self._pool.head_dim, time.monotonic()
-        if (charge := header.charge(head_dim)) > self._window:
-            raise TransferError(f"{header} is larger than what was granted, {self._window}")
+        if (charge := header.charge(head_dim)) > self._credit_bytes:
+            raise TransferError(f"{header} is larger than what was granted, {self._credit_bytes}")
         body = self._connection.receive(peer, header, head_dim, staging)
-        self._land(header, body, staging, began_s=began_s)
+        self._store_message(header, body, staging, began_s=began_s)
         return charge
 
-    def _land(self, header: KvHeader, body: KvBody, staging: Staging, *, began_s: float) -> None:
-        reservation = self._find(header.rid)
+    def _store_message(
+        self, header: KvHeader, body: KvBody, staging: Staging, *, began_s: float
+    ) -> None:
+        reservation = self._find(header.sequence_id)
         if reservation is None:
             return  # cancelled while its KV was on the way
         try:
             complete = self._store(reservation, header, body, staging, began_s=began_s)
         except TransferError as exc:
-            self.turns.release(header.rid)
-            self._on_failed(request_failed(header.rid, self._rank, exc))
+            self.transfer_slots.release(header.sequence_id)
+            self._on_failed(request_failed(header.sequence_id, self._rank, exc))
             return
         if complete:
-            self.turns.release(header.rid)
-            self._on_landed(reservation.landed(self._rank))
+            self.transfer_slots.release(header.sequence_id)
+            self._on_received(reservation.kv_received(self._rank))
 
     def _store(
         self,
@@ -165,7 +213,7 @@ class KvReceiver:
     ) -> None:
         first = reservation.heads.start
         heads = slice(header.heads.start - first, header.heads.stop - first)
-        place = header.layer, header.rid, header.span
+        place = header.layer, header.sequence_id, header.span
         there = body.moved(staging.to_device)
         if (kept := there.kept) is not None:
             self._pool.write_kept(*place, kept, heads=heads)

@@ -4,6 +4,13 @@ A reservation is made before anything is sent. Its KV is complete when as many (
 layer) entries have arrived as were promised, each within the promised span, heads and layers and
 none twice; until then the request cannot join a batch. An entry may come as "not kept", for a
 request that is to have kept tokens only.
+
+Whose turn it is to send KV to this rank (Tetris §4.2).
+
+What receives KV is limited: a rank has so many *backends*, and `ReceivingBackends` says who gets
+one. A sender asks for each step of each request, and sends when it is told to begin. A request that
+nobody expects here any more gets no turn: its senders are told that it is unwanted. Backends gate
+sends and never steps; what waits stays in the senders' pools.
 """
 
 from __future__ import annotations
@@ -12,20 +19,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.name_digest import name_digest
-from csps.protocols.errors import TransferError
-from csps.protocols.messages import KvLanded, Reserve
-from csps.protocols.span import Span
-from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
+from csps.actors.comm.layout import name_digest
+from csps.actors.kv_transfer.message import KvHeader
+from csps.protocols.core.errors import TransferError
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import RankKvReceived, ReserveKv
+from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
+from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, begin
 
 
 @dataclass(kw_only=True)
 class Reservation:
     """What one rank has set aside for a request, and how much of its KV has arrived."""
 
-    request: Reserve
+    request: ReserveKv
     spans: tuple[Span, ...]
     """This rank's share of the prompt."""
     heads: range
@@ -43,8 +53,8 @@ class Reservation:
     """Takes no more KV: it was freed, or wrong KV came."""
     waited: float = 0.0
     """Seconds that one of its senders has waited for its turn, at most."""
-    give_back: Callable[[], None] | None = None
-    """Gives up its turns (`ReceivingTurns`), if it has or wants any."""
+    release_transfer_slots: Callable[[], None] | None = None
+    """Gives up its turns (`TransferSlots`), if it has or wants any."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
@@ -58,13 +68,13 @@ class Reservation:
         # Traced from the reservation to the last token of KV, then from joining to leaving.
         self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
 
-    def landed(self, rank: int) -> KvLanded:
+    def kv_received(self, rank: int) -> RankKvReceived:
         """All KV is here: what the router is told."""
         self._trace_span.set_attribute("csps.kv_transfer.wait_ms", self.waited * 1e3)
         self._trace(NO_SPAN)
         now = time.monotonic()
-        return KvLanded(
-            rid=self.request.rid,
+        return RankKvReceived(
+            sequence_id=self.request.sequence_id,
             rank=rank,
             tokens=self.tokens,
             seconds=now - self.started,
@@ -94,8 +104,8 @@ class Reservation:
 
     def left(self) -> None:
         """The request is gone from this rank."""
-        if self.give_back is not None:
-            self.give_back()
+        if self.release_transfer_slots is not None:
+            self.release_transfer_slots()
         self._trace(NO_SPAN)
 
     def _trace(self, following: TraceSpan) -> None:
@@ -111,7 +121,7 @@ class Reservation:
         """Count an announcement in; TransferError unless it is promised and new."""
         if header.epoch != self._epoch:
             raise TransferError(
-                f"KV of request {header.rid} is not from epoch {self.request.epoch}"
+                f"KV of request {header.sequence_id} is not from epoch {self.request.epoch}"
             )
         if not self._promises(header):
             raise TransferError(f"{header} is not part of this rank's share of the request")
@@ -143,3 +153,80 @@ class Reservation:
         if narrowed and not self.request.kept_only:
             return False
         return self._narrowed.setdefault(layer, narrowed) == narrowed
+
+
+class TransferSlot(NamedTuple):
+    """What one sender sends of one step of a request."""
+
+    sequence_id: int
+    number: int
+    """Of the sender's turns at this receiver."""
+
+
+class TransferSlots:
+    """Of one rank. Any thread may call anything."""
+
+    def __init__(
+        self,
+        backends: int,
+        find: Callable[[int], Reservation | None],
+        notify: Callable[[int, TransferSlot, bool], None],
+    ) -> None:
+        """
+        Args:
+            backends: how many turns there are at a time.
+            find: what is expected of a request; None if there is none.
+            tell: a sender (as a peer) whether it may begin its turn, or nobody wants it. It must
+                not wait.
+        """
+        self._find, self._notify = find, notify
+        self._lock = threading.Lock()
+        self._backends = ReceivingBackends(backends)
+        self._since: dict[ChunkTransfer, float] = {}
+        """When the transfers that wait have asked."""
+
+    @property
+    def idle(self) -> bool:
+        """All backends are free and nobody waits."""
+        with self._lock:
+            self._backends.check_integrity()
+            return self._backends.free == self._backends.total and not self._since
+
+    def ask(self, peer: int, transfer_slot: TransferSlot) -> None:
+        """A sender shakes hands."""
+        transfer = ChunkTransfer(transfer_slot.sequence_id, transfer_slot.number, peer)
+        with self._lock:
+            reservation = self._find(transfer_slot.sequence_id)
+            if reservation is not None:
+                # Before it is looked whether it has left: either this is seen there, or that here.
+                reservation.release_transfer_slots = partial(
+                    self.release, transfer_slot.sequence_id
+                )
+            if reservation is None or reservation.closed:
+                self._notify(peer, transfer_slot, False)
+                return
+            self._since[transfer] = time.monotonic()
+            self._begin(self._backends.handshake(transfer))
+
+    def end(self, peer: int, transfer_slot: TransferSlot) -> None:
+        """A turn is over, or its sender wants it no more."""
+        transfer = ChunkTransfer(transfer_slot.sequence_id, transfer_slot.number, peer)
+        with self._lock:
+            self._since.pop(transfer, None)
+            self._begin(self._backends.received(transfer))
+
+    def release(self, sequence_id: int) -> None:
+        """All KV of a request has landed, or nobody wants it any more."""
+        with self._lock:
+            for transfer in self._backends.waiting_of(sequence_id):
+                del self._since[transfer]
+                self._notify(transfer.sender, TransferSlot(sequence_id, transfer.chunk), False)
+            self._begin(self._backends.release(sequence_id))
+
+    def _begin(self, granted: list[ChunkTransfer]) -> None:
+        now = time.monotonic()
+        for transfer in granted:
+            waited = now - self._since.pop(transfer)
+            if (reservation := self._find(transfer.request)) is not None:
+                reservation.waited = max(reservation.waited, waited)
+            self._notify(transfer.sender, TransferSlot(transfer.request, transfer.chunk), True)

@@ -8,17 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.connection import BEAT_S, MESSAGE_DEADLINE, Grant, KvConnection
-from csps.actors.kv_transfer.delivery import Delivery
-from csps.actors.kv_transfer.sending import Sending
-from csps.actors.kv_transfer.staging import Staging
-from csps.actors.kv_transfer.turns import Turn
-from csps.actors.kv_transfer.waiting_sends import WaitingSends
-from csps.actors.process_group import IDLE, PeerLost, Pending
-from csps.actors.rendezvous import JOIN_DEADLINE
-from csps.actors.timeline import Event
-from csps.protocols.errors import ConfigError, TransferError
+from csps.actors.comm.process_group import IDLE, JOIN_DEADLINE, PeerLost, Pending
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.kv_transfer.connection import HEARTBEAT_S, MESSAGE_DEADLINE, Credit, KvConnection
+from csps.actors.kv_transfer.message import Staging
+from csps.actors.kv_transfer.reservation import TransferSlot
+from csps.actors.kv_transfer.transfer_tracker import Sending, TransferTracker, WaitingSends
+from csps.actors.timing.timeline import Event
+from csps.protocols.core.errors import ConfigError, TransferError
 
 READY_POLL_S = 0.001
 """Between two looks whether a GPU has written what is to be sent next."""
@@ -29,20 +26,20 @@ class _UnderWay(NamedTuple):
 
     end: int
     """Bytes charged up to its end."""
-    delivery: Delivery
+    tracker: TransferTracker
     pending: Pending
     layer: int
     bytes: int
     begun_ns: int
     """Unix time."""
 
-    def landed(self) -> None:
+    def received(self) -> None:
         """The receiver has said so."""
         self.pending.wait()
         begin, end = self.begun_ns, time.time_ns()
         event = Event("kv transfer", begin, end, layer=self.layer, bytes=self.bytes)
-        self.delivery.timeline.add(event)
-        self.delivery.landed()
+        self.tracker.timeline.add(event)
+        self.tracker.received()
 
 
 class SendQueue:
@@ -76,17 +73,17 @@ class SendQueue:
         self._changed = threading.Condition()
         """Of what the next three lines have, which several threads change."""
         self._waiting = WaitingSends()
-        self._heard: deque[Grant] = deque()
-        self._deaf: Exception | None = None
+        self._new_credits: deque[Credit] = deque()
+        self._listen_error: Exception | None = None
         """Why nothing is heard any more."""
         self._ended: Exception | None = None
         """Why nothing is sent any more."""
-        self._said: deque[tuple[Turn, Pending]] = deque()
+        self._unconfirmed: deque[tuple[TransferSlot, Pending]] = deque()
         """Words of turns, as long as they may not have been heard."""
         self._under_way: deque[_UnderWay] = deque()
-        self._window = self._charged = self._landed = 0
+        self._credit_bytes = self._charged = self._received = 0
         self._check_due = 0.0
-        self._beat_at = self._late_at = 0.0
+        self._heartbeat_at = self._late_at = 0.0
         """When to beat if nothing is under way, and when what is under way is late."""
         self._staging = Staging(pool.k.device)
         self.threads = [
@@ -98,25 +95,25 @@ class SendQueue:
 
     def post(self, sending: Sending) -> None:
         """Send it when its turn comes."""
-        sending.delivery.posted()
+        sending.tracker.posted()
         with self._changed:
             taken = self._ended is None and self._waiting.post(sending)
             self._changed.notify()
         if not taken:
-            sending.delivery.given_up(self._ended)
+            sending.tracker.given_up(self._ended)
 
-    def finish(self, delivery: Delivery) -> None:
+    def finish(self, tracker: TransferTracker) -> None:
         """Nothing more of a step will be posted."""
         with self._changed:
-            self._waiting.finish(delivery)
+            self._waiting.finish(tracker)
             self._changed.notify()
 
-    def withdraw(self, rid: int) -> None:
+    def cancel(self, sequence_id: int) -> None:
         """Nobody wants a request: what of it has not left stays here."""
         with self._changed:
-            gone = self._waiting.withdraw(rid)
+            gone = self._waiting.cancel(sequence_id)
         for sending in gone:
-            sending.delivery.given_up()
+            sending.tracker.given_up()
 
     def wake(self) -> None:
         """The connection was closed: see it now."""
@@ -127,17 +124,17 @@ class SendQueue:
 
     def _listen(self) -> None:
         try:
-            self._hear(self._connection.next_grant(self._peer, JOIN_DEADLINE))
+            self._add_credit(self._connection.next_credit(self._peer, JOIN_DEADLINE))
             while True:
-                self._hear(self._connection.next_grant(self._peer))
+                self._add_credit(self._connection.next_credit(self._peer))
         except Exception as exc:
             with self._changed:
-                self._deaf = exc
+                self._listen_error = exc
                 self._changed.notify()
 
-    def _hear(self, grant: Grant) -> None:
+    def _add_credit(self, credit: Credit) -> None:
         with self._changed:
-            self._heard.append(grant)
+            self._new_credits.append(credit)
             self._changed.notify()
 
     # --- the thread that sends -------------------------------------------------------------
@@ -169,9 +166,9 @@ class SendQueue:
             self._ended = reason
             waiting = self._waiting.clear()
         for message in self._under_way:
-            message.delivery.given_up(reason)
+            message.tracker.given_up(reason)
         for sending in waiting:
-            sending.delivery.given_up(reason)
+            sending.tracker.given_up(reason)
         self._under_way.clear()
 
     def _step(self) -> None:
@@ -183,25 +180,25 @@ class SendQueue:
             ended = None if asked else self._waiting.to_end()
             sending = None if asked or ended else self._take()
         if asked is not None:
-            self._said.append((asked, self._connection.ask(self._peer, asked)))
+            self._unconfirmed.append((asked, self._connection.ask(self._peer, asked)))
         elif ended is not None:
-            self._said.append((ended, self._connection.end(self._peer, ended)))
+            self._unconfirmed.append((ended, self._connection.end(self._peer, ended)))
         elif sending is not None:
             self._send(sending)
-        elif self._window:
-            self._look_at_the_time()
+        elif self._credit_bytes:
+            self._check_deadlines()
 
     def _wait(self) -> None:
         """Until there is something to do, or it may be time for it."""
         with self._changed:
-            news = self._heard or self._deaf or self._waiting.has_word
+            news = self._new_credits or self._listen_error or self._waiting.has_message
             if not (news or self._connection.closed or self._rows(self._waiting.next)):
                 self._changed.wait(self._patience_s())
 
     def _patience_s(self) -> float:
-        if not self._window:
+        if not self._credit_bytes:
             return IDLE.total_seconds()  # whoever listens has a deadline
-        at = self._late_at if self._under_way else self._beat_at
+        at = self._late_at if self._under_way else self._heartbeat_at
         left_s = max(0.0, at - time.monotonic())
         # A device tells nobody when it is done.
         unready = self._waiting.may_be_sent and self._waiting.next is None
@@ -210,36 +207,39 @@ class SendQueue:
     def _take_in(self) -> None:
         """What the receiver has said."""
         with self._changed:
-            heard, self._heard = self._heard, deque()
-            deaf = self._deaf
-        for grant in heard:
-            if grant.turn is not None:
-                self._take_answer(grant.turn, grant.wanted)
-        if heard:
-            self._window = min(heard[-1].window, self._limit_bytes)
-            self._landed = heard[-1].landed
+            new_credits, self._new_credits = self._new_credits, deque()
+            listen_error = self._listen_error
+        for credit in new_credits:
+            if credit.transfer_slot is not None:
+                self._take_answer(credit.transfer_slot, credit.wanted)
+        if new_credits:
+            self._credit_bytes = min(new_credits[-1].credit_bytes, self._limit_bytes)
+            self._received = new_credits[-1].received
             now = time.monotonic()
-            self._beat_at, self._late_at = now + BEAT_S, now + MESSAGE_DEADLINE.total_seconds()
+            self._heartbeat_at, self._late_at = (
+                now + HEARTBEAT_S,
+                now + MESSAGE_DEADLINE.total_seconds(),
+            )
         self._complete()
-        if deaf is not None:
-            raise deaf
+        if listen_error is not None:
+            raise listen_error
 
-    def _take_answer(self, turn: Turn, wanted: bool) -> None:
+    def _take_answer(self, transfer_slot: TransferSlot, wanted: bool) -> None:
         with self._changed:
-            gone = self._waiting.answer(turn, wanted)
+            gone = self._waiting.answer(transfer_slot, wanted)
         for sending in gone:
-            sending.delivery.given_up()
-        while self._said:  # first in, first out: up to the question
-            about, pending = self._said.popleft()
+            sending.tracker.given_up()
+        while self._unconfirmed:  # first in, first out: up to the question
+            about, pending = self._unconfirmed.popleft()
             pending.wait()
-            if about == turn:
+            if about == transfer_slot:
                 break
 
     def _complete(self) -> None:
-        if self._landed > self._charged:
-            raise TransferError(f"{self._landed} bytes have landed of {self._charged} sent")
-        while self._under_way and self._under_way[0].end <= self._landed:
-            self._under_way.popleft().landed()
+        if self._received > self._charged:
+            raise TransferError(f"{self._received} bytes have landed of {self._charged} sent")
+        while self._under_way and self._under_way[0].end <= self._received:
+            self._under_way.popleft().received()
 
     def _take(self) -> Sending | None:
         """What can be sent now."""
@@ -250,16 +250,18 @@ class SendQueue:
     def _rows(self, sending: Sending | None) -> int:
         """So many of its tokens can be sent now: none, or half a window, so that one message is
         read and landed while another one travels."""
-        if sending is None or not self._window:
+        if sending is None or not self._credit_bytes:
             return 0
         row_bytes = sending.row_bytes(self._pool)
-        if row_bytes > self._window:
+        if row_bytes > self._credit_bytes:
             raise ConfigError(
-                f"kv_transfer.in_flight_mib is too small: {self._window} bytes to a rank, "
+                f"kv_transfer.in_flight_mib is too small: {self._credit_bytes} bytes to a rank, "
                 f"and a token's KV in one layer has {row_bytes}"
             )
-        rows = min(sending.span.length, max(1, self._window // 2 // row_bytes))
-        return rows if rows * row_bytes <= self._window - (self._charged - self._landed) else 0
+        rows = min(sending.span.length, max(1, self._credit_bytes // 2 // row_bytes))
+        return (
+            rows if rows * row_bytes <= self._credit_bytes - (self._charged - self._received) else 0
+        )
 
     def _send(self, sending: Sending) -> None:
         # The body exists before the header leaves: what runs out of memory must not leave a header
@@ -270,10 +272,10 @@ class SendQueue:
             header = sending.header(self._connection.epoch, body, checked=self._is_checked())
             pending = self._connection.send(self._peer, header, body)
         except PeerLost as exc:
-            sending.delivery.given_up(exc)
+            sending.tracker.given_up(exc)
             raise
         except Exception as exc:
-            sending.delivery.given_up(exc)
+            sending.tracker.given_up(exc)
             return
         if not self._under_way:
             self._late_at = time.monotonic() + MESSAGE_DEADLINE.total_seconds()
@@ -281,14 +283,14 @@ class SendQueue:
         self._under_way.append(
             _UnderWay(
                 self._charged,
-                sending.delivery,
+                sending.tracker,
                 pending,
                 layer=sending.layer,
                 bytes=body.k.nbytes + body.v.nbytes,
                 begun_ns=begun_ns,
             )
         )
-        self._beat_at = time.monotonic() + BEAT_S
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_S
 
     def _is_checked(self) -> bool:
         """Spread evenly over the messages, and the same in every run."""
@@ -298,18 +300,18 @@ class SendQueue:
         self._check_due -= 1
         return True
 
-    def _look_at_the_time(self) -> None:
+    def _check_deadlines(self) -> None:
         """Beat if nothing is under way, whether something waits for its turn or not."""
         now = time.monotonic()
         if self._under_way:
             if now >= self._late_at:
                 raise PeerLost(f"nothing has landed for {MESSAGE_DEADLINE}")
-        elif now >= self._beat_at:
-            self._connection.beat(self._peer)
-            while self._said:
-                self._said.popleft()[1].wait()
-            self._beat_at = time.monotonic() + BEAT_S
+        elif now >= self._heartbeat_at:
+            self._connection.send_heartbeat(self._peer)
+            while self._unconfirmed:
+                self._unconfirmed.popleft()[1].wait()
+            self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             with self._changed:
-                deliveries = list(self._waiting.told_to_wait())
+                deliveries = list(self._waiting.waiting_trackers())
             for it in deliveries:
                 it.waits()

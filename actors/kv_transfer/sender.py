@@ -1,21 +1,52 @@
-"""KV leaves a prefill rank's pool, as fast as its receivers grant, and nobody waits for it."""
+"""Which part of a layer's KV goes to which decode rank.
+
+KV leaves a prefill rank's pool, as fast as its receivers grant, and nobody waits for it.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from csps.actors.kv_pool import KvPool
+from csps.actors.comm.layout import LocalChunk
+from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.delivery import Delivery
-from csps.actors.kv_transfer.destinations import destinations_of
+from csps.actors.kv_transfer.message import launched_so_far
 from csps.actors.kv_transfer.send_queue import SendQueue
-from csps.actors.kv_transfer.sending import Sending
-from csps.actors.kv_transfer.staging import launched_so_far
-from csps.actors.layout import LocalPiece
-from csps.models.spec import ModelSpec, kv_head_range
+from csps.actors.kv_transfer.transfer_tracker import Sending, TransferTracker
+from csps.models.network.spec import ModelSpec, kv_head_range
+from csps.protocols.core.placement import Span
+
+
+def destinations_of(
+    connection: KvConnection, spec: ModelSpec, rank: int, part: LocalChunk
+) -> Iterator[tuple[int, Span, range]]:
+    """(peer, span, KV heads) that this prefill rank has to deliver of a local piece."""
+    tp_rank = connection.prefill.tp_rank_of(rank)
+    decode = connection.decode
+    for kv_slice in part.chunk.destinations:
+        span = kv_slice.span.intersection(part.span)
+        if not span.length or kv_slice.source is not None:
+            continue
+        for receiver in decode.ranks_of(kv_slice.instance):
+            wanted = kv_head_range(spec, decode.tp_rank_of(receiver), decode.tp)
+            heads = heads_to_deliver(spec, tp_rank, connection.prefill.tp, wanted)
+            if heads:
+                yield connection.decode_peers[receiver], span, heads
+
+
+def heads_to_deliver(spec: ModelSpec, tp_rank: int, tp: int, wanted: range) -> range:
+    """The wanted KV heads that fall to one tensor-parallel rank of the sender.
+
+    Where several ranks of an instance hold copies of a head, the first of them delivers it.
+    """
+    own = kv_head_range(spec, tp_rank, tp)
+    start = own.start
+    if tp_rank and kv_head_range(spec, tp_rank - 1, tp).stop > start:
+        start = kv_head_range(spec, tp_rank - 1, tp).stop
+    return range(max(start, wanted.start), max(start, wanted.start, min(own.stop, wanted.stop)))
 
 
 class KvSender:
@@ -65,23 +96,23 @@ class KvSender:
         return [thread for queue in self._queues.values() for thread in queue.threads]
 
     def post(
-        self, delivery: Delivery, layer: int, part: LocalPiece, kept_ht: Tensor | None = None
+        self, tracker: TransferTracker, layer: int, part: LocalChunk, kept_ht: Tensor | None = None
     ) -> None:
         """One layer's KV of a local piece is in the pool: send it to where the piece is to go.
 
         Args:
             kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
         """
-        rid = part.piece.rid
+        sequence_id = part.chunk.sequence_id
         ready = launched_so_far(self._pool.k.device)
-        pinned = delivery.pin(rid, part.span)
+        pinned = tracker.pin(sequence_id, part.span)
         for peer, span, heads in destinations_of(self.connection, self._spec, self._rank, part):
             rows = part.span.rows_of(span)
             columns = slice(heads.start - self._heads.start, heads.stop - self._heads.start)
             self._queues[peer].post(
                 Sending(
-                    delivery=delivery,
-                    rid=rid,
+                    tracker=tracker,
+                    sequence_id=sequence_id,
                     layer=layer,
                     span=span,
                     heads=heads,
@@ -92,16 +123,16 @@ class KvSender:
                 )
             )
 
-    def finish(self, delivery: Delivery) -> None:
+    def finish(self, tracker: TransferTracker) -> None:
         """Nothing more of a step will be posted: its turns end when what waits was sent."""
         for queue in self._queues.values():
-            queue.finish(delivery)
+            queue.finish(tracker)
 
-    def withdraw(self, rid: int) -> None:
+    def cancel(self, sequence_id: int) -> None:
         """Nobody wants a request any more: what has not left stays here. Harmless for an unknown
         one."""
         for queue in self._queues.values():
-            queue.withdraw(rid)
+            queue.cancel(sequence_id)
 
     def close(self) -> None:
         """Close the connection: what has not landed fails."""

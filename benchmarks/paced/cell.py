@@ -18,10 +18,10 @@ import uvloop
 # Run as a script, the module path starts inside the folder, where `paced` is not a name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
-from paced.decode import PacedDecode  # noqa: E402
-from paced.prefill import PacedPrefill  # noqa: E402
-from paced.ranks import PacedRanks, Words, timeline  # noqa: E402
+from csps.loadgen.simulator.cluster_file import load_cluster
+from paced.decode import PacedDecode
+from paced.prefill import PacedPrefill
+from paced.ranks import PacedRanks, Words, timeline
 
 SECRET = b"only for paced ranks on loopback"
 FIRST_WORD, WORDS = 300, 800

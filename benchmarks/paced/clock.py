@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from csps.loadgen.simulator.timeline import Action, Timeline
+from csps.loadgen.simulator.timeline import Action, EventTimeline
 
 EARLY_NS = 500_000
 """An event loop's timers have milliseconds; the last part of a wait is spun."""
 
 
-class PacedTimeline(Timeline):
+class PacedTimeline(EventTimeline):
     """Does what is due at absolute times, so that lateness does not add up.
 
     While an action runs, `now_ns` is the time for which it was planned. Whoever comes from outside,

@@ -23,16 +23,25 @@ import uvloop
 # Run as a script, the module path starts inside the folder, where `paced` is not a name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import report  # noqa: E402
+import report
 
-from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
-from csps.loadgen.simulator.simulate import options_of, simulate  # noqa: E402
-from csps.loadgen.workloads.arrivals import Arrivals  # noqa: E402
-from csps.loadgen.workloads.generate import Size, generate  # noqa: E402
-from csps.loadgen.workloads.named import workload  # noqa: E402
-from csps.loadgen.workloads.request import Fitted, Request  # noqa: E402
-from paced.http_client import Answer, Connection  # noqa: E402
-from paced.processes import served  # noqa: E402
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.simulate import (
+    options_of,
+    simulate,
+)
+from csps.loadgen.workloads.generate import (
+    Arrivals,
+    Size,
+    generate,
+)
+from csps.loadgen.workloads.named import workload
+from csps.loadgen.workloads.request import (
+    FittedRequests,
+    WorkloadRequest,
+)
+from paced.http_client import Answer, Connection
+from paced.processes import served
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
 SMALLER = 16
@@ -99,14 +108,16 @@ def _arguments() -> argparse.Namespace:
     return report.with_json_option(parser).parse_args()
 
 
-def _requests(arguments: argparse.Namespace) -> Fitted:
+def _requests(arguments: argparse.Namespace) -> FittedRequests:
     drawn = workload("tetris-short")
     size = Size(longest_input=drawn.longest_input // SMALLER, longest_output=LONGEST_ANSWER)
     arrivals = Arrivals(rate=arguments.rate)
     return generate(drawn, arguments.requests, arrivals=arrivals, seed=arguments.seed, size=size)
 
 
-async def ask_all(port: int, requests: Sequence[Request], model: str = "paced") -> list[Answer]:
+async def ask_all(
+    port: int, requests: Sequence[WorkloadRequest], model: str = "paced"
+) -> list[Answer]:
     """Each at its time, on a connection of its own."""
     warm_up = Connection(port)
     await warm_up.open()
@@ -117,7 +128,7 @@ async def ask_all(port: int, requests: Sequence[Request], model: str = "paced") 
     return list(await asyncio.gather(*(_one(port, start, it, model) for it in requests)))
 
 
-async def _one(port: int, start: float, request: Request, model: str) -> Answer:
+async def _one(port: int, start: float, request: WorkloadRequest, model: str) -> Answer:
     """Sent at its time; waiting for it to be sent is part of what is measured."""
     at = start + request.arrival_ns / 1e9
     body = _body(request.input_length, request.output_length, model)

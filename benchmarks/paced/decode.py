@@ -12,26 +12,33 @@ from functools import partial
 from typing import Any
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.conducted_ranks import ConductedRanks
-from csps.loadgen.simulator.decode_batch import Row
-from csps.loadgen.simulator.slots import Slots
-from csps.protocols.messages import CancelRequest, JoinBatch, KvLanded, Reserve, SlotsFreed
-from csps.protocols.placement import KvShare
-from csps.protocols.rpc_server import Peer
-from csps.protocols.schema import unpack
-from csps.protocols.tokens import TokenDrawn, Tokens
+from csps.loadgen.simulator.decode_batch import SimulatedMember
+from csps.loadgen.simulator.kv_slots import Slots
+from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import (
+    CancelSequence,
+    JoinBatch,
+    RankKvReceived,
+    ReserveKv,
+    SampledToken,
+    SampledTokens,
+    SlotsFreed,
+)
+from csps.protocols.rpc.schema import unpack
+from csps.protocols.rpc.server import Peer
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _Reserved:
     """A request that holds slots, in the batch or not."""
 
-    request: Reserve
+    request: ReserveKv
     missing: dict[int, int]
     """KV that has not arrived, by instance."""
-    shares: dict[int, int]
+    slices: dict[int, int]
     index: int
     """Of the answer's token that iterations draw next."""
 
@@ -44,16 +51,16 @@ class PacedDecode:
     ) -> None:
         self._timeline, self._words = timeline, words
         self._slots = Slots(cluster.decode.kv_slots)
-        self._held: dict[int, _Held] = {}
-        self._batch = ConductedRanks(
+        self._held: dict[int, _Reserved] = {}
+        self._batch = SequencedRanks(
             timeline,
             len(cluster.decode.instances),
             hybrid=cluster.hybrid_of,
             quantum_ns=cluster.quantum_ns,
             gap_ns=cluster.iteration_gap_ns,
-            finished=lambda row: self._leave(row.sequence),
+            finished=lambda member: self._leave(member.sequence),
             prefilled=self._prefilled,
-            drawn=self._drawn,
+            sampled=self._sampled,
         )
         self.tokens = 0
         """Drawn so far."""
@@ -70,94 +77,96 @@ class PacedDecode:
     # --- messages ---
 
     def _reserve(self, payload: Any, _: Peer) -> None:
-        request = unpack(Reserve, payload)
+        request = unpack(ReserveKv, payload)
         self._timeline.catch_up()
-        shares = _tokens_on(request.shares)
-        drawn = len(request.drawn) // 4
-        slots = dict(shares)
-        answer = {request.master: request.sampling.max_tokens - drawn}
+        slices = _tokens_on(request.slices)
+        sampled = len(request.generated_tokens) // 4
+        slots = dict(slices)
+        answer = {request.master: request.sampling.max_tokens - sampled}
         for keeper, tokens in _tokens_on(request.answer).items() or answer.items():
             slots[keeper] = slots.get(keeper, 0) + tokens
-        self._slots.take(request.rid, slots)
-        self._held[request.rid] = _Held(
-            request=request, missing=dict(shares), shares=shares, index=drawn
+        self._slots.take(request.sequence_id, slots)
+        self._held[request.sequence_id] = _Reserved(
+            request=request, missing=dict(slices), slices=slices, index=sampled
         )
 
     def _join(self, payload: Any, _: Peer) -> None:
         message = unpack(JoinBatch, payload)
-        held = self._held.get(message.rid)
+        held = self._held.get(message.sequence_id)
         self._timeline.catch_up()
         if held is None:
             return
         request = held.request
-        row = Row(
-            sequence=request.rid,
+        member = SimulatedMember(
+            sequence=request.sequence_id,
             context=request.prompt_length + 1,
             tokens=request.sampling.max_tokens - held.index - 1,
             master=request.master,
             ranks=message.instances,
         )
         if message.first_token is None:
-            row.prompt = request.prompt_length
-            self._batch.ride(row, message.budget)
+            member.prompt = request.prompt_length
+            self._batch.piggyback(member, message.budget)
         else:
             assert not held.missing, "a request joins before its KV has landed"
             held.index += 1
-            self._batch.join(row)
+            self._batch.join(member)
 
     def _cancel(self, payload: Any, _: Peer) -> None:
         self._timeline.catch_up()
-        rid = unpack(CancelRequest, payload).rid
-        self._batch.leave(rid, partial(self._leave, rid))
+        sequence_id = unpack(CancelSequence, payload).sequence_id
+        self._batch.leave(sequence_id, partial(self._leave, sequence_id))
 
-    def arrived(self, rid: int, index: int, tokens: int) -> None:
+    def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
         """KV of a request has arrived at an instance (`prefill.Landing`)."""
-        if (held := self._held.get(rid)) is None:
+        if (held := self._held.get(sequence_id)) is None:
             return
         held.missing[index] -= tokens
         if not held.missing[index]:
             del held.missing[index]
-            landed = KvLanded(rid=rid, rank=index, tokens=held.shares[index], seconds=0.0)
-            self.ranks.ranks[index].tell("landed", landed)
+            landed = RankKvReceived(
+                sequence_id=sequence_id, rank=index, tokens=held.slices[index], seconds=0.0
+            )
+            self.ranks.ranks[index].tell("received", landed)
 
     # --- what the model tells ---
 
-    def _drawn(self, rows: list[Row]) -> None:
-        drawn: dict[int, list[TokenDrawn]] = {}
-        for row in rows:
-            if (held := self._held.get(row.sequence)) is None:
+    def _sampled(self, batch_members: list[SimulatedMember]) -> None:
+        sampled: dict[int, list[SampledToken]] = {}
+        for member in batch_members:
+            if (held := self._held.get(member.sequence)) is None:
                 continue
             ends = held.index + 1 == held.request.sampling.max_tokens
-            drawn.setdefault(row.master, []).append(
-                TokenDrawn(
-                    rid=row.sequence,
+            sampled.setdefault(member.master, []).append(
+                SampledToken(
+                    sequence_id=member.sequence,
                     index=held.index,
                     token=self._words.token(held.index),
                     finish_reason="length" if ends else None,
                 )
             )
             held.index += 1
-        for master, tokens in drawn.items():
+        for master, tokens in sampled.items():
             self.tokens += len(tokens)
             if self.emitted is not None:
                 at_ns = time.monotonic_ns()
-                self.emitted.extend((it.rid, it.index, at_ns) for it in tokens)
-            self.ranks.ranks[master].tell("tokens", Tokens.of(tokens))
+                self.emitted.extend((it.sequence_id, it.index, at_ns) for it in tokens)
+            self.ranks.ranks[master].tell("tokens", SampledTokens.of(tokens))
 
-    def _prefilled(self, row: Row) -> None:
-        if not row.tokens:
-            self._leave(row.sequence)
+    def _prefilled(self, member: SimulatedMember) -> None:
+        if not member.tokens:
+            self._leave(member.sequence)
 
-    def _leave(self, rid: int) -> None:
-        if self._held.pop(rid, None) is not None:
-            for index in self._slots.held_by(rid):
-                self._slots.give_back(rid, index)
+    def _leave(self, sequence_id: int) -> None:
+        if self._held.pop(sequence_id, None) is not None:
+            for index in self._slots.instances_of(sequence_id):
+                self._slots.release(sequence_id, index)
         for index, rank in enumerate(self.ranks.ranks):
-            rank.tell("freed", SlotsFreed(rid=rid, rank=index))
+            rank.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=index))
 
 
-def _tokens_on(shares: tuple[KvShare, ...]) -> dict[int, int]:
+def _tokens_on(slices: tuple[KvSlice, ...]) -> dict[int, int]:
     tokens: dict[int, int] = {}
-    for it in shares:
+    for it in slices:
         tokens[it.instance] = tokens.get(it.instance, 0) + it.span.length
     return tokens

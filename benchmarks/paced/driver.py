@@ -7,15 +7,12 @@ import time
 from collections import Counter
 from typing import Any
 
-from csps.protocols.gang_client import GangClient
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.messages import JoinBatch, Reserve
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
-from csps.protocols.span import Span
-from csps.protocols.tokens import Tokens
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens, Sampling
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc.schema import pack, unpack
 from paced.cell import SECRET
 
 ANSWER_S = 20.0
@@ -50,30 +47,35 @@ class Driver:
         await self._prefill.close()
         await self._decode.close()
 
-    async def ask(self, rid: int, prompt: int, tokens: int) -> list[float]:
+    async def ask(self, sequence_id: int, prompt: int, tokens: int) -> list[float]:
         """`time.monotonic()` of each token of an answer."""
         self._stamps, self._heard = [], Counter()
-        shares = (KvShare(instance=0, span=Span(start=0, stop=prompt)),)
+        slices = (KvSlice(instance=0, span=Span(start=0, stop=prompt)),)
         sampling = Sampling(max_tokens=tokens)
-        reserve = Reserve(
-            rid=rid, epoch="e", shares=shares, master=0, prompt_length=prompt, sampling=sampling
+        reserve = ReserveKv(
+            sequence_id=sequence_id,
+            epoch="e",
+            slices=slices,
+            master=0,
+            prompt_length=prompt,
+            sampling=sampling,
         )
         await self._decode.call_all("reserve", pack(reserve))
-        piece = PrefillPiece(
-            rid=rid, start=0, length=prompt, destinations=shares, sampling=sampling
+        chunk = PrefillChunk(
+            sequence_id=sequence_id, start=0, length=prompt, destinations=slices, sampling=sampling
         )
-        job = PrefillJob(job_id=rid, group=(0,), bounds=(0, prompt), pieces=(piece,))
+        job = PrefillStep(step_id=sequence_id, group=(0,), bounds=(0, prompt), chunks=(chunk,))
         self._prefill.notify_all("prefill", pack(job))
         await self._until("tokens", 1)
-        await self._until("landed", 1)
-        self._decode.notify(0, "join", pack(JoinBatch(rid=rid, first_token=1)))
+        await self._until("received", 1)
+        self._decode.notify(0, "join", pack(JoinBatch(sequence_id=sequence_id, first_token=1)))
         # Of every rank, or the last one's would be taken for the next request's.
         await self._until("freed", self._decode.world_size)
         return self._stamps
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if method == "tokens":
-            rows = len(unpack(Tokens, payload).rids)
+            rows = len(unpack(SampledTokens, payload).sequence_ids)
             self._stamps += [time.monotonic()] * rows
         self._heard[method] += 1
         self._news.set()

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.network import Network
+from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import PrefillGang
-from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
-from csps.protocols.messages import CancelRequest, PrefillDone
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.rpc_server import Peer
-from csps.protocols.schema import unpack
-from csps.protocols.tokens import TokenDrawn, Tokens
-from csps.services.scheduling.commands import Piece, RunStep, Share
-from csps.services.scheduling.ids import index_of, instance_id
+from csps.loadgen.simulator.timeline import SimulatedNetwork
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledToken, SampledTokens
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.schema import unpack
+from csps.protocols.rpc.server import Peer
+from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
+from csps.services.scheduling.events.events import index_of, instance_id
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
 
@@ -27,7 +26,7 @@ PREFILL, DECODE = 1, 2
 class Landing(Protocol):
     """The decode gang, as KV arrives."""
 
-    def arrived(self, rid: int, index: int, tokens: int) -> None:
+    def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
         """KV of a request has arrived at an instance."""
 
 
@@ -44,7 +43,7 @@ class PacedPrefill:
     ) -> None:
         self._timeline, self._cluster = timeline, cluster
         self._landing, self._words = landing, words
-        self._jobs: dict[int, PrefillJob] = {}
+        self._jobs: dict[int, PrefillStep] = {}
         self.ranks = PacedRanks(
             "prefill", cluster, {"prefill": self._prefill, "cancel": self._cancel}, secret
         )
@@ -52,7 +51,7 @@ class PacedPrefill:
             order=StepOrder(timeline, len(cluster.prefill.instances), cluster.quantum_ns),
             slots=Slots(cluster.prefill.kv_slots),
             work_ns=cluster.step_ns,
-            route=Network(timeline, cluster).route,
+            route=SimulatedNetwork(timeline, cluster).route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,
             listener=self,
@@ -64,20 +63,21 @@ class PacedPrefill:
         return self._gang.steps
 
     def _prefill(self, payload: Any, _: Peer) -> None:
-        job = unpack(PrefillJob, payload)
+        job = unpack(PrefillStep, payload)
         self._timeline.catch_up()
-        self._jobs[job.job_id] = job
+        self._jobs[job.step_id] = job
         destinations = {
-            piece.rid: tuple(
-                Share.of(instance_id(DECODE, it.instance), it.span) for it in piece.destinations
+            chunk.sequence_id: tuple(
+                PlacedSlice.of(instance_id(DECODE, it.instance), it.span)
+                for it in chunk.destinations
             )
-            for piece in job.pieces
+            for chunk in job.chunks
         }
         self._gang.run(_step(job), destinations)
 
     def _cancel(self, payload: Any, _: Peer) -> None:
         self._timeline.catch_up()
-        self._gang.cancel(unpack(CancelRequest, payload).rid)
+        self._gang.cancel(unpack(CancelSequence, payload).sequence_id)
 
     # --- what the model tells (PrefillListener) ---
 
@@ -85,19 +85,24 @@ class PacedPrefill:
         """Nobody is told."""
 
     def computed(self, step: RunStep) -> None:
-        job = self._jobs[step.step]
+        job = self._jobs[step.step_id]
         drawn = []
-        for piece in job.pieces:
-            if piece.last:
-                index = len(piece.drawn) // 4
-                ends = index + 1 == piece.sampling.max_tokens
+        for chunk in job.chunks:
+            if chunk.last:
+                index = len(chunk.generated_tokens) // 4
+                ends = index + 1 == chunk.sampling.max_tokens
                 token = self._words.token(index)
                 reason = "length" if ends else None
                 drawn.append(
-                    TokenDrawn(rid=piece.rid, index=index, token=token, finish_reason=reason)
+                    SampledToken(
+                        sequence_id=chunk.sequence_id,
+                        index=index,
+                        token=token,
+                        finish_reason=reason,
+                    )
                 )
         if drawn:
-            self.ranks.ranks[job.group[-1]].tell("tokens", Tokens.of(drawn))
+            self.ranks.ranks[job.group[-1]].tell("tokens", SampledTokens.of(drawn))
 
     def arrived(self, sequence: int, instance: int, tokens: int) -> None:
         self._landing.arrived(sequence, index_of(instance), tokens)
@@ -107,7 +112,7 @@ class PacedPrefill:
         self.ranks.ranks[rank].tell(
             "prefill_done",
             PrefillDone(
-                job_id=step,
+                step_id=step,
                 rank=rank,
                 cancelled=took_ns == 0,
                 queue_s=0.0,
@@ -119,22 +124,22 @@ class PacedPrefill:
         )
 
 
-def _shares(shares: tuple[KvShare, ...]) -> tuple[Share, ...]:
-    return tuple(Share.of(instance_id(PREFILL, it.instance), it.span) for it in shares)
+def _shares(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
+    return tuple(PlacedSlice.of(instance_id(PREFILL, it.instance), it.span) for it in slices)
 
 
-def _step(job: PrefillJob) -> RunStep:
+def _step(job: PrefillStep) -> RunStep:
     return RunStep(
-        step=job.job_id,
+        step_id=job.step_id,
         group=tuple(instance_id(PREFILL, it) for it in job.group),
         bounds=job.bounds,
-        pieces=tuple(
-            Piece(it.rid, it.start, it.length, _shares(it.rows), _shares(it.placement))
-            for it in job.pieces
+        chunks=tuple(
+            Chunk(it.sequence_id, it.start, it.length, _shares(it.rows), _shares(it.placement))
+            for it in job.chunks
         ),
-        history=tuple(_shares(it.history) for it in job.pieces),
+        history=tuple(_shares(it.history) for it in job.chunks),
         strategy=job.strategy,
         cls="exact",
-        urgent=job.urgent,
+        high_priority=job.high_priority,
         ends_ns=0,
     )

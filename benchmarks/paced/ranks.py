@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel
-from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
-from csps.protocols.messages import RankDescription
-from csps.protocols.rpc_server import Handler, Peer, RpcServer
-from csps.protocols.schema import pack
+from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
+from csps.protocols.gang.messages import RankDescription
+from csps.protocols.rpc.schema import pack
+from csps.protocols.rpc.server import Handler, Peer, RpcServer
 from paced.clock import PacedTimeline
 
 FINGERPRINT = "paced"

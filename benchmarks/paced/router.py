@@ -22,23 +22,36 @@ import uvloop
 # Run as a script, the module path starts inside the folder, where `paced` is not a name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
-from csps.loadgen.simulator.simulate import options_of, scheduler_with  # noqa: E402
-from csps.protocols.plans import StrategyChoice, StrategyChoices, StrategyQuestions  # noqa: E402
-from csps.services.cluster.attachment import Cluster  # noqa: E402
-from csps.services.cluster.configurator import attention_shape  # noqa: E402
-from csps.services.cluster.directory import ClusterView, StaticDirectory  # noqa: E402
-from csps.services.cluster.generations import MemoryGenerations  # noqa: E402
-from csps.services.http.api import Api  # noqa: E402
-from csps.services.http.request_parser import RequestParser  # noqa: E402
-from csps.services.launch.credentials import ApiKeys  # noqa: E402
-from csps.services.launch.settings import Settings  # noqa: E402
-from csps.services.router.cost_book import CostBook  # noqa: E402
-from csps.services.router.service import RequestService  # noqa: E402
-from csps.services.scheduling.cost import EXACT_STRATEGY, CostTable  # noqa: E402
-from csps.services.telemetry.metrics import Metrics  # noqa: E402
-from paced.cell import SECRET  # noqa: E402
-from paced.driver import members  # noqa: E402
+from csps.configurator.costs.cost_table import (
+    EXACT_STRATEGY,
+    CostTable,
+)
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.simulate import (
+    options_of,
+    scheduler_with,
+)
+from csps.protocols.attention.plan import (
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestions,
+)
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.fencing import MemoryGenerations
+from csps.services.cluster.membership import (
+    ClusterView,
+    StaticDirectory,
+)
+from csps.services.deployments.configurator import attention_shape
+from csps.services.http.api import HttpApi
+from csps.services.http.request_parser import RequestParser
+from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.service import RequestService
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import Settings
+from csps.services.telemetry.metrics import Metrics
+from paced.cell import SECRET
+from paced.driver import members
 
 READY_S = 20.0
 """For the router to attach to all ranks."""
@@ -65,7 +78,7 @@ async def serve(
     )
     settings = Settings(model="needle", served_model_name="paced")
     metrics = Metrics(settings.model_name)
-    costs = CostBook(CostTable(latencies=model.table), exact)
+    costs = CostTableService(CostTable(latencies=model.table), exact)
     service = RequestService(
         cluster=cluster,
         scheduler=scheduler_with(costs.costs, policy, options_of(options)),
@@ -74,7 +87,7 @@ async def serve(
         observer=metrics,
     )
     metrics.watch(service)
-    api = Api(
+    api = HttpApi(
         parser=RequestParser(settings),
         service=service,
         keys=ApiKeys([]),
@@ -93,7 +106,7 @@ async def serve(
         await service.close(0.0)
 
 
-async def _listen(api: Api) -> None:
+async def _listen(api: HttpApi) -> None:
     config = uvicorn.Config(
         api.app(), port=0, log_level="warning", lifespan="off", access_log=False
     )

@@ -34,12 +34,12 @@ import yaml
 # Run as a script, the module path starts inside the folder, where `paced` is not a name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import report  # noqa: E402
+import report
 
-from csps.services.profiling.cpu_time import CpuTime  # noqa: E402
-from paced.driver import Driver  # noqa: E402
-from paced.http_client import Connection  # noqa: E402
-from paced.processes import Served, served, unserved  # noqa: E402
+from csps.services.profiling.steps import CpuTime
+from paced.driver import Driver
+from paced.http_client import Connection
+from paced.processes import Served, served, unserved
 
 STREAMS = 64
 ITERATIONS_MS = (20.0, 12.0, 9.0, 7.0, 5.5, 4.5)
@@ -287,7 +287,9 @@ def _driver_delay_ms() -> float:
         async def ask() -> list[list[float]]:
             driver = Driver(ranks.listing)
             await driver.start()
-            stamps = [await driver.ask(rid, 200, 32) for rid in range(1, ROUNDS + 1)]
+            stamps = [
+                await driver.ask(sequence_id, 200, 32) for sequence_id in range(1, ROUNDS + 1)
+            ]
             await driver.close()
             return stamps
 
@@ -300,8 +302,8 @@ def _delay_ms(stamps: list[list[float]], emitted: list[list[int]]) -> float:
     """Median from the moment at which a rank has a token until it is read. One request follows
     another, so that their ids tell them apart."""
     frames: dict[int, dict[int, float]] = {}
-    for rid, index, at_ns in emitted:
-        frames.setdefault(rid, {})[index] = at_ns / 1e9
+    for sequence_id, index, at_ns in emitted:
+        frames.setdefault(sequence_id, {})[index] = at_ns / 1e9
     delays = [
         stamp - frame[index]
         for (_, frame), times in zip(sorted(frames.items()), stamps, strict=True)

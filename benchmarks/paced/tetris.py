@@ -27,20 +27,32 @@ import uvloop
 # Run as a script, the module path starts inside the folder, where `paced` is not a name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import report  # noqa: E402
+import report
 
-from csps.loadgen.results.files import write_result  # noqa: E402
-from csps.loadgen.results.record import RequestRecord  # noqa: E402
-from csps.loadgen.results.result import Run, summarize  # noqa: E402
-from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
-from csps.loadgen.simulator.simulate import options_of, simulate  # noqa: E402
-from csps.loadgen.workloads.arrivals import Arrivals  # noqa: E402
-from csps.loadgen.workloads.generate import Size, generate  # noqa: E402
-from csps.loadgen.workloads.named import workload  # noqa: E402
-from csps.loadgen.workloads.request import Fitted, Request  # noqa: E402
-from paced.compare import CLUSTERS, SMALLER, ask_all  # noqa: E402
-from paced.http_client import Answer  # noqa: E402
-from paced.processes import served  # noqa: E402
+from csps.loadgen.results.record import RequestRecord
+from csps.loadgen.results.result import (
+    RunDescription,
+    summarize,
+    write_result,
+)
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.simulate import (
+    options_of,
+    simulate,
+)
+from csps.loadgen.workloads.generate import (
+    Arrivals,
+    Size,
+    generate,
+)
+from csps.loadgen.workloads.named import workload
+from csps.loadgen.workloads.request import (
+    FittedRequests,
+    WorkloadRequest,
+)
+from paced.compare import CLUSTERS, SMALLER, ask_all
+from paced.http_client import Answer
+from paced.processes import served
 
 LOADS = {"short": 4.6, "medium": 3.3, "long": 2.0}
 """Requests a second."""
@@ -81,7 +93,7 @@ def _row(trace: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]
         answers = uvloop.run(ask_all(server.port, requests.requests))
     facts = {"policy": policy, "policy_options": options_of(options), "workload": trace}
     facts |= {"cluster": "16", "seed": arguments.seed, "ranks_latest_ms": server.after["latest_ms"]}
-    run = Run(
+    run = RunDescription(
         kind="live",
         label=f"{name} tetris-{trace}",
         model_id="paced",
@@ -104,7 +116,7 @@ def _row(trace: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def requests_of(trace: str, seconds: float, seed: int) -> Fitted:
+def requests_of(trace: str, seconds: float, seed: int) -> FittedRequests:
     """Those of a trace, cut to the cluster's scale, with answers of one token."""
     drawn, rate = workload(f"tetris-{trace}"), LOADS[trace]
     size = Size(longest_input=drawn.longest_input // SMALLER, longest_output=1)
@@ -113,7 +125,9 @@ def requests_of(trace: str, seconds: float, seed: int) -> Fitted:
     )
 
 
-def records_of(requests: Sequence[Request], answers: Sequence[Answer]) -> list[RequestRecord]:
+def records_of(
+    requests: Sequence[WorkloadRequest], answers: Sequence[Answer]
+) -> list[RequestRecord]:
     """Times from the start of the run."""
     start = min(
         it.sent - request.arrival_ns / 1e9 for it, request in zip(answers, requests, strict=True)

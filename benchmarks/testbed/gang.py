@@ -21,17 +21,21 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from csps.actors.layout import computed_by
-from csps.protocols import schema
-from csps.protocols.csa import CsaPlan
-from csps.protocols.gang_client import GangClient
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.messages import CancelRequest, PrefillDone, RequestFailed
-from csps.protocols.placement import LAYOUTS, KvShare, place
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.tokens import Tokens
-from csps.services.profiling.cpu_time import CpuTime
+from csps.actors.comm.layout import computed_by
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.core.placement import LAYOUTS, KvSlice, place
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.protocols.gang.messages import (
+    CancelSequence,
+    PrefillDone,
+    RequestFailed,
+    SampledTokens,
+    Sampling,
+)
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc import schema
+from csps.services.profiling.steps import CpuTime
 from testbed.network import Testbed
 from testbed.traffic import Traffic
 
@@ -42,9 +46,9 @@ JOB_S = 600.0
 CLOSE_S = 10.0
 """For a rank to end by itself."""
 TRACED_RANK = Path(__file__).with_name("traced_rank.py")
-T = TypeVar("T", Tokens, PrefillDone)
+T = TypeVar("T", SampledTokens, PrefillDone)
 _KINDS: dict[str, type] = {
-    "tokens": Tokens,
+    "tokens": SampledTokens,
     "prefill_done": PrefillDone,
     "failed": RequestFailed,
 }
@@ -168,46 +172,51 @@ class Gang:
 
         Args:
             tokens: (L,) int32.
-            strategy, csa: as in `PrefillJob`.
+            strategy, csa: as in `PrefillStep`.
             layout: of the rows (`protocols.placement.LAYOUTS`).
             cached: so many tokens are computed before, and are not measured.
         """
-        rid = self._jobs + 1
-        job = self._job(rid, 0, cached or len(tokens), (), layout)
+        sequence_id = self._jobs + 1
+        job = self._job(sequence_id, 0, cached or len(tokens), (), layout)
         if cached:
-            job = replace(job, pieces=(replace(job.pieces[0], last=False),), strategy=strategy)
+            job = replace(job, chunks=(replace(job.chunks[0], last=False),), strategy=strategy)
             await self._cached(job, tokens[:cached].astype("<i4"))
             history = _computed(job)
-            job = self._job(rid, cached, len(tokens) - cached, history, layout)
+            job = self._job(sequence_id, cached, len(tokens) - cached, history, layout)
         traced = {"traceparent": f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"}
         job = replace(job, strategy=strategy, csa=csa, trace=traced)
         return await self._measured(job, tokens[cached:].astype("<i4"))
 
     def _job(
-        self, rid: int, start: int, length: int, history: tuple[KvShare, ...], layout: str
-    ) -> PrefillJob:
+        self, sequence_id: int, start: int, length: int, history: tuple[KvSlice, ...], layout: str
+    ) -> PrefillStep:
         self._jobs += 1
         group = tuple(range(self.client.world_size))
         parts = LAYOUTS[layout](length, len(group))
         rows = () if layout == "contiguous" else place(group, parts, start=start)
-        piece = PrefillPiece(
-            rid=rid, start=start, length=length, rows=rows, history=history, sampling=GREEDY
+        chunk = PrefillChunk(
+            sequence_id=sequence_id,
+            start=start,
+            length=length,
+            rows=rows,
+            history=history,
+            sampling=GREEDY,
         )
         counts = (sum(span.length for span in spans) for spans in parts)
         bounds = tuple(itertools.accumulate(counts, initial=0))
-        return PrefillJob(job_id=self._jobs, group=group, bounds=bounds, pieces=(piece,))
+        return PrefillStep(step_id=self._jobs, group=group, bounds=bounds, chunks=(chunk,))
 
-    async def _cached(self, job: PrefillJob, tokens: np.ndarray) -> None:
+    async def _cached(self, job: PrefillStep, tokens: np.ndarray) -> None:
         self._submit(job, tokens)
         for _ in range(self.client.world_size):
             await self._next(PrefillDone)
 
-    async def _measured(self, job: PrefillJob, tokens: np.ndarray) -> JobResult:
+    async def _measured(self, job: PrefillStep, tokens: np.ndarray) -> JobResult:
         pids = [rank.pid for rank in self.client.descriptions]
         traffic, before = self._bed.traffic(), [CpuTime.of(pid) for pid in pids]
         begin = time.perf_counter()
         self._submit(job, tokens)
-        drawn = await self._next(Tokens)
+        drawn = await self._next(SampledTokens)
         ttft_s = time.perf_counter() - begin
         done = [await self._next(PrefillDone) for _ in pids]
         used = [CpuTime.of(pid) - then for pid, then in zip(pids, before, strict=True)]
@@ -222,16 +231,18 @@ class Gang:
             compute_cpu_s=tuple(cpu.busiest_s() for cpu in used),
         )
 
-    def _submit(self, job: PrefillJob, tokens: np.ndarray) -> None:
-        start = job.pieces[0].start
+    def _submit(self, job: PrefillStep, tokens: np.ndarray) -> None:
+        start = job.chunks[0].start
         for member in range(self.client.world_size):
             rows = [np.array(part.span.positions) - start for part in computed_by(job, member)]
             share = tokens[np.concatenate(rows)].tobytes() if rows else b""
             self.client.notify(member, "prefill", schema.pack(replace(job, tokens=share)))
 
-    def _forget(self, job: PrefillJob) -> None:
+    def _forget(self, job: PrefillStep) -> None:
         """Give back the KV slots of a job that has ended."""
-        self.client.notify_all("cancel", schema.pack(CancelRequest(rid=job.pieces[0].rid)))
+        self.client.notify_all(
+            "cancel", schema.pack(CancelSequence(sequence_id=job.chunks[0].sequence_id))
+        )
 
     # --- what the ranks say ----------------------------------------------------------------
 
@@ -266,10 +277,10 @@ async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang
         await gang.close()
 
 
-def _computed(job: PrefillJob) -> tuple[KvShare, ...]:
+def _computed(job: PrefillStep) -> tuple[KvSlice, ...]:
     """Where the KV of a step lies: where it was computed."""
     return tuple(
-        KvShare(instance=instance, span=part.span)
+        KvSlice(instance=instance, span=part.span)
         for member, instance in enumerate(job.group)
         for part in computed_by(job, member)
     )

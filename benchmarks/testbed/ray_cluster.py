@@ -22,11 +22,10 @@ from typing import Any
 
 import yaml
 
-from csps.protocols.errors import DeadlineExceeded
+from csps.protocols.core.errors import DeadlineExceeded
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
 from csps.services.launch.ray_head import RayHead
-from csps.services.launch.serve_command import deploy, wait_ready
-from csps.services.launch.serve_status import last_line
+from csps.services.launch.serve_command import deploy, last_line, wait_ready
 from testbed import iproute
 from testbed.claim import files_of
 from testbed.network import Server, Testbed, signals_held, termination_raises

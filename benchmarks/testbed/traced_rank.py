@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from csps.actors import host_rank
-from csps.services.launch.settings import TelemetrySettings
+from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry import tracing
 
 SERVICE = "csps-prefill"

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from csps.configurator.phase_times import PhaseTimes
-from csps.configurator.pipeline.program import Mask, Numbers, Seconds
-from csps.configurator.pipeline.wiring import Wiring
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.topology import Segments, Topology
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.model.phase_times import PhaseTimes
+from csps.configurator.pipeline.program import Mask, Numbers, Seconds, Wiring
+from csps.protocols.core.topology import Segments, Topology
 
 LSE_BYTES = 4
 ROUNDING = 1e-9

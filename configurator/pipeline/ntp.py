@@ -28,21 +28,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from csps.configurator.level_masks import LevelMasks, level_masks
-from csps.configurator.pipeline.cases import (
-    LSE_BYTES,
-    LayerCases,
-    SimulatedGroup,
-    even_lengths,
-)
-from csps.configurator.pipeline.history import AskedHistory
-from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Seconds
-from csps.configurator.pipeline.script import Script
+from csps.configurator.model.traffic import LevelMasks, level_masks
+from csps.configurator.pipeline.cases import LSE_BYTES, LayerCases, SimulatedGroup, even_lengths
+from csps.configurator.pipeline.program import Mask, Numbers, Op, PipelineOutcome, Seconds
+from csps.configurator.pipeline.script import AskedHistory, Script
 
 
 def simulate_ntp(
     group: SimulatedGroup, cases: LayerCases, spts: Sequence[int], history: int = 0
-) -> Outcome:
+) -> PipelineOutcome:
     """One layer of each configuration.
 
     Args:
@@ -234,17 +228,17 @@ class _NtpLayer:
         wait = Op.WAIT if cases.pipelined else Op.STAND
         self._asked = AskedHistory(group, self._script, spts, history, wait=wait)
 
-    def run(self) -> Outcome:
+    def run(self) -> PipelineOutcome:
         group, cases, script = self._group, self._cases, self._script
         script.compute(self._per_rank(group.times.qkv.seconds(self._spts.astype(float))))
         if cases.same_c.any():
-            self._begin_judging(cases.same_c)
-            self._go_on_judging(cases.same_c)
+            self._begin_scoring(cases.same_c)
+            self._continue_scoring(cases.same_c)
             if cases.pipelined:
                 script.do(Op.WAIT, self._lses)
         script.compute(self._choosing())
         if cases.judges_c.any():
-            self._begin_judging(cases.judges_c)
+            self._begin_scoring(cases.judges_c)
         if cases.pipelined:
             self._overlapped()
         else:
@@ -259,7 +253,7 @@ class _NtpLayer:
         exchanges = [[self._post(it.bytes_csr, it.pairs_sr) for it in level] for level in sent]
         self._asked.ask()
         if self._cases.judges_c.any():
-            self._go_on_judging(self._cases.judges_c)
+            self._continue_scoring(self._cases.judges_c)
         self._asked.answer()
         backs: list[tuple[int, Seconds]] = []
         for series, level, numbers in zip(self._levels, sent, exchanges, strict=True):
@@ -285,7 +279,7 @@ class _NtpLayer:
             script.do(Op.STAND, self._post(together_csr, pairs_sr))
         self._asked.ask()
         if self._cases.judges_c.any():
-            self._go_on_judging(self._cases.judges_c)
+            self._continue_scoring(self._cases.judges_c)
         self._asked.answer()
         script.do(Op.FILL)
         for series, level in zip(self._levels, sent, strict=True):
@@ -362,7 +356,7 @@ class _NtpLayer:
 
     # --- importance -----------------------------------------------------------------------------
 
-    def _begin_judging(self, who_c: Mask) -> None:
+    def _begin_scoring(self, who_c: Mask) -> None:
         """Window queries to all who hold keys that they see."""
         rows_cs = self._windows(who_c)
         members = self._group.members
@@ -373,7 +367,7 @@ class _NtpLayer:
         if not self._cases.pipelined:
             self._script.do(Op.STAND, self._windows_sent)
 
-    def _go_on_judging(self, who_c: Mask) -> None:
+    def _continue_scoring(self, who_c: Mask) -> None:
         """LSEs over own keys to all others who hold some."""
         script, pipelined = self._script, self._cases.pipelined
         if pipelined:

@@ -21,7 +21,7 @@ from csps.configurator.pipeline.program import (
     Mask,
     Numbers,
     Op,
-    Outcome,
+    PipelineOutcome,
     Program,
     Seconds,
 )
@@ -34,7 +34,7 @@ LEAST_LEFT = 0.1
 _COMPUTE, _POST, _WAIT, _STAND, _FILL = map(int, Op)
 
 
-def simulate(program: Program, durations: Durations, machine: Machine) -> Outcome:
+def simulate(program: Program, durations: Durations, machine: Machine) -> PipelineOutcome:
     """Execute a program with the durations of every configuration.
 
     Raises:
@@ -55,7 +55,7 @@ def simulate(program: Program, durations: Durations, machine: Machine) -> Outcom
         ).to_the_end()
         for begin in range(0, configurations, at_once)
     ]
-    return Outcome(
+    return PipelineOutcome(
         ranks_cr=np.concatenate([ranks_cr for ranks_cr, _ in ends]),
         wires_cwe=np.concatenate([wires_cwe for _, wires_cwe in ends]),
         work_c=durations.compute_crk.sum(axis=(1, 2)) + durations.filler_crf.sum(axis=(1, 2)),

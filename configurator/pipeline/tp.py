@@ -18,14 +18,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from csps.configurator.model.attention_shape import head_shares
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup, even_lengths
-from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Seconds
+from csps.configurator.pipeline.program import Mask, Numbers, Op, PipelineOutcome, Seconds
 from csps.configurator.pipeline.script import Script
-from csps.configurator.shapes import head_shares
-from csps.protocols.row_gates import gates
-from csps.protocols.row_part import RowPart
-from csps.protocols.sp_tp_schedule import Attend, HandOn, Wait, near_to_far, own_before_far
-from csps.protocols.topology import Topology
+from csps.protocols.attention.sp_tp import (
+    Attend,
+    MicroPartition,
+    StartReduce,
+    Wait,
+    near_to_far,
+    own_before_far,
+    relay_parents,
+)
+from csps.protocols.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Rows:
     micro: int
 
 
-def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> Outcome:
+def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> PipelineOutcome:
     """One layer of each configuration.
 
     Args:
@@ -61,7 +67,7 @@ class _TpLayer:
         self._shares = list(head_shares(group.heads, group.kv_heads, group.members))
         self._takers = [rank for rank, (queries, _) in enumerate(self._shares) if queries]
         self._parents = [
-            gates(owner, self._servers, self._takers) for owner in range(group.members)
+            relay_parents(owner, self._servers, self._takers) for owner in range(group.members)
         ]
         no_filler_crf = np.zeros((len(cases), group.members, 0))
         self._script = Script(group.wiring, no_filler_crf, group.times.exchange)
@@ -70,7 +76,7 @@ class _TpLayer:
         self._sums: dict[Rows, tuple[int, int]] = {}
         """Exchanges of their outputs: to the gates, and to the owner."""
 
-    def run(self) -> Outcome:
+    def run(self) -> PipelineOutcome:
         gathered = self._gather()
         self._reduce()
         for rank in range(self._group.members):
@@ -156,10 +162,10 @@ class _TpLayer:
                 case Attend((first, _), keys):
                     rows, owners = self._rows_of(first), self._owners(keys)
                     if not judged and owners != (rows.owner,):
-                        self._script.compute_on(rank, self._judging(rank, self._cases.same_c))
+                        self._script.compute_on(rank, self._score(rank, self._cases.same_c))
                         judged = True
                     self._script.compute_on(rank, self._attention(rank, rows, owners))
-                case HandOn(part):
+                case StartReduce(part):
                     self._script.compute_on(rank, self._output(rank, _rows(part)))
                     if self._cases.pipelined:
                         self._begin_sums(rank, _rows(part))
@@ -167,12 +173,12 @@ class _TpLayer:
                         handed_on.append(_rows(part))
         for rows in handed_on:
             self._begin_sums(rank, rows)
-        self._script.compute_on(rank, self._judging(rank, self._cases.judges_c))
+        self._script.compute_on(rank, self._score(rank, self._cases.judges_c))
 
-    def _unit_parts(self) -> list[RowPart]:
+    def _unit_parts(self) -> list[MicroPartition]:
         """All parts as if each had one row, for the order in which they are worked off."""
         return [
-            RowPart(owner=at // self._micros, start=at, stop=at + 1, index=at % self._micros)
+            MicroPartition(owner=at // self._micros, start=at, stop=at + 1, index=at % self._micros)
             for at in range(self._group.members * self._micros)
         ]
 
@@ -271,12 +277,12 @@ class _TpLayer:
         far: Numbers = rows_c * self._kept_cpgv[:, owner, head, level - 1]
         return far
 
-    def _judging(self, rank: int, judges_c: Mask) -> Seconds:
+    def _score(self, rank: int, judges_c: Mask) -> Seconds:
         """Of all keys, by own heads, in a layer that drops or the one before it."""
         window_c = np.minimum(self._cases.window_c, self._spts.sum()) * judges_c
         pairs_c = window_c * self._spts.sum() * len(self._shares[rank][0])
         return self._group.times.importance.seconds(pairs_c.astype(float))
 
 
-def _rows(part: RowPart) -> Rows:
+def _rows(part: MicroPartition) -> Rows:
     return Rows(part.owner, part.index)

@@ -1,17 +1,22 @@
-"""F_Ad: what a configuration loses of accuracy, learned from what was measured (CSPS §3.2.6)."""
+"""F_Ad: what a configuration loses of accuracy, learned from what was measured (CSPS §3.2.6).
+
+F_Ad of models that csps includes: what sparse attention loses of their accuracy.
+
+It depends on the model alone, so it ships, while times are profiled where they are needed. Each is
+as `csps train --out shipped/DIGEST` has written it, by the first digits of the weights' digest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import lightgbm
 import numpy as np
 
-from csps.configurator.phase_times import Amounts
-from csps.configurator.regressors.evidence import Evidence
-from csps.configurator.regressors.reproducible import REPRODUCIBLE
+from csps.configurator.model.phase_times import Amounts
 from csps.configurator.regressors.samples import (
     FEATURES,
     MONOTONE,
@@ -20,9 +25,10 @@ from csps.configurator.regressors.samples import (
     feature_matrix,
     fingerprint,
 )
-from csps.configurator.regressors.saved import Description, load, save
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
+from csps.configurator.regressors.saved import REPRODUCIBLE, Description, load, save
+from csps.configurator.regressors.support import Support
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import ConfigError
 
 KIND = "accuracy"
 MEASURED = "measured"
@@ -53,7 +59,7 @@ class AccuracyModel:
     """F_Ad of one model; losses do not fall when more is dropped."""
 
     description: Description
-    evidence: Evidence
+    support: Support
     _booster: lightgbm.Booster
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
@@ -67,14 +73,14 @@ class AccuracyModel:
         measured of something harder."""
         exact = np.array([it.lossless for it in settings], bool)
         losses: Amounts = np.where(
-            exact, 0.0, np.maximum(self.loss(settings), self.evidence.losses(settings))
+            exact, 0.0, np.maximum(self.loss(settings), self.support.losses(settings))
         )
         return losses
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompts that were measured."""
-        return self.evidence.longest
+        return self.support.longest
 
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
@@ -120,8 +126,8 @@ class AccuracyModel:
         description, boosters = load(folder, KIND, (KIND,), trained_for)
         if description.features != FEATURES:
             raise ConfigError(f"{folder} was trained with other features; run `csps train`")
-        evidence = Evidence.of_rows(description.about.get(MEASURED))
-        return cls(description, evidence, boosters[KIND])
+        support = Support.of_rows(description.about.get(MEASURED))
+        return cls(description, support, boosters[KIND])
 
 
 def train_accuracy(
@@ -135,7 +141,7 @@ def train_accuracy(
     """
     if len(samples) < FEWEST:
         raise ConfigError(f"{len(samples)} measurements of accuracy; at least {FEWEST} are needed")
-    evidence = Evidence.of(samples)
+    support = Support.of(samples)
     description = Description(
         kind=KIND,
         trained_for=dict(trained_for),
@@ -143,9 +149,9 @@ def train_accuracy(
         samples=len(samples),
         features=FEATURES,
         held_out=_held_out(samples),
-        about={MEASURED: evidence.rows()},
+        about={MEASURED: support.rows()},
     )
-    return AccuracyModel(description, evidence, _trained(samples))
+    return AccuracyModel(description, support, _trained(samples))
 
 
 def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
@@ -198,3 +204,18 @@ def _answer_key(csa: CsaSettings) -> tuple[object, ...]:
         csa.tail,
         csa.nested,
     )
+
+
+SHIPPED = Path(__file__).parent / "shipped"
+DIGEST_DIGITS = 16
+
+
+@cache
+def shipped_accuracy(model_digest: str) -> AccuracyModel | None:
+    """The regressor of the model with this digest of its weights; None where none ships.
+
+    Raises:
+        ConfigError: what ships is broken, or of weights whose digest begins alike.
+    """
+    folder = SHIPPED / model_digest[:DIGEST_DIGITS] / KIND
+    return AccuracyModel.load(folder, {"weights": model_digest}) if folder.is_dir() else None

@@ -5,13 +5,17 @@ N_v, drop ratios and micro-partitions. What they say is a beginning: `answering`
 
 Where physics says so they are monotone: a wider bound on the loss, or a tighter one on TTFT, never
 drops less.
+
+What the regressors of objectives 1 and 2 learn from: answers of the search (CSPS App. B).
+
+Configurations of a group and a length are simulated once, and then judged by every bound.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
@@ -20,18 +24,17 @@ from statistics import fmean
 import lightgbm
 import numpy as np
 
-from csps.configurator.enumeration import Ratios
-from csps.configurator.layer_groups import LayerGroups
-from csps.configurator.phase_times import Amounts
+from csps.configurator.model.phase_times import Amounts
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.regressors.pairs import eligible_pairs
-from csps.configurator.regressors.reproducible import REPRODUCIBLE
-from csps.configurator.regressors.saved import Description, load, save
-from csps.configurator.search import Found, Question
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import ObjectiveKind
-from csps.protocols.topology import MAX_LEVELS, Topology
+from csps.configurator.pipeline.prefill import WHOLE
+from csps.configurator.regressors.samples import eligible_pairs
+from csps.configurator.regressors.saved import REPRODUCIBLE, Description, load, save
+from csps.configurator.search.search import Found, SearchProblem, admissible, chosen, compared
+from csps.configurator.search.space import LOSSES, LayerGroups, Loss, Ratios, Space, objectives
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import Objective, ObjectiveKind
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import MAX_LEVELS, Topology
 
 FEATURES = (
     "bound",
@@ -92,7 +95,7 @@ class DirectModel:
     description: Description
     _boosters: Mapping[str, lightgbm.Booster]
 
-    def predict(self, question: Question, exact_seconds: float) -> Predicted:
+    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
         """
         Args:
             exact_seconds: what the prompt takes with exact SP-NTP, not cut.
@@ -179,7 +182,7 @@ def train_direct(
 
 
 def sample_of(
-    question: Question, best: Found, exact_seconds: float, groups: LayerGroups
+    question: SearchProblem, best: Found, exact_seconds: float, groups: LayerGroups
 ) -> DirectSample:
     """What is learned from one answer of the search."""
     return DirectSample(
@@ -187,7 +190,7 @@ def sample_of(
     )
 
 
-def question_features(question: Question, exact_seconds: float) -> tuple[float, ...]:
+def question_features(question: SearchProblem, exact_seconds: float) -> tuple[float, ...]:
     """In the order of `FEATURES`. A bound on TTFT is relative to exact attention's."""
     group = question.group
     topology = Topology.of(group.locations)
@@ -218,7 +221,9 @@ def output_names(runs: int) -> tuple[str, ...]:
     )
 
 
-def outputs_of(settings: CsaSettings, groups: LayerGroups, question: Question) -> tuple[float, ...]:
+def outputs_of(
+    settings: CsaSettings, groups: LayerGroups, question: SearchProblem
+) -> tuple[float, ...]:
     """The numbers of a configuration, in the order of `output_names`."""
     told_apart = len(Topology.of(question.group.locations).granularities)
     levels = min(settings.levels or told_apart, told_apart)
@@ -289,3 +294,40 @@ def _speeds(group: SimulatedGroup) -> tuple[float, ...]:
 
 def _log(seconds: float) -> float:
     return log2(max(seconds, LEAST))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """All that is worth comparing for a prompt on a group."""
+
+    group: SimulatedGroup
+    tokens: int
+    found: Sequence[Found]
+
+    @property
+    def exact_seconds(self) -> float:
+        """Of exact SP-NTP that is not cut."""
+        return next(it.seconds for it in self.found if it.settings == WHOLE)
+
+
+def simulated(group: SimulatedGroup, tokens: int, space: Space, loss: Loss) -> Simulated:
+    """Whatever loses no more than the widest bound."""
+    widest = Objective(max_accuracy_loss=LOSSES[-1])
+    question = SearchProblem(group=group, tokens=tokens, objective=widest)
+    found = compared(question, admissible(question, space, loss), loss)
+    return Simulated(group=group, tokens=tokens, found=found)
+
+
+def direct_samples(
+    prompts: Iterable[Simulated], kind: ObjectiveKind, space: Space
+) -> list[DirectSample]:
+    """The best of every prompt within every bound; what cannot be kept teaches nothing."""
+    samples = []
+    for prompt in prompts:
+        for objective in objectives(kind, prompt.exact_seconds):
+            question = SearchProblem(group=prompt.group, tokens=prompt.tokens, objective=objective)
+            answer = chosen(question, prompt.found)
+            if answer.met:
+                sample = sample_of(question, answer.best, prompt.exact_seconds, space.groups)
+                samples.append(sample)
+    return samples

@@ -1,21 +1,70 @@
-"""What was measured of accuracy, as F_Ad learns from it, and the features that it learns by."""
+"""How far a share of right answers may be from the truth.
+
+Which share of a prompt's pairs of tokens meets at which level: what sparse attention may drop.
+
+Pairs that a level may drop are half of all with 2 instances and 94 % with 16, so that the loss of
+accuracy depends on the shape of the group as much as on the ratios; the paper's F_Ad leaves it out.
+
+What was measured of accuracy, as F_Ad learns from it, and the features that it learns by.
+
+From rows of the scaling information base to what F_Ad learns from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from math import log2
+from math import log2, sqrt
 from statistics import fmean
 
 import numpy as np
 
-from csps.configurator.interval import wilson
-from csps.configurator.phase_times import Amounts
-from csps.configurator.regressors.pairs import pairs_by_level
-from csps.protocols.csa import Ratios, halving, kept_tokens
-from csps.protocols.csa_settings import CsaSettings
+from csps.configurator.model.phase_times import Amounts
+from csps.configurator.model.scaling_information_base import AccuracyRow
+from csps.protocols.attention.csa import CsaSettings, Ratios, halving, kept_tokens
+from csps.protocols.core.topology import Topology
+
+Z_95 = 1.959963984540054
+"""Standard deviations within which 95 % of a normal distribution lie."""
+
+
+def wilson(right: int, questions: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 %, lower and upper end.
+
+    Unlike the normal approximation it holds near 0 and 1: 50 right of 50 may be 93 %.
+    """
+    assert 0 <= right <= questions > 0, (right, questions)
+    share = right / questions
+    square = Z_95**2 / questions
+    middle = share + square / 2
+    spread = Z_95 * sqrt(share * (1 - share) / questions + square / (4 * questions))
+    low = (middle - spread) / (1 + square) if right else 0.0
+    high = (middle + spread) / (1 + square) if right < questions else 1.0
+    return low, high
+
+
+def pairs_by_level(locations: Sequence[str], levels: int) -> tuple[float, ...]:
+    """Share of the causal pairs of a long prompt, cut evenly, that meets at levels 1, 2, …
+
+    Raises:
+        ConfigError: more levels than the locations tell apart.
+    """
+    members = len(locations)
+    shares, nearer = [], 0.0
+    for segments in Topology.of(locations).levels(levels):
+        within = sum(len(segment) ** 2 for segment in segments) / members**2
+        shares.append(within - nearer)
+        nearer = within
+    return tuple(shares)
+
+
+def eligible_pairs(locations: Sequence[str], levels: int) -> float:
+    """Share that is not of level 1."""
+    return 1.0 - pairs_by_level(locations, levels)[0]
+
 
 FEATURES = (
     "log2 tokens",
@@ -141,3 +190,68 @@ def _dropping_layers(setting: Setting) -> list[tuple[float, ...]]:
     ratios = setting.csa.drop_ratios
     layers = range(1, max(2, setting.layers - 1))
     return [ratios[min(layer, len(ratios) - 1)] for layer in layers]
+
+
+PLAIN_TEXT = "plain text"
+"""The kind of questions that is none: which token comes next."""
+RETRIEVES = 0.5
+"""A model that answers fewer of a kind's questions rightly, with exact attention, has no answers of
+that kind to lose."""
+
+
+def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
+    """One for each configuration that was measured. Of its kinds of questions the one that loses
+    most counts, of equals the one most asked: a bound is to be kept whatever is asked. Plain text
+    counts where the model answers none of them.
+
+    Args:
+        layers: of the model.
+    """
+    by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_setting[_setting(row, layers)][row.kind].append(row)
+    return [
+        max(_counting(setting, by_kind), key=lambda it: (it.loss, it.questions))
+        for setting, by_kind in by_setting.items()
+    ]
+
+
+def _counting(setting: Setting, by_kind: dict[str, list[AccuracyRow]]) -> list[AccuracySample]:
+    """The kinds that say what a configuration loses."""
+    sums = {kind: _sum(setting, rows) for kind, rows in by_kind.items()}
+    text = sums.pop(PLAIN_TEXT, None)
+    answered = [it for it in sums.values() if it.right_exact >= RETRIEVES * it.questions]
+    return answered or ([text] if text else list(sums.values()))
+
+
+def places_of(group_shape: str) -> tuple[str, ...]:
+    """Rack-Server-GPU ids of instances by server, such as "2" or "4+4", in one rack."""
+    return tuple(
+        f"0-{server}-{place}"
+        for server, instances in enumerate(group_shape.split("+"))
+        for place in range(int(instances))
+    )
+
+
+def _setting(row: AccuracyRow, layers: int) -> Setting:
+    return Setting(
+        tokens=row.tokens,
+        locations=places_of(row.group_shape),
+        layers=layers,
+        csa=CsaSettings(
+            levels=row.levels,
+            drop_ratios=((row.drop_ratio,),),
+            strategy="tp" if row.strategy == "tp" else "ntp",
+            importance_layer="same" if row.importance_layer == "same" else "previous",
+            importance_window=row.importance_window,
+        ),
+    )
+
+
+def _sum(setting: Setting, rows: list[AccuracyRow]) -> AccuracySample:
+    return AccuracySample(
+        setting=setting,
+        questions=sum(row.questions for row in rows),
+        right_exact=sum(row.right_exact for row in rows),
+        right=sum(row.right for row in rows),
+    )

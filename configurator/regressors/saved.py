@@ -1,4 +1,6 @@
-"""Regressors on disk: a folder with LightGBM's text for each and a description of all.
+"""What LightGBM is told so that the same rows give the same model, whatever the machine does.
+
+Regressors on disk: a folder with LightGBM's text for each and a description of all.
 
 A description says what they were trained for, model, and machine where times are predicted, with
 which data, and how well they did on data that they have not seen. Who loads them says what it runs
@@ -14,7 +16,17 @@ from pathlib import Path
 
 import lightgbm
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
+
+REPRODUCIBLE = {
+    "feature_pre_filter": False,
+    "num_threads": 1,
+    "deterministic": True,
+    "force_col_wise": True,
+    "seed": 0,
+    "verbose": -1,
+}
+
 
 VERSION = 1
 DESCRIPTION = "description.json"

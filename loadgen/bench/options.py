@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from csps.loadgen.client.api import ENDPOINTS
-from csps.loadgen.client.asker import REQUEST_S
-from csps.loadgen.results.statistics import DEFAULT_BUCKETS, DEFAULT_PERCENTILES, LATENCIES
+from csps.loadgen.client.client import ENDPOINTS, REQUEST_S
+from csps.loadgen.results.record import DEFAULT_BUCKETS, DEFAULT_PERCENTILES, LATENCIES
 from csps.loadgen.workloads.named import WORKLOADS
-from csps.protocols.errors import nearest
+from csps.protocols.core.errors import nearest
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csps.loadgen.report.page import draw_all, page
-from csps.loadgen.results.files import read_result
-from csps.loadgen.results.result import Result
-from csps.protocols.errors import ConfigError
+from csps.loadgen.results.result import Result, read_result
+from csps.protocols.core.errors import ConfigError
 
 PNG_DPI = 130
 

@@ -1,24 +1,114 @@
-"""`csps bench sweep`: the highest request rate at which a server keeps its SLO."""
+"""The highest rate that is good enough, found by trying rates: doubling, then halving the gap.
+
+When a run has kept its service level objective.
+
+`csps bench sweep`: the highest request rate at which a server keeps its SLO.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
 
 from csps.loadgen.bench import options
-from csps.loadgen.bench.chosen import choose
-from csps.loadgen.bench.limits import Limits
-from csps.loadgen.bench.rate_search import RateSearch
+from csps.loadgen.bench.requests import load_requests
 from csps.loadgen.bench.serve import SEED_STEP, Target, measure, run_of
-from csps.loadgen.results.files import write_result
-from csps.loadgen.results.result import Result
-from csps.loadgen.results.slo import Slo
-from csps.protocols.errors import ConfigError, FaultError
+from csps.loadgen.results.record import Slo
+from csps.loadgen.results.result import Result, write_result
+from csps.protocols.core.errors import ConfigError, FaultError
+
+
+@dataclass
+class RateSearch:
+    """Which rate to try next.
+
+    It takes for granted that what is missed at one rate is missed at all higher ones. A run of
+    finite length may say otherwise near the limit; the answer is then one of the rates that were
+    kept below a missed one.
+    """
+
+    start: float
+    """Requests per second to try first."""
+    tolerance: float = 0.1
+    """Stop when the least missed rate is this share above the highest kept one."""
+    max_runs: int = 12
+    highest: float = math.inf
+    """Do not go beyond."""
+    tried: dict[float, bool] = field(default_factory=dict)
+    """Whether each rate kept the objective."""
+
+    @property
+    def kept(self) -> float | None:
+        """The highest rate known to be good enough; None if there is none yet."""
+        limit = self.missed or math.inf
+        return max((rate for rate, ok in self.tried.items() if ok and rate < limit), default=None)
+
+    @property
+    def missed(self) -> float | None:
+        """The least rate known to be too much."""
+        return min((rate for rate, ok in self.tried.items() if not ok), default=None)
+
+    def next(self) -> float | None:
+        """The rate to try, or None when there is nothing left to learn."""
+        if len(self.tried) >= self.max_runs:
+            return None
+        kept, missed = self.kept, self.missed
+        if kept is None:
+            return self.start if missed is None else missed / 2
+        if missed is None:
+            return None if kept >= self.highest else min(2 * kept, self.highest)
+        return None if missed <= kept * (1 + self.tolerance) else math.sqrt(kept * missed)
+
+    def note(self, rate: float, *, ok: bool) -> None:
+        """What trying a rate has shown."""
+        self.tried[rate] = ok
+
+
+NORMALIZED = tuple(f"mean_normalized_{part}_latency_ms" for part in ("total", "input", "output"))
+"""LoongServe's latencies: per token in and out, TTFT per token in, TPOT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepLimits:
+    """What a run may reach at most, and at least."""
+
+    most: Mapping[str, float]
+    """Of fields of the result."""
+    attainment: float | None = None
+    """Least share of requests within the SLO; None where there is none."""
+    failed: float = 0.0
+    """Greatest share of requests that fail."""
+
+    @classmethod
+    def times_light_load(cls, light: Result, factor: float, *, failed: float = 0.0) -> SweepLimits:
+        """LoongServe's: so many times the latencies of a run without load.
+
+        Raises:
+            FaultError: that run has no latencies.
+        """
+        if not light["completed"]:
+            reasons = ", ".join(light["failed_by_reason"]) or "it was empty"
+            raise FaultError(f"no request of the light load completed: {reasons}")
+        most = {name: factor * light[name] for name in NORMALIZED if name in light}
+        return cls(most=most, failed=failed)
+
+    def missed_by(self, result: Result) -> str:
+        """What a run has missed, in words; empty if nothing."""
+        lost = result["num_prompts"] - result["completed"]
+        if lost > self.failed * result["num_prompts"]:
+            return f"{lost} of {result['num_prompts']} requests did not complete"
+        for name, limit in self.most.items():
+            if result.get(name, 0.0) > limit:
+                return f"{name} {result[name]:.3g} > {limit:.3g}"
+        if self.attainment is not None and result["slo_attainment"] < self.attainment:
+            return f"{result['slo_attainment']:.1%} of requests within SLO < {self.attainment:.1%}"
+        return ""
+
 
 SLO_FACTOR = 25.0
 """LoongServe's."""
@@ -104,12 +194,14 @@ class Sweep:
         print(f"{name} {found:.3g} requests/s" if found else f"{self._label}: no rate kept the SLO")
         return 0 if found else 1
 
-    def _limits(self, light: Result) -> Limits:
+    def _limits(self, light: Result) -> SweepLimits:
         arguments = self._arguments
         if self._slo:
             share = arguments.slo_attainment
-            return Limits(most={}, attainment=share, failed=arguments.max_failed)
-        return Limits.times_light_load(light, arguments.slo_factor, failed=arguments.max_failed)
+            return SweepLimits(most={}, attainment=share, failed=arguments.max_failed)
+        return SweepLimits.times_light_load(
+            light, arguments.slo_factor, failed=arguments.max_failed
+        )
 
     async def _light_load(self, target: Target) -> Result:
         """One user, who waits for each answer."""
@@ -122,14 +214,14 @@ class Sweep:
             raise FaultError(f"no request completed without load: {[*result['failed_by_reason']]}")
         return result
 
-    async def _try_all(self, target: Target, limits: Limits) -> float | None:
+    async def _try_all(self, target: Target, limits: SweepLimits) -> float | None:
         kept: list[float] = []
         for rate in self._arguments.rates:
             if await self._try(target, limits, rate):
                 kept.append(rate)
         return max(kept, default=None)
 
-    async def _search(self, target: Target, limits: Limits, light: Result) -> float | None:
+    async def _search(self, target: Target, limits: SweepLimits, light: Result) -> float | None:
         arguments = self._arguments
         start = arguments.request_rate
         if math.isinf(start):
@@ -144,7 +236,7 @@ class Sweep:
             search.note(rate, ok=await self._try(target, limits, rate))
         return search.kept
 
-    async def _try(self, target: Target, limits: Limits, rate: float) -> bool:
+    async def _try(self, target: Target, limits: SweepLimits, rate: float) -> bool:
         # A few requests at once are no load, however high their rate.
         requests = max(self._arguments.num_prompts, math.ceil(rate * self._arguments.min_duration))
         at_rate = _changed(self._arguments, request_rate=rate, num_prompts=requests)
@@ -152,12 +244,12 @@ class Sweep:
         return bool(result["slo_kept"])
 
     async def _measure(
-        self, target: Target, arguments: argparse.Namespace, label: str, limits: Limits | None
+        self, target: Target, arguments: argparse.Namespace, label: str, limits: SweepLimits | None
     ) -> Result:
         arguments = _changed(arguments, seed=self._next_seed())
-        chosen = choose(arguments, chat=target.api.chat, positions=target.positions)
+        selected = load_requests(arguments, chat=target.api.chat, positions=target.positions)
         run = replace(run_of(target, arguments, self._slo), label=label)
-        result = await measure(target, arguments, chosen, run)
+        result = await measure(target, arguments, selected, run)
         missed = "" if limits is None else limits.missed_by(result)
         result |= {"slo_kept": None if limits is None else not missed, "slo_missed": missed}
         if limits is not None:

@@ -10,25 +10,24 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from csps.configurator.enumeration import Judging, Loss, Space
-from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.samples import Setting
-from csps.configurator.search import (
-    Answer,
+from csps.configurator.search.search import (
     Found,
-    Question,
+    SearchProblem,
+    SearchResult,
     compared,
     enumerated,
     exhaustive,
     with_rings,
 )
+from csps.configurator.search.space import ImportanceScoring, LayerGroups, Loss, Space
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import Objective
-from csps.protocols.topology import Topology
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import Objective
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Topology
 
 MANY = 16
 """Instances from which SP-TP and finer steps are left out: they take minutes to simulate."""
@@ -41,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     """The command; 1 if the bound cannot be kept."""
     arguments = _arguments(argv)
     group = load_group(arguments.cluster, instances=arguments.instances)
-    question = Question(group=group, tokens=_tokens(arguments, group), objective=_asked(arguments))
+    question = SearchProblem(
+        group=group, tokens=_tokens(arguments, group), objective=_asked(arguments)
+    )
     model = None if arguments.accuracy is None else AccuracyModel.load(arguments.accuracy, None)
     search = exhaustive if arguments.exhaustive else enumerated
     loss = _loss(model, question)
@@ -67,7 +68,7 @@ def _by_hand(arguments: argparse.Namespace) -> list[CsaSettings]:
     ]
 
 
-def _loss(model: AccuracyModel | None, question: Question) -> Loss:
+def _loss(model: AccuracyModel | None, question: SearchProblem) -> Loss:
     """What may be counted on; of what was never measured only exact attention is known to lose
     nothing."""
     if model is not None:
@@ -77,7 +78,7 @@ def _loss(model: AccuracyModel | None, question: Question) -> Loss:
     return _unknown
 
 
-def _predicted(model: AccuracyModel | None, question: Question) -> Loss:
+def _predicted(model: AccuracyModel | None, question: SearchProblem) -> Loss:
     """F_Ad's own word, also of what no measurement vouches for."""
     if model is None:
         return _unknown
@@ -96,12 +97,12 @@ def _unknown(configurations: Sequence[CsaSettings]) -> list[float]:
 
 def _space(group: SimulatedGroup) -> Space:
     groups = LayerGroups.alike(group.shape.layers)
-    judging = (Judging("same", 64), Judging("previous", 64))
+    scoring = (ImportanceScoring("same", 64), ImportanceScoring("previous", 64))
     if group.members < MANY:
-        return Space(groups=groups, judging=judging)
+        return Space(groups=groups, scoring=scoring)
     return Space(
         groups=groups,
-        judging=judging,
+        scoring=scoring,
         step=0.1,
         micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
         strategies=("ntp",),
@@ -127,8 +128,8 @@ def _tokens(arguments: argparse.Namespace, group: SimulatedGroup) -> int:
 
 
 def _lines(
-    question: Question,
-    answer: Answer,
+    question: SearchProblem,
+    answer: SearchResult,
     by_hand: Sequence[Found],
     model: AccuracyModel | None,
     arguments: argparse.Namespace,
@@ -153,7 +154,7 @@ def _lines(
     yield from _why(question.tokens, answer, model)
 
 
-def _different(answer: Answer) -> Iterator[Found]:
+def _different(answer: SearchResult) -> Iterator[Found]:
     """Runners-up that differ from those before in more than micro-partitions."""
     seen = {_alike(answer.best)}
     for found in answer.runners_up:
@@ -205,7 +206,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _wanted(question: Question) -> str:
+def _wanted(question: SearchProblem) -> str:
     objective = question.objective
     wanted = "least TTFT" if objective.kind == "ttft" else "least loss of accuracy"
     bounds = f", loss of accuracy up to {question.most_loss:.1%}"
@@ -214,7 +215,7 @@ def _wanted(question: Question) -> str:
     return wanted + bounds
 
 
-def _why(tokens: int, answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
+def _why(tokens: int, answer: SearchResult, model: AccuracyModel | None) -> Iterator[str]:
     if answer.met:
         yield f"Nothing else of {answer.compared} configurations is better within the bounds."
     else:

@@ -12,17 +12,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
-from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.profiles import fit_phases, link_speed
-from csps.configurator.scaling_information_base import (
+from csps.configurator.model.attention_shape import AttentionShape, lse_elements
+from csps.configurator.model.phase_times import AttentionTimes, LinearTime, PhaseTimes
+from csps.configurator.model.scaling_information_base import (
     LinkRow,
     PhaseRow,
     ScalingInformationBase,
 )
-from csps.configurator.shapes import AttentionShape, lse_elements
-from csps.configurator.step_overheads import with_overheads
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.program import LinkSpeed, Wiring
+from csps.configurator.plan.profiles import fit_phases, link_speed, with_overheads
 from csps.loadgen.simulator.cluster_file import (
     BITS_PER_BYTE,
     Count,
@@ -30,10 +29,10 @@ from csps.loadgen.simulator.cluster_file import (
     LinkSection,
     Section,
     Server,
+    read_named,
 )
-from csps.loadgen.simulator.named_file import read_named
-from csps.protocols.errors import ConfigError
-from csps.protocols.topology import Topology
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Topology
 
 HARDWARE = Path(__file__).parent / "hardware"
 Positive = Annotated[float, Field(gt=0)]
@@ -212,16 +211,16 @@ def _reached(model: ModelSection, rank: RankSection, tp: int) -> PhaseTimes:
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     row = model.head_dim * model.element_bytes * byte
 
-    def product(inputs: int, outputs: int) -> Line:
-        return Line(fixed=call, each=2 * inputs * outputs / tp * flop)
+    def product(inputs: int, outputs: int) -> LinearTime:
+        return LinearTime(fixed=call, each=2 * inputs * outputs / tp * flop)
 
     return PhaseTimes(
         qkv=product(model.hidden, width + 2 * kv_width),
         attention=AttentionTimes(call=call, row=2 * row, pair=4 * model.head_dim * pair_flop),
         linear=product(width, model.hidden),
         rest=product(model.hidden, 3 * model.intermediate),
-        select=Line(fixed=call, each=8 * byte),
-        importance=Line(fixed=call, each=2 * model.head_dim * pair_flop),
-        merge=Line(fixed=call, each=3 * row),
-        copy=Line(fixed=call, each=2 * byte),
+        select=LinearTime(fixed=call, each=8 * byte),
+        importance=LinearTime(fixed=call, each=2 * model.head_dim * pair_flop),
+        merge=LinearTime(fixed=call, each=3 * row),
+        copy=LinearTime(fixed=call, each=2 * byte),
     )

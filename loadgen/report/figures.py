@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from csps.loadgen.results.result import Result
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes

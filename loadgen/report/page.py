@@ -41,7 +41,7 @@ FACTS = (
 )  # fmt: skip
 
 Table = dict[str, Any]
-Drawn = list[tuple[str, str, "Figure"]]
+NamedFigures = list[tuple[str, str, "Figure"]]
 """Name, caption and figure."""
 
 
@@ -66,17 +66,17 @@ def page(results: Sequence[Result], title: str) -> str:
         results=results,
         names=[figures.name(it) for it in results],
         colors=[figures.style(number)["color"] for number in range(len(results))],
-        overview=_told(_overview(results)),
+        overview=_with_values(_overview(results)),
         lengths=_by_part(results, "by_input_length", "input_length"),
         objectives=_by_part(results, "by_objective", "objective"),
         reasons=_reasons(results),
-        facts=_told((name, [_shown(it.get(name)) for it in results]) for name in FACTS),
+        facts=_with_values((name, [_shown(it.get(name)) for it in results]) for name in FACTS),
         figures=drawn,
         sources=sorted({it["workload_source"] for it in results if it.get("workload_source")}),
     )
 
 
-def draw_all(results: Sequence[Result]) -> Drawn:
+def draw_all(results: Sequence[Result]) -> NamedFigures:
     """All figures that the results have something for."""
     plans = [*_over_rates(results), *_OF_EVERY_RUN]
     drawn = [(name, caption, figures.figure(draw, results)) for name, caption, draw in plans]
@@ -134,7 +134,7 @@ def _reasons(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     return [(name, [str(it["failed_by_reason"].get(name, 0)) for it in results]) for name in names]
 
 
-def _told(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+def _with_values(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
     """Those of which at least one result says something."""
     return [(title, cells) for title, cells in rows if set(cells) != {NOTHING}]
 

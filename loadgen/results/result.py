@@ -1,32 +1,85 @@
-"""The result of a run: one JSON object, written by load tests, the simulator and benchmarks.
+"""How a run went over time: counts in equal steps, for plots.
+
+The result of a run: one JSON object, written by load tests, the simulator and benchmarks.
 
 `schema.json` beside this file describes it; `docs/load-testing.md` explains it. Field names are
 those of `vllm bench serve --save-detailed` where it has the field.
+
+Results in files.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 import csps
-from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.results.series import series
-from csps.loadgen.results.slo import Slo
-from csps.loadgen.results.statistics import (
+from csps.loadgen.results.record import (
     DEFAULT_BUCKETS,
     DEFAULT_PERCENTILES,
     LATENCIES,
+    RequestRecord,
+    Slo,
     by_input_length,
     itl_quantiles_ms,
     latency_fields,
     normalized_fields,
     peak_concurrency,
 )
+from csps.protocols.core.errors import ConfigError
+
+MAX_STEPS = 600
+_STEPS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
+
+
+def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:
+    """Of each step: requests that arrived, finished, failed, were under way; pieces of answers.
+
+    Under way is the mean over the step, from each request's scheduled start, so that it is what
+    Little's law speaks of.
+    """
+    step_s = next((it for it in _STEPS_S if duration_s / it <= MAX_STEPS), _STEPS_S[-1])
+    last_s = max([duration_s, *(it.finished_ns / 1e9 for it in records)])
+    edges = step_s * np.arange(int(last_s / step_s) + 2)
+
+    def counts(times_ns: Iterable[int]) -> list[int]:
+        return [int(it) for it in np.histogram(np.array(list(times_ns)) / 1e9, edges)[0]]
+
+    return {
+        "step_s": step_s,
+        "arrived": counts(it.scheduled_ns for it in records),
+        "completed": counts(it.finished_ns for it in records if it.completed),
+        "failed": counts(it.finished_ns for it in records if it.status == "failed"),
+        "chunks": counts(ns for it in records for ns in it.chunk_ns),
+        "running": [round(float(it), 3) for it in _running(records, edges) / step_s],
+    }
+
+
+def _running(records: Sequence[RequestRecord], edges: np.ndarray) -> np.ndarray:
+    """Request-seconds in each step."""
+    begins, ends = (
+        np.sort(np.array([getattr(it, name) for it in records]) / 1e9)
+        for name in ("scheduled_ns", "finished_ns")
+    )
+    running: np.ndarray = np.diff(_elapsed(begins, edges) - _elapsed(ends, edges))
+    return running
+
+
+def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The sum over all times before an edge of how long before."""
+    passed = np.searchsorted(times, edges)
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    elapsed: np.ndarray = passed * edges - sums[passed]
+    return elapsed
+
 
 SCHEMA = "csps.results"
 SCHEMA_VERSION = 1
@@ -38,7 +91,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunDescription:
     """What was run, for those who read its numbers later."""
 
     kind: Literal["live", "simulated"]
@@ -61,7 +114,7 @@ class Run:
     """More fields: workload, server, machine, what the user wants noted."""
 
 
-def summarize(records: Sequence[RequestRecord], run: Run) -> Result:
+def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
     """All that is known of a run; `records` are in the order of their scheduled starts.
 
     Rates are over the whole duration. Shares (within SLO, right answers) are of all requests that
@@ -140,18 +193,18 @@ def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Res
     return {
         **{name: round(count * per_second, 6) for name, count in rates.items()},
         "slo": {name: bound for name, bound in vars(slo).items() if bound is not None},
-        "slo_attainment": round(slo.share(records), 6) if slo else None,
+        "slo_attainment": round(slo.attainment(records), 6) if slo else None,
         "max_concurrent_requests": peak_concurrency(records),
     }
 
 
-def _part(records: Sequence[RequestRecord], run: Run) -> Result:
+def _part(records: Sequence[RequestRecord], run: RunDescription) -> Result:
     """Of some of the requests."""
     counts = _counts(records)
     return {
         "num_prompts": len(records),
         **{name: counts[name] for name in ("completed", "failed", "cancelled", "accuracy")},
-        "slo_attainment": round(run.slo.share(records), 6) if run.slo else None,
+        "slo_attainment": round(run.slo.attainment(records), 6) if run.slo else None,
         **latency_fields(records, run.percentiles, run.metrics),
     }
 
@@ -169,7 +222,7 @@ def _kept(records: Sequence[RequestRecord]) -> Result:
     objective = records[0].objective
     assert objective is not None
     bound = Slo(ttft=objective.max_ttft_ms)
-    return {"ttft_bound_met": round(bound.share(records), 6) if bound else None}
+    return {"ttft_bound_met": round(bound.attainment(records), 6) if bound else None}
 
 
 def _columns(records: Sequence[RequestRecord]) -> Result:
@@ -203,3 +256,28 @@ def _details(records: Sequence[RequestRecord]) -> Result:
 def _finite(rate: float) -> float | str:
     """JSON has no infinity; vLLM writes it as a word."""
     return "inf" if math.isinf(rate) else rate
+
+
+def write_result(result: Result, path: Path) -> None:
+    """As one line of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, allow_nan=False) + "\n")
+
+
+def read_result(path: Path) -> Result:
+    """What `write_result` wrote.
+
+    Raises:
+        ConfigError: it is no result, or of a later release.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ConfigError(f'{path} is no result of csps: it has no "schema": "{SCHEMA}"')
+    version = data.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        reads = f"this release reads up to {SCHEMA_VERSION}"
+        raise ConfigError(f"{path} has schema version {version}; {reads}")
+    return data

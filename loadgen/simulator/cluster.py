@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from csps.protocols.gang_members import GangRole
-from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.latency import HybridCost, LatencyTable
+from csps.configurator.costs.latency import HybridCost, LatencyTable
+from csps.protocols.gang.members import GangRole
+from csps.services.scheduling.events.commands import RunStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,5 +128,5 @@ class ClusterModel:
         """What a step takes: by its strategy where that was measured, else by exact attention."""
         strategy = step.strategy if step.strategy in self._strategies else ""
         cost = self.table.step(len(step.group), self.prefill.tp, strategy)
-        rows = ((piece.length, piece.start) for piece in step.pieces)
+        rows = ((chunk.length, chunk.start) for chunk in step.chunks)
         return cost.predict_batch_ns(rows) + self.step_gap_ns

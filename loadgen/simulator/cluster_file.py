@@ -1,4 +1,6 @@
-"""Cluster files: what a simulated cluster is made of, in YAML. `docs/simulator.md` has them all.
+"""Files that come with csps and have a name, or a user's own.
+
+Cluster files: what a simulated cluster is made of, in YAML. `docs/simulator.md` has them all.
 
 Every model is frozen, and an unknown key is an error that names the nearest right one.
 """
@@ -10,24 +12,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from csps.configurator.scaling_information_base import ScalingInformationBase
-from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
-from csps.loadgen.simulator.named_file import read_named
-from csps.protocols.errors import ConfigError, abridged, nearest
-from csps.protocols.gang_members import GangRole
-from csps.services.scheduling.latency import (
+from csps.configurator.costs.cost_table import read_latencies
+from csps.configurator.costs.latency import (
     DecodeCost,
-    DecodeLine,
     LatencyKey,
     LatencyTable,
+    LinearDecodeCost,
     LinkCost,
     StepCost,
     parse_table,
 )
-from csps.services.scheduling.latency_published import PUBLISHED
-from csps.services.scheduling.stored_table import read_latencies
+from csps.configurator.costs.latency_tables import PUBLISHED
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
+from csps.protocols.core.errors import ConfigError, abridged, nearest
+from csps.protocols.gang.members import GangRole
+
+
+def read_named(name_or_path: str, folder: Path) -> tuple[Path, Any]:
+    """A YAML file of a folder, by its name without an ending, or any other: where it is, and what
+    it says.
+
+    Raises:
+        ConfigError: there is none, or it is no YAML; the message names it.
+    """
+    named = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    path = named.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
+    try:
+        return path, yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
 
 CLUSTERS = Path(__file__).parent / "clusters"
 BITS_PER_BYTE = 8
@@ -326,7 +346,7 @@ def _decode(section: tuple[float, float, float] | DecodeSection) -> DecodeCost:
         small = large = section
         tipping = 1 << 30
     return DecodeCost(
-        small=DecodeLine.of_seconds(*small),
-        large=DecodeLine.of_seconds(*large),
+        small=LinearDecodeCost.of_seconds(*small),
+        large=LinearDecodeCost.of_seconds(*large),
         tipping_batch=tipping,
     )

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from csps.loadgen.simulator.timeline import Timeline
-from csps.protocols.iteration import RowState, fill
-from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost, HybridCost
+from csps.configurator.costs.latency import FRACTION_BITS, DecodeCost, HybridCost
+from csps.loadgen.simulator.timeline import EventTimeline
+from csps.protocols.sequencer.decode_batches import SequenceCursor, chunk_lengths
 
 
-def states(rows: Iterable[Row]) -> list[RowState]:
-    """Of rows that take part in an iteration, for `fill`; all that decode are alike."""
+def cursors(batch_members: Iterable[SimulatedMember]) -> list[SequenceCursor]:
+    """Of rows that take part in an iteration, for `chunk_lengths`; all that decode are alike."""
     return [
-        RowState(next=it.computed, prompt=it.prompt, stop=it.prompt + 1, master=it.master)
-        for it in rows
+        SequenceCursor(next=it.computed, prompt=it.prompt, stop=it.prompt + 1, master=it.master)
+        for it in batch_members
     ]
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class SimulatedMember:
     """A request in the batch."""
 
     sequence: int
@@ -95,10 +95,10 @@ class Jump:
         return low
 
 
-def filled(
+def hybrid_iteration(
     start_ns: int,
     cost: HybridCost,
-    pieces: Iterable[tuple[Row, int]],
+    chunks: Iterable[tuple[SimulatedMember, int]],
     batch: int,
     context: int,
     gap_ns: int,
@@ -111,8 +111,8 @@ def filled(
         gap_ns: after it.
     """
     by_master: dict[int, list[tuple[int, int]]] = {}
-    for row, length in pieces:
-        by_master.setdefault(row.master, []).append((length, row.computed))
+    for member, length in chunks:
+        by_master.setdefault(member.master, []).append((length, member.computed))
     took = cost.predict_fixed(by_master.values(), batch, context)
     return Jump(start_ns=start_ns, batch=batch, first=took + (gap_ns << FRACTION_BITS), growth=0)
 
@@ -153,7 +153,7 @@ class IterationLog:
         return ends
 
 
-class DecodeBatch:
+class SimulatedBatch:
     """The batch of one decode gang.
 
     Args:
@@ -168,46 +168,46 @@ class DecodeBatch:
 
     def __init__(
         self,
-        timeline: Timeline,
+        timeline: EventTimeline,
         cost: DecodeCost,
         *,
         gap_ns: int = 0,
-        finished: Callable[[Row], None],
+        finished: Callable[[SimulatedMember], None],
         hybrid: Callable[[], HybridCost] | None = None,
-        started: Callable[[Row], None] = lambda _: None,
-        prefilled: Callable[[Row], None] = lambda _: None,
+        started: Callable[[SimulatedMember], None] = lambda _: None,
+        prefilled: Callable[[SimulatedMember], None] = lambda _: None,
     ) -> None:
         self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
         self._finished, self._hybrid = finished, hybrid
         self._started, self._prefilled = started, prefilled
         self.log = IterationLog()
-        self._rows: dict[int, Row] = {}
+        self._batch_members: dict[int, SimulatedMember] = {}
         """Those that decode."""
-        self._riders: dict[int, Row] = {}
+        self._prefilling: dict[int, SimulatedMember] = {}
         """Those that prefill, in order of joining."""
         self._budget = 0
-        self._pieces: list[tuple[Row, int]] = []
+        self._chunks: list[tuple[SimulatedMember, int]] = []
         """Of prompts, in the jump under way."""
-        self._ends: list[tuple[int, int, Row]] = []
+        self._ends: list[tuple[int, int, SimulatedMember]] = []
         """(last iteration, order of joining, row)."""
-        self._joining: list[Row] = []
+        self._joining: list[SimulatedMember] = []
         self._leaving: list[tuple[int, Callable[[], None]]] = []
         self._joined = 0
         self._context = 0
         self._jump: Jump | None = None
         self._length = 0
         """Iterations of the jump under way."""
-        self._plan = 0
+        self._version = 0
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._riders)
+        return len(self._batch_members) + len(self._prefilling)
 
-    def join(self, row: Row) -> None:
+    def join(self, member: SimulatedMember) -> None:
         """Decode a request from the next iteration on."""
-        self._joining.append(row)
+        self._joining.append(member)
         self._stop_soon()
 
-    def ride(self, row: Row, budget: int) -> None:
+    def piggyback(self, member: SimulatedMember, budget: int) -> None:
         """Prefill a request from the next iteration on, and decode it then.
 
         Args:
@@ -215,22 +215,22 @@ class DecodeBatch:
             budget: tokens that an iteration may compute from now on.
         """
         self._budget = budget
-        self.join(row)
+        self.join(member)
 
     def leave(self, sequence: int, left: Callable[[], None]) -> None:
         """Take a request out, if it is here, after the iteration under way; then call `left`."""
         self._leaving.append((sequence, left))
         self._stop_soon()
 
-    def drawn_by(self, row: Row) -> int:
+    def generated_by(self, member: SimulatedMember) -> int:
         """Tokens that a row has drawn by now."""
-        if row.joined < 0:
+        if member.joined < 0:
             return 0
-        return min(row.tokens, self.log.iterations + self._under_way() - row.joined)
+        return min(member.tokens, self.log.iterations + self._under_way() - member.joined)
 
-    def ends_of(self, row: Row, tokens: int) -> tuple[IterationLog, int, int]:
+    def ends_of(self, member: SimulatedMember, tokens: int) -> tuple[IterationLog, int, int]:
         """Where in the log of iterations they are."""
-        return self.log, row.joined, row.joined + tokens
+        return self.log, member.joined, member.joined + tokens
 
     def _under_way(self) -> int:
         """Iterations of the present jump that are over."""
@@ -251,83 +251,89 @@ class DecodeBatch:
             self._schedule(self._jump.end_ns(length))
 
     def _schedule(self, t_ns: int) -> None:
-        self._plan += 1
-        plan = self._plan
-        self._timeline.at(t_ns, lambda: self._between_iterations() if plan == self._plan else None)
+        self._version += 1
+        version = self._version
+        self._timeline.at(
+            t_ns, lambda: self._between_iterations() if version == self._version else None
+        )
 
     def _between_iterations(self) -> None:
         if self._jump is not None:
             self._close_jump(self._jump)
         for sequence, left in self._leaving:
-            self._drop(self._rows.get(sequence))
-            self._riders.pop(sequence, None)
-            self._joining = [row for row in self._joining if row.sequence != sequence]
+            self._drop(self._batch_members.get(sequence))
+            self._prefilling.pop(sequence, None)
+            self._joining = [member for member in self._joining if member.sequence != sequence]
             left()
         self._leaving.clear()
-        for row in self._joining:
-            if row.prefills:
-                self._riders[row.sequence] = row
+        for member in self._joining:
+            if member.prefills:
+                self._prefilling[member.sequence] = member
             else:
-                self._add(row)
+                self._add(member)
         self._joining.clear()
-        if self._riders:
-            self._begin_filled()
-        elif self._rows:
+        if self._prefilling:
+            self._begin_hybrid()
+        elif self._batch_members:
             self._begin_jump()
 
     def _close_jump(self, jump: Jump) -> None:
         self._jump = None
         self._context += self._length * jump.batch
         self.log.add(jump, self._length)
-        self._close_pieces()
+        self._close_chunks()
         while self._ends and self._ends[0][0] <= self.log.iterations:
-            row = heapq.heappop(self._ends)[2]
-            if self._rows.get(row.sequence) is row:
-                self._drop(row)
-                self._finished(row)
+            member = heapq.heappop(self._ends)[2]
+            if self._batch_members.get(member.sequence) is member:
+                self._drop(member)
+                self._finished(member)
 
-    def _close_pieces(self) -> None:
-        for row, length in self._pieces:
-            row.computed += length
-            if not row.prefills:
-                del self._riders[row.sequence]
-                self._prefilled(row)
-                if row.tokens:
-                    self._add(row)
-        self._pieces = []
+    def _close_chunks(self) -> None:
+        for member, length in self._chunks:
+            member.computed += length
+            if not member.prefills:
+                del self._prefilling[member.sequence]
+                self._prefilled(member)
+                if member.tokens:
+                    self._add(member)
+        self._chunks = []
 
-    def _add(self, row: Row) -> None:
-        assert row.tokens > 0, "a request without tokens to draw joins"
-        row.joined = self.log.iterations
-        self._rows[row.sequence] = row
-        self._context += row.context
-        heapq.heappush(self._ends, (self.log.iterations + row.tokens, self._joined, row))
+    def _add(self, member: SimulatedMember) -> None:
+        assert member.tokens > 0, "a request without tokens to draw joins"
+        member.joined = self.log.iterations
+        self._batch_members[member.sequence] = member
+        self._context += member.context
+        heapq.heappush(self._ends, (self.log.iterations + member.tokens, self._joined, member))
         self._joined += 1
 
-    def _drop(self, row: Row | None) -> None:
-        if row is not None:
-            del self._rows[row.sequence]
-            self._context -= row.context + self.log.iterations - row.joined
+    def _drop(self, member: SimulatedMember | None) -> None:
+        if member is not None:
+            del self._batch_members[member.sequence]
+            self._context -= member.context + self.log.iterations - member.joined
 
-    def _begin_filled(self) -> None:
+    def _begin_hybrid(self) -> None:
         """One iteration, filled with pieces of prompts."""
-        batch = len(self._rows)
-        riders = list(self._riders.values())
-        lengths = fill(states((*self._rows.values(), *riders)), self._budget)[batch:]
-        self._pieces = [it for it in zip(riders, lengths, strict=True) if it[1]]
-        for row, _ in self._pieces:
-            if row.begins:
-                self._started(row)
+        batch = len(self._batch_members)
+        prefilling = list(self._prefilling.values())
+        lengths = chunk_lengths(
+            cursors((*self._batch_members.values(), *prefilling)), self._budget
+        )[batch:]
+        self._chunks = [it for it in zip(prefilling, lengths, strict=True) if it[1]]
+        for member, _ in self._chunks:
+            if member.begins:
+                self._started(member)
         assert self._hybrid is not None, "nobody rides here"
         now_ns, cost = self._timeline.now_ns, self._hybrid()
-        self._jump = filled(now_ns, cost, self._pieces, batch, self._context, self._gap_ns)
+        self._jump = hybrid_iteration(
+            now_ns, cost, self._chunks, batch, self._context, self._gap_ns
+        )
         self._length = 1
         self._schedule(self._jump.end_ns(1))
 
     def _begin_jump(self) -> None:
-        while self._rows.get((row := self._ends[0][2]).sequence) is not row:
+        while self._batch_members.get((member := self._ends[0][2]).sequence) is not member:
             heapq.heappop(self._ends)
-        batch = len(self._rows)
+        batch = len(self._batch_members)
         cost = self._cost.small if batch <= self._cost.tipping_batch else self._cost.large
         first = cost.a + cost.b * self._context + cost.c * batch
         self._jump = Jump(

@@ -1,22 +1,300 @@
-"""A gang that decodes, on modelled time: the rows of its batch, and the sequences that they are."""
+"""The sequences of a simulated gang that decodes: whose KV has slots there, and until when.
+
+Rows of a simulated elastic gang that go on elsewhere.
+
+A gang that decodes, on modelled time: the rows of its batch, and the sequences that they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.conducted_ranks import ConductedRanks
-from csps.loadgen.simulator.cores import Cores
-from csps.loadgen.simulator.decode_batch import DecodeBatch, Row
-from csps.loadgen.simulator.gang_listener import GangListener
-from csps.loadgen.simulator.held_sequences import HeldSequences
-from csps.loadgen.simulator.requests import IterationEnds, Sequence
-from csps.loadgen.simulator.row_moves import RowMoves
-from csps.loadgen.simulator.slots import Slots
-from csps.loadgen.simulator.timeline import Timeline
-from csps.services.scheduling.commands import Keep, MoveKv, Ride, SetGroup
-from csps.services.scheduling.events import Progress
-from csps.services.scheduling.ids import GangId, SequenceId, index_of
+from csps.loadgen.simulator.decode_batch import SimulatedBatch, SimulatedMember
+from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
+from csps.loadgen.simulator.requests import GangListener, IterationEnds, SimulatedSequence
+from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
+from csps.loadgen.simulator.step_order import SimulatedStep
+from csps.loadgen.simulator.timeline import Cores, EventTimeline
+from csps.protocols.core.placement import Span
+from csps.services.scheduling.events.commands import (
+    Evict,
+    MoveKv,
+    Piggyback,
+    PlacedSlice,
+    Reserve,
+    Retain,
+    SetGroup,
+)
+from csps.services.scheduling.events.events import (
+    Freed,
+    GangId,
+    InstanceId,
+    KvReceived,
+    Moved,
+    Progress,
+    RequestId,
+    SequenceId,
+    index_of,
+    instance_id,
+)
+from csps.services.scheduling.events.slices import own, tokens_on, within
+from csps.services.scheduling.state.ledger import decode_slots
+
+
+def incoming(sequence_id: SequenceId) -> tuple[str, SequenceId]:
+    """Who owns the slots of KV of a sequence that is on its way to other instances."""
+    return "move", sequence_id
+
+
+class DecodeSequences:
+    """Those of one incarnation of a gang.
+
+    Args:
+        gang: which.
+        slots: of its instances.
+        listener: is told what has landed and what is free.
+    """
+
+    def __init__(self, gang: GangId, slots: Slots, listener: GangListener) -> None:
+        self.gang, self.slots = gang, slots
+        self.prefix_cache = SimulatedPrefixCache(slots)
+        self._listener = listener
+        self._sequences: dict[SequenceId, SimulatedSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[SimulatedSequence]:
+        return iter(self._sequences.values())
+
+    def get(self, sequence_id: SequenceId) -> SimulatedSequence | None:
+        """One of them, if it is here."""
+        return self._sequences.get(sequence_id)
+
+    def __getitem__(self, sequence_id: SequenceId) -> SimulatedSequence:
+        return self._sequences[sequence_id]
+
+    def clear(self) -> None:
+        """The gang is gone."""
+        self._sequences.clear()
+
+    # --- coming --------------------------------------------------------------------------------
+
+    def reserve(self, command: Reserve, *, before: int, left: int) -> None:
+        """Set slots aside.
+
+        Args:
+            command: the scheduler's.
+            before: tokens that earlier sequences have drawn.
+            left: tokens that the request still draws; the scheduler does not know.
+        """
+        sequence = SimulatedSequence(
+            sequence=command.sequence_id,
+            request=command.request_id,
+            prompt_tokens=command.prompt_tokens,
+            slices=command.slices,
+            master=command.master,
+            answer=command.answer,
+            before=before,
+            tokens=left,
+            cached=command.cached,
+            retain=command.retain,
+        )
+        sequence.missing = {} if command.piggybacked else sequence.slots
+        # What is to be kept when an iteration has ended lies here already.
+        reused = [it for it in command.slices if it.source not in self._sequences]
+        assert self.prefix_cache.has(reused), "reuses what is not kept"
+        slots = decode_slots(command, command.output_tokens)
+        if slots:
+            self.slots.take(command.sequence_id, {index_of(it): n for it, n in slots.items()})
+        self._sequences[command.sequence_id] = sequence
+
+    def not_reserved(self, command: Reserve) -> None:
+        """Nobody waits for the request any more, of which the scheduler had not heard."""
+        named = decode_slots(command, command.output_tokens)
+        self.notify_freed(command.sequence_id, map(index_of, named))
+
+    def arrived(self, sequence_id: SequenceId, instance: InstanceId, tokens: int) -> bool:
+        """KV has come that was expected; whether that was all of it."""
+        missing = self._sequences[sequence_id].missing
+        missing[instance] -= tokens
+        return not missing[instance]
+
+    def received(self, sequence_id: SequenceId, instance: InstanceId) -> None:
+        """All that an instance expects of a sequence has come."""
+        sequence = self._sequences[sequence_id]
+        del sequence.missing[instance]
+        if not sequence.over:
+            tokens = sequence.slots[instance]
+            self._listener.post_rank_event(
+                KvReceived(sequence_id=sequence_id, instance=instance, tokens=tokens)
+            )
+
+    # --- going ---------------------------------------------------------------------------------
+
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        """A sequence serves its request no more."""
+        if (sequence := self._sequences.get(sequence_id)) is not None:
+            sequence.over = True
+            if not sequence.slices:  # nothing of it lies here
+                del self._sequences[sequence_id]
+
+    def end_request(self, request: RequestId) -> None:
+        """The client is gone: nothing is drawn for it any more."""
+        for sequence in self:
+            if sequence.request == request:
+                sequence.over = True
+
+    def free(self, sequence_id: SequenceId) -> None:
+        """No iteration needs a sequence's KV any more."""
+        if self._sequences.pop(sequence_id, None) is None:
+            return
+        resident = self.slots.instances_of(sequence_id)
+        for index in resident:
+            self.slots.release(sequence_id, index)
+        still = self.slots.instances_of(incoming(sequence_id))
+        self.notify_freed(sequence_id, [it for it in resident if it not in still])
+
+    def notify_freed(self, sequence_id: SequenceId, indices: Iterable[int]) -> None:
+        """Instances hold nothing of a sequence."""
+        for index in indices:
+            instance = instance_id(self.gang, index)
+            self._listener.post_rank_event(Freed(sequence_id=sequence_id, instance=instance))
+
+    def keep(self, command: Retain) -> None:
+        """No iteration needs a sequence's KV any more, some of which stays."""
+        sequence = self._sequences.pop(command.sequence_id, None)
+        if sequence is None:
+            return
+        for index in self.slots.instances_of(command.sequence_id):
+            self.slots.release(command.sequence_id, index)
+        prompt = sequence.prompt_tokens
+        answer = sequence.answer or (
+            PlacedSlice(sequence.master, prompt, prompt + sequence.tokens),
+        )
+        self.prefix_cache.add(command.sequence_id, (*own(sequence.slices), *answer))
+        self._apply(command)
+        for later in sequence.releases:
+            self._apply(later)
+
+    def release(self, command: Evict) -> None:
+        """Free some of what was kept, or is going to be when its last iteration has ended."""
+        if (sequence := self._sequences.get(command.sequence_id)) is not None:
+            sequence.releases.append(command)
+        else:
+            self._apply(command)
+
+    def _apply(self, command: Retain | Evict) -> None:
+        for event in self.prefix_cache.apply(command):
+            self._listener.post_rank_event(event)
+
+
+class SequenceMoves:
+    """Those of one incarnation of a gang.
+
+    Args:
+        held: the sequences that it decodes.
+        ranks: that it has.
+        move_ns: what KV of so many tokens takes.
+        listener: is told of the end.
+    """
+
+    def __init__(
+        self,
+        resident: DecodeSequences,
+        ranks: SequencedRanks,
+        move_ns: Callable[[int], int],
+        listener: GangListener,
+    ) -> None:
+        self._sequences, self._ranks = resident, ranks
+        self._move_ns, self._listener = move_ns, listener
+        self._under_way: dict[SequenceId, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def clear(self) -> None:
+        """The gang is gone."""
+        self._under_way.clear()
+
+    def begin(self, command: MoveKv) -> None:
+        """Move KV of a sequence, inside of whatever its instances compute; then go on there."""
+        sequence = self._sequences.get(command.sequence_id)
+        if (
+            sequence is None or sequence.member is None
+        ):  # over, of which the scheduler had not heard
+            self._not_moved(command)
+            return
+        self._under_way[command.sequence_id] = None
+        self._take_slots(command)
+        places = _members(command)
+        task = SimulatedStep(
+            members=tuple(sorted({*sequence.instances, *places})),
+            work_ns=max(1, self._move_ns(self._moving_tokens(sequence, command))),
+            high_priority=True,
+            started=lambda: None,
+            ended=lambda: self._ended(sequence, command, task),
+            sequences=(command.sequence_id,),
+            places=places,
+        )
+        self._ranks.submit(task)
+
+    def _take_slots(self, command: MoveKv) -> None:
+        resident = self._sequences.slots.counts(command.sequence_id)
+        there = _slots_there(command)
+        more = {it: n - resident.get(it, 0) for it, n in there.items() if n > resident.get(it, 0)}
+        self._sequences.slots.assign(incoming(command.sequence_id), more)
+
+    def _moving_tokens(self, sequence: SimulatedSequence, command: MoveKv) -> int:
+        """KV that has to travel."""
+        assert sequence.member is not None, "checked before"
+        generated = Span(0, sequence.prompt_tokens + self._ranks.generated_by(sequence.member))
+        now = tokens_on(within((*sequence.slices, *sequence.answer), generated))
+        then = tokens_on(within((*command.slices, *command.answer), generated))
+        return sum(max(0, n - now.get(it, 0)) for it, n in then.items())
+
+    def _ended(self, sequence: SimulatedSequence, command: MoveKv, task: SimulatedStep) -> None:
+        sequence_id, slots = command.sequence_id, self._sequences.slots
+        if sequence_id not in self._under_way:  # nor is the gang
+            return
+        del self._under_way[sequence_id]
+        for index in slots.instances_of(incoming(sequence_id)):
+            slots.release(incoming(sequence_id), index)
+        if task.done_ns < task.work_ns or self._sequences.get(sequence_id) is not sequence:
+            self._not_moved(command)
+            return
+        there = _slots_there(command)
+        left = [it for it in slots.instances_of(sequence_id) if it not in there]
+        slots.change(sequence_id, there)
+        sequence.slices, sequence.answer = command.slices, command.answer
+        sequence.master = command.master
+        assert sequence.member is not None, "moved, and no row"
+        sequence.member.master = index_of(command.master)
+        if sequence.over:
+            self._sequences.notify_freed(sequence_id, left)
+        else:
+            self._listener.post_rank_event(Moved(sequence_id=sequence_id))
+
+    def _not_moved(self, command: MoveKv) -> None:
+        """Those that hold nothing of the sequence have nothing to free."""
+        resident = self._sequences.slots.instances_of(command.sequence_id)
+        named = map(index_of, decode_slots(command, 0))
+        self._sequences.notify_freed(
+            command.sequence_id, [it for it in named if it not in resident]
+        )
+
+
+def _slots_there(command: MoveKv) -> dict[int, int]:
+    """By index of the instance, once it has moved."""
+    return {index_of(it): n for it, n in decode_slots(command, 0).items()}
+
+
+def _members(command: MoveKv) -> tuple[int, ...]:
+    """Indices of the instances that take part in decoding then."""
+    named = {command.master, *(it.instance for it in (*command.slices, *command.answer))}
+    return tuple(sorted(map(index_of, named)))
 
 
 class DecodeGang:
@@ -30,24 +308,24 @@ class DecodeGang:
     """
 
     def __init__(
-        self, gang: GangId, timeline: Timeline, cluster: ClusterModel, listener: GangListener
+        self, gang: GangId, timeline: EventTimeline, cluster: ClusterModel, listener: GangListener
     ) -> None:
         self._cluster, self._listener = cluster, listener
-        self.held = HeldSequences(gang, Slots(cluster.decode.kv_slots), listener)
-        self.ranks: ConductedRanks | None = None
+        self.sequences = DecodeSequences(gang, Slots(cluster.decode.kv_slots), listener)
+        self.ranks: SequencedRanks | None = None
         """Of an elastic gang, which steps share with the batch."""
-        self._moves: RowMoves | None = None
-        self._batch: DecodeBatch | ConductedRanks
+        self._moves: SequenceMoves | None = None
+        self._batch: SimulatedBatch | SequencedRanks
         if cluster.in_place:
-            self._batch = self.ranks = self._conducted(timeline)
-            self._moves = RowMoves(self.held, self.ranks, cluster.move_ns, listener)
+            self._batch = self.ranks = self._sequenced(timeline)
+            self._moves = SequenceMoves(self.sequences, self.ranks, cluster.move_ns, listener)
         else:
             self._batch = self._batched(timeline)
         self.log = self._batch.log
 
-    def _conducted(self, timeline: Timeline) -> ConductedRanks:
+    def _sequenced(self, timeline: EventTimeline) -> SequencedRanks:
         cluster = self._cluster
-        return ConductedRanks(
+        return SequencedRanks(
             timeline,
             len(cluster.decode.instances),
             hybrid=cluster.hybrid_of,
@@ -55,39 +333,39 @@ class DecodeGang:
             gap_ns=cluster.iteration_gap_ns,
             compute=Cores(timeline, cluster.decode).compute if cluster.shares_cores else None,
             finished=self._finished,
-            started=self._rider_started,
-            prefilled=self._rider_prefilled,
+            started=self._piggyback_started,
+            prefilled=self._piggyback_prefilled,
         )
 
-    def _batched(self, timeline: Timeline) -> DecodeBatch:
+    def _batched(self, timeline: EventTimeline) -> SimulatedBatch:
         cluster = self._cluster
-        return DecodeBatch(
+        return SimulatedBatch(
             timeline,
             cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
             gap_ns=cluster.iteration_gap_ns,
             finished=self._finished,
             hybrid=lambda: cluster.hybrid,
-            started=self._rider_started,
-            prefilled=self._rider_prefilled,
+            started=self._piggyback_started,
+            prefilled=self._piggyback_prefilled,
         )
 
     @property
     def busy(self) -> bool:
         """Something is held or on its way."""
-        return bool(self.held or self._moves)
+        return bool(self.sequences or self._moves)
 
     def die(self) -> None:
         """It is gone with all that it held. Answers go on with the next token."""
-        drawn = []
-        for sequence in self.held:
-            row = sequence.row
-            if not sequence.over and row is not None and not row.prefills:
-                tokens = self._batch.drawn_by(row)
-                self._listener.decoded(sequence.request, self._ends(row, tokens))
-                drawn.append((sequence.sequence, sequence.before + 1 + tokens))
-        if drawn:
-            self._listener.tell(Progress(drawn=tuple(drawn)))
-        self.held.clear()
+        generated_tokens = []
+        for sequence in self.sequences:
+            member = sequence.member
+            if not sequence.over and member is not None and not member.prefills:
+                tokens = self._batch.generated_by(member)
+                self._listener.decoded(sequence.request, self._ends(member, tokens))
+                generated_tokens.append((sequence.sequence, sequence.before + 1 + tokens))
+        if generated_tokens:
+            self._listener.post_event(Progress(generated_tokens=tuple(generated_tokens)))
+        self.sequences.clear()
         if self._moves is not None:
             self._moves.clear()
 
@@ -95,71 +373,71 @@ class DecodeGang:
 
     def join(self, command: SetGroup) -> None:
         """Decode these from the next iteration on."""
-        for number in command.joined:
-            sequence = self.held[number]
+        for sequence_id in command.joined:
+            sequence = self.sequences[sequence_id]
             if sequence.over:
                 continue
-            assert not sequence.missing, f"sequence {number} joins before its KV has landed"
-            sequence.row = _row(sequence)
+            assert not sequence.missing, f"sequence {sequence_id} joins before its KV has landed"
+            sequence.member = _member(sequence)
             if self._cluster.in_place:
-                sequence.row.ranks = sequence.instances
-            self._batch.join(sequence.row)
+                sequence.member.ranks = sequence.instances
+            self._batch.join(sequence.member)
 
-    def ride(self, command: Ride) -> None:
+    def piggyback(self, command: Piggyback) -> None:
         """Compute the prompt of a sequence in the iterations to come."""
-        sequence = self.held.get(command.sequence)
+        sequence = self.sequences.get(command.sequence_id)
         if sequence is None or sequence.over:  # of which the scheduler had not heard
             return
-        row = sequence.row = _row(sequence)
-        row.prompt = sequence.prompt_tokens
-        row.computed = row.first = sequence.cached
-        self._batch.ride(row, command.budget)
+        member = sequence.member = _member(sequence)
+        member.prompt = sequence.prompt_tokens
+        member.computed = member.first = sequence.cached
+        self._batch.piggyback(member, command.budget)
 
     def move(self, command: MoveKv) -> None:
         """Move KV of a sequence, and go on there."""
         if self._moves is not None:
             self._moves.begin(command)
 
-    def cancel(self, number: SequenceId) -> None:
+    def cancel(self, sequence_id: SequenceId) -> None:
         """Stop decoding a sequence and free what it holds."""
-        self._batch.leave(number, partial(self.held.free, number))
+        self._batch.leave(sequence_id, partial(self.sequences.free, sequence_id))
 
-    def keep(self, command: Keep) -> None:
+    def keep(self, command: Retain) -> None:
         """End a sequence, and keep some of its KV."""
-        self.held.give_up(command.sequence)
-        self._batch.leave(command.sequence, partial(self.held.keep, command))
+        self.sequences.end_sequence(command.sequence_id)
+        self._batch.leave(command.sequence_id, partial(self.sequences.keep, command))
 
     # --- what happens in the batch -------------------------------------------------------------
 
-    def _finished(self, row: Row) -> None:
-        sequence = self.held.get(row.sequence)
+    def _finished(self, member: SimulatedMember) -> None:
+        sequence = self.sequences.get(member.sequence)
         if sequence is None:
             return
         if not sequence.over:
-            self._listener.decoded(sequence.request, self._ends(row, row.tokens))
-            self._listener.finished(row.sequence, sequence.request)
-        if not sequence.stays:
-            self.held.free(row.sequence)
+            self._listener.decoded(sequence.request, self._ends(member, member.tokens))
+            self._listener.finished(member.sequence, sequence.request)
+        if not sequence.retain:
+            self.sequences.free(member.sequence)
 
-    def _rider_started(self, row: Row) -> None:
-        if (sequence := self.held.get(row.sequence)) is not None:
+    def _piggyback_started(self, member: SimulatedMember) -> None:
+        if (sequence := self.sequences.get(member.sequence)) is not None:
             self._listener.started(sequence.request)
 
-    def _rider_prefilled(self, row: Row) -> None:
-        sequence = self.held.get(row.sequence)
+    def _piggyback_prefilled(self, member: SimulatedMember) -> None:
+        sequence = self.sequences.get(member.sequence)
         if sequence is None:
             return
         if not sequence.over:
-            self._listener.prefilled(row.sequence, sequence.request)
-        if not (row.tokens or sequence.stays):
-            self.held.free(row.sequence)
+            self._listener.prefilled(member.sequence, sequence.request)
+        if not (member.tokens or sequence.retain):
+            self.sequences.free(member.sequence)
 
-    def _ends(self, row: Row, tokens: int) -> IterationEnds:
-        return IterationEnds(*self._batch.ends_of(row, tokens))
+    def _ends(self, member: SimulatedMember, tokens: int) -> IterationEnds:
+        return IterationEnds(*self._batch.ends_of(member, tokens))
 
 
-def _row(sequence: Sequence) -> Row:
-    return Row(
+def _member(sequence: SimulatedSequence) -> SimulatedMember:
+    return SimulatedMember(
         sequence=sequence.sequence,
         context=sequence.prompt_tokens + 1,
         tokens=sequence.tokens - 1,

@@ -7,30 +7,32 @@ from functools import partial
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import IterationLog
 from csps.loadgen.simulator.decode_gang import DecodeGang
-from csps.loadgen.simulator.gang_listener import GangListener
-from csps.loadgen.simulator.network import Network
+from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import Order, PrefillGang
-from csps.loadgen.simulator.requests import Sequence
-from csps.loadgen.simulator.slots import Slots
+from csps.loadgen.simulator.requests import GangListener, SimulatedSequence
 from csps.loadgen.simulator.step_order import StepOrder
-from csps.loadgen.simulator.timeline import Timeline
-from csps.protocols.gang_members import GangRole
-from csps.services.scheduling.commands import (
+from csps.loadgen.simulator.timeline import EventTimeline, SimulatedNetwork
+from csps.protocols.gang.members import GangRole
+from csps.services.scheduling.events.commands import (
     Cancel,
-    Keep,
+    Evict,
     MoveKv,
-    Release,
+    Piggyback,
     Reserve,
-    Ride,
+    Retain,
     RunStep,
     SetGroup,
 )
-from csps.services.scheduling.events import GangDown, GangUp, InstanceUp, LinkUp, StepDone
-from csps.services.scheduling.ids import (
+from csps.services.scheduling.events.events import (
+    GangDown,
     GangId,
+    GangUp,
     InstanceId,
+    InstanceUp,
+    LinkUp,
     RequestId,
     SequenceId,
+    StepDone,
     StepId,
     gang_of,
     instance_id,
@@ -52,9 +54,11 @@ class SimulatedGangs:
         listener: is told what happens.
     """
 
-    def __init__(self, timeline: Timeline, cluster: ClusterModel, listener: GangListener) -> None:
+    def __init__(
+        self, timeline: EventTimeline, cluster: ClusterModel, listener: GangListener
+    ) -> None:
         self._timeline, self._cluster, self._listener = timeline, cluster, listener
-        self._network = Network(timeline, cluster)
+        self._network = SimulatedNetwork(timeline, cluster)
         self._gangs = 0
         self._ids: dict[GangRole, GangId] = {}
         """Of the living gangs, by role."""
@@ -81,15 +85,15 @@ class SimulatedGangs:
     def check_idle(self) -> None:
         """Assert that every slot has come back and nothing is on the way."""
         assert not self.busy, "something is still under way"
-        decode = None if self._decode is None else self._decode.held
+        decode = None if self._decode is None else self._decode.sequences
         pools = [it for it in (self._prefill, decode) if it is not None]
         for it in pools:
             it.slots.check_integrity()
         if self._prefill is not None:
-            self._prefill.receiving.check_idle()
-        kept = sum(it.kept.tokens for it in pools)
+            self._prefill.receiving_slots.check_idle()
+        cached = sum(it.prefix_cache.tokens for it in pools)
         used = sum(it.used for it in {id(it.slots): it.slots for it in pools}.values())
-        assert used == kept, f"{used - kept} slots have not come back"
+        assert used == cached, f"{used - cached} slots have not come back"
 
     # --- coming and going ----------------------------------------------------------------------
 
@@ -107,8 +111,8 @@ class SimulatedGangs:
             self._decode = decode
             self.logs.append(decode.log)
             if decode.ranks is not None:
-                self._prefill = self._new_prefill(gang, decode.ranks, decode.held.slots)
-        self._listener.tell(
+                self._prefill = self._new_prefill(gang, decode.ranks, decode.sequences.slots)
+        self._listener.post_event(
             GangUp(
                 gang=gang,
                 generation=GENERATION,
@@ -123,7 +127,9 @@ class SimulatedGangs:
             )
         )
         if len(self._ids) == 2:
-            self._listener.tell(LinkUp(prefill=self._ids["prefill"], decode=self._ids["decode"]))
+            self._listener.post_event(
+                LinkUp(prefill=self._ids["prefill"], decode=self._ids["decode"])
+            )
 
     def _new_prefill(self, gang: GangId, order: Order, slots: Slots) -> PrefillGang:
         cluster = self._cluster
@@ -136,7 +142,7 @@ class SimulatedGangs:
             layers=cluster.layers,
             in_place=cluster.in_place,
             receiving_backends=cluster.receiving_backends,
-            listener=_PrefillReports(self, gang, self._listener),
+            listener=_PrefillNotifications(self, gang, self._listener),
         )
 
     def down(self, role: GangRole, reason: str = "killed") -> None:
@@ -147,7 +153,7 @@ class SimulatedGangs:
         if role != "prefill" and self._decode is not None:
             self._decode.die()
             self._decode = None
-        self._listener.tell(GangDown(gang=gang, reason=reason))
+        self._listener.post_event(GangDown(gang=gang, reason=reason))
 
     def reset(self, gang: GangId, reason: str) -> None:
         """Hang up on a gang and attach to it again."""
@@ -166,38 +172,38 @@ class SimulatedGangs:
         living = self._ids.get("elastic", self._ids.get("decode"))
         return self._decode if living == gang else None
 
-    def sequence(self, number: SequenceId) -> Sequence | None:
+    def sequence(self, sequence_id: SequenceId) -> SimulatedSequence | None:
         """One that the living gang decodes, or is to decode."""
-        return None if self._decode is None else self._decode.held.get(number)
+        return None if self._decode is None else self._decode.sequences.get(sequence_id)
 
     # --- commands ------------------------------------------------------------------------------
 
     def reserve(self, command: Reserve, *, before: int, left: int) -> None:
-        """Set slots aside where a sequence is decoded; see `HeldSequences.reserve`."""
+        """Set slots aside where a sequence is decoded; see `DecodeSequences.reserve`."""
         if decode := self.decoding(gang_of(command.master)):
-            decode.held.reserve(command, before=before, left=left)
+            decode.sequences.reserve(command, before=before, left=left)
 
     def not_reserved(self, command: Reserve) -> None:
         """Nobody waits for the request any more, of which the scheduler had not heard."""
         if decode := self.decoding(gang_of(command.master)):
-            decode.held.not_reserved(command)
+            decode.sequences.not_reserved(command)
 
     def run_step(self, command: RunStep) -> None:
         """Put a step in line."""
         if prefill := self.prefilling(gang_of(command.group[0])):
-            wanted = [self.sequence(piece.sequence) for piece in command.pieces]
-            shares = {it.sequence: it.shares for it in wanted if it is not None}
-            prefill.run(command, shares)
+            wanted = [self.sequence(chunk.sequence_id) for chunk in command.chunks]
+            slices = {it.sequence: it.slices for it in wanted if it is not None}
+            prefill.run(command, slices)
 
     def join(self, command: SetGroup) -> None:
         """Decode these from the next iteration on."""
         if decode := self.decoding(command.gang):
             decode.join(command)
 
-    def ride(self, command: Ride) -> None:
+    def piggyback(self, command: Piggyback) -> None:
         """Compute the prompt of a sequence in the iterations to come."""
         if decode := self.decoding(command.gang):
-            decode.ride(command)
+            decode.piggyback(command)
 
     def move(self, command: MoveKv) -> None:
         """Move KV of a sequence, and go on there."""
@@ -206,38 +212,38 @@ class SimulatedGangs:
 
     def cancel(self, command: Cancel) -> None:
         """Stop working for a sequence and free what it holds."""
-        self.give_up(command.sequence)
+        self.end_sequence(command.sequence_id)
         for gang in command.gangs:
             if prefill := self.prefilling(gang):
-                prefill.cancel(command.sequence)
+                prefill.cancel(command.sequence_id)
             if decode := self.decoding(gang):
-                decode.cancel(command.sequence)
+                decode.cancel(command.sequence_id)
 
-    def keep(self, command: Keep) -> None:
+    def keep(self, command: Retain) -> None:
         """End a sequence where it is decoded, and keep some of its KV."""
         if decode := self.decoding(command.gang):
             decode.keep(command)
 
-    def release(self, command: Release) -> None:
+    def release(self, command: Evict) -> None:
         """Free some of what was kept."""
         if decode := self.decoding(command.gang):
-            decode.held.release(command)
+            decode.sequences.release(command)
         elif prefill := self.prefilling(command.gang):
-            for event in prefill.kept.obey(command):
-                self._listener.tell_later(event)
+            for event in prefill.prefix_cache.apply(command):
+                self._listener.post_rank_event(event)
 
-    def give_up(self, number: SequenceId) -> None:
+    def end_sequence(self, sequence_id: SequenceId) -> None:
         """A sequence serves its request no more."""
         if self._decode is not None:
-            self._decode.held.give_up(number)
+            self._decode.sequences.end_sequence(sequence_id)
 
     def end_request(self, request: RequestId) -> None:
         """The client is gone: nothing is drawn for it any more."""
         if self._decode is not None:
-            self._decode.held.end_request(request)
+            self._decode.sequences.end_request(request)
 
 
-class _PrefillReports:
+class _PrefillNotifications:
     """What one incarnation of the gang that prefills tells, as long as it lives."""
 
     def __init__(self, gangs: SimulatedGangs, gang: GangId, listener: GangListener) -> None:
@@ -249,31 +255,33 @@ class _PrefillReports:
 
     def started(self, step: RunStep) -> None:
         if self._prefill is not None:
-            for piece in step.pieces:
-                if (sequence := self._gangs.sequence(piece.sequence)) is not None:
+            for chunk in step.chunks:
+                if (sequence := self._gangs.sequence(chunk.sequence_id)) is not None:
                     self._listener.started(sequence.request)
 
     def computed(self, step: RunStep) -> None:
         if self._prefill is None:
             return
-        for piece in step.pieces:
-            sequence = self._gangs.sequence(piece.sequence)
+        for chunk in step.chunks:
+            sequence = self._gangs.sequence(chunk.sequence_id)
             if sequence is None or sequence.over:
                 continue
-            if piece.start + piece.length == sequence.prompt_tokens:
+            if chunk.start + chunk.length == sequence.prompt_tokens:
                 self._listener.prefilled(sequence.sequence, sequence.request)
 
     def arrived(self, sequence: SequenceId, instance: InstanceId, tokens: int) -> None:
         prefill, decode = self._prefill, self._gangs.decoding(gang_of(instance))
         if prefill is None:
             return
-        held = None if decode is None else decode.held
-        if held is None or held.get(sequence) is None:
-            prefill.receiving.release(sequence, instance)
-        elif held.arrived(sequence, instance, tokens):
-            prefill.receiving.release(sequence, instance)
-            held.landed(sequence, instance)
+        sequences = None if decode is None else decode.sequences
+        if sequences is None or sequences.get(sequence) is None:
+            prefill.receiving_slots.release(sequence, instance)
+        elif sequences.arrived(sequence, instance, tokens):
+            prefill.receiving_slots.release(sequence, instance)
+            sequences.received(sequence, instance)
 
     def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
         if self._prefill is not None:
-            self._listener.tell_later(StepDone(step=step, instance=instance, took_ns=took_ns))
+            self._listener.post_rank_event(
+                StepDone(step_id=step, instance=instance, took_ns=took_ns)
+            )

@@ -14,42 +14,42 @@ from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.gangs import SimulatedGangs
-from csps.loadgen.simulator.requests import Arrival, IterationEnds, Outcome
-from csps.loadgen.simulator.timeline import Timeline
-from csps.protocols.gang_members import GangRole
-from csps.services.scheduling.commands import (
+from csps.loadgen.simulator.requests import Arrival, IterationEnds, RequestOutcome
+from csps.loadgen.simulator.timeline import EventTimeline
+from csps.protocols.gang.members import GangRole
+from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
+    Evict,
     Fail,
-    Keep,
     MoveKv,
+    Piggyback,
     Refuse,
-    Release,
     Reserve,
     ResetGang,
     Restart,
-    Ride,
+    Retain,
     RunStep,
     SetGroup,
 )
-from csps.services.scheduling.events import (
+from csps.services.scheduling.events.events import (
     AnyEvent,
-    Cancelled,
     Finished,
     FirstToken,
-    Heard,
+    Heartbeat,
+    RequestCancelled,
+    RequestId,
     Submitted,
     Wake,
 )
-from csps.services.scheduling.ids import RequestId
 
-HEARD_NS = 1_000_000_000
+HEARTBEAT_PERIOD_NS = 1_000_000_000
 """Executors report signs of life about once a second."""
 IDLE_WAKES = 100_000
 """So many in a row without any other event mean that nothing will ever happen."""
 
 
-class Deciding(Protocol):
+class SchedulerLike(Protocol):
     """`services.scheduling.scheduler.Scheduler`."""
 
     def handle(
@@ -59,7 +59,7 @@ class Deciding(Protocol):
         ...
 
 
-class Observer(Protocol):
+class RoundObserver(Protocol):
     """Sees every turn."""
 
     def __call__(
@@ -87,15 +87,15 @@ class Abandoned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SimulationResult:
     """What a simulation has found."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
     """In order of arrival."""
     decoded: int
     """Tokens drawn by iterations; all others were drawn by prefills."""
     end_ns: int
-    turns: int
+    rounds: int
     """Calls of the scheduler."""
 
 
@@ -113,37 +113,38 @@ class Simulator:
 
     def __init__(
         self,
-        scheduler: Deciding,
+        scheduler: SchedulerLike,
         cluster: ClusterModel,
         arrivals: Sequence[Arrival],
         *,
         faults: Sequence[GangFault] = (),
         abandoned: Sequence[Abandoned] = (),
-        observer: Observer | None = None,
+        observer: RoundObserver | None = None,
     ) -> None:
         self._scheduler, self._observer = scheduler, observer
         self._notice_ns, self._front_ns = cluster.notice_ns, cluster.front_ns
-        self._timeline = Timeline()
+        self._timeline = EventTimeline()
         self._outcomes = [
-            Outcome(request=number, arrival=it) for number, it in enumerate(arrivals, 1)
+            RequestOutcome(request=request_id, arrival=it)
+            for request_id, it in enumerate(arrivals, 1)
         ]
         self._open = len(self._outcomes)
-        self._told: list[AnyEvent] = []
+        self._posted: list[AnyEvent] = []
         self._wake_ns: int | None = None
-        self._heard_ns = 0
+        self._last_heartbeat_ns = 0
         self._idle_wakes = 0
-        self._turns = 0
+        self._rounds = 0
         self.gangs = SimulatedGangs(self._timeline, cluster, self)
-        self._carriers: dict[type, Callable[..., None]] = {
+        self._executors: dict[type, Callable[..., None]] = {
             Reserve: self._reserve,
             RunStep: self.gangs.run_step,
             SetGroup: self.gangs.join,
-            Ride: self.gangs.ride,
+            Piggyback: self.gangs.piggyback,
             MoveKv: self.gangs.move,
-            Keep: self.gangs.keep,
-            Release: self.gangs.release,
+            Retain: self.gangs.keep,
+            Evict: self.gangs.release,
             Cancel: self.gangs.cancel,
-            Restart: lambda command: self.gangs.give_up(command.sequence),
+            Restart: lambda command: self.gangs.end_sequence(command.sequence_id),
             Refuse: self._refuse,
             Fail: self._refuse,
             ResetGang: lambda command: self.gangs.reset(command.gang, command.reason),
@@ -174,9 +175,9 @@ class Simulator:
 
     def _arrive(self, index: int) -> None:
         outcome = self._outcomes[index]
-        self.tell(
+        self.post_event(
             Submitted(
-                request=outcome.request,
+                request_id=outcome.request,
                 prompt_tokens=outcome.arrival.prompt_tokens,
                 output_tokens=outcome.arrival.asked_tokens,
                 cls=outcome.arrival.cls,
@@ -189,55 +190,57 @@ class Simulator:
     def _abandon(self, request: RequestId) -> None:
         if (outcome := self.outcome(request)).ended_ns < 0:
             self._end(outcome, "Cancelled")
-            self.tell(Cancelled(request=request))
+            self.post_event(RequestCancelled(request_id=request))
             self.gangs.end_request(request)
 
     # --- the loop ------------------------------------------------------------------------------
 
-    def run(self) -> Run:
+    def run(self) -> SimulationResult:
         """Go on until every request has ended and nothing is under way any more.
 
         Raises:
             RuntimeError: requests wait, and nothing will ever happen.
         """
-        while not self._timeline.empty and (self._open or self.gangs.busy or self._told):
+        while not self._timeline.empty and (self._open or self.gangs.busy or self._posted):
             now_ns = self._timeline.step()
-            if self._told:
-                self._turn(now_ns)
+            if self._posted:
+                self._round(now_ns)
         if self._open:
             raise RuntimeError(f"{self._open} requests wait for something that never comes")
-        return Run(
+        return SimulationResult(
             outcomes=tuple(self._outcomes),
             decoded=sum(log.tokens() for log in self.gangs.logs),
             end_ns=self._timeline.now_ns,
-            turns=self._turns,
+            rounds=self._rounds,
         )
 
-    def _turn(self, now_ns: int) -> None:
+    def _round(self, now_ns: int) -> None:
         self._watch_idleness()
-        if now_ns - self._heard_ns >= HEARD_NS and (instances := self.gangs.instances):
-            self._heard_ns = now_ns
-            self._told.insert(0, Heard(instances=instances))
-        events, self._told = self._told, []
+        if now_ns - self._last_heartbeat_ns >= HEARTBEAT_PERIOD_NS and (
+            instances := self.gangs.instances
+        ):
+            self._last_heartbeat_ns = now_ns
+            self._posted.insert(0, Heartbeat(instances=instances))
+        events, self._posted = self._posted, []
         commands, wake_ns = self._scheduler.handle(events, now_ns)
-        self._turns += 1
+        self._rounds += 1
         if self._observer is not None:
             self._observer(now_ns, events, commands)
-        self._set_alarm(wake_ns, now_ns)
+        self._set_wake_timer(wake_ns, now_ns)
         if not self._notice_ns:
-            self._carry_out(commands)
+            self._execute(commands)
         elif commands:
-            self._timeline.at(now_ns + self._notice_ns, lambda: self._carry_out(commands))
-        if self._told:
+            self._timeline.at(now_ns + self._notice_ns, lambda: self._execute(commands))
+        if self._posted:
             self._timeline.at(now_ns, lambda: None)
 
     def _watch_idleness(self) -> None:
-        idle = all(isinstance(event, Wake) for event in self._told)
+        idle = all(isinstance(event, Wake) for event in self._posted)
         self._idle_wakes = self._idle_wakes + 1 if idle else 0
         if self._idle_wakes > IDLE_WAKES:
             raise RuntimeError(f"{self._open} requests wait, and the scheduler only wakes up")
 
-    def _set_alarm(self, wake_ns: int | None, now_ns: int) -> None:
+    def _set_wake_timer(self, wake_ns: int | None, now_ns: int) -> None:
         if wake_ns == self._wake_ns:
             return
         self._wake_ns = wake_ns
@@ -248,39 +251,43 @@ class Simulator:
     def _wake(self) -> None:
         if self._timeline.now_ns == self._wake_ns:
             self._wake_ns = None
-            self.tell(Wake())
+            self.post_event(Wake())
 
-    def _carry_out(self, commands: Sequence[AnyCommand]) -> None:
+    def _execute(self, commands: Sequence[AnyCommand]) -> None:
         for command in commands:
-            self._carriers[type(command)](command)
+            self._executors[type(command)](command)
 
     # --- commands ------------------------------------------------------------------------------
 
     def _reserve(self, command: Reserve) -> None:
-        outcome = self.outcome(command.request)
+        outcome = self.outcome(command.request_id)
         if outcome.ended_ns < 0:
             outcome.sequences += 1
             outcome.cached = command.cached
             self.gangs.reserve(
-                command, before=outcome.drawn, left=outcome.arrival.output_tokens - outcome.drawn
+                command,
+                before=outcome.generated_tokens,
+                left=outcome.arrival.output_tokens - outcome.generated_tokens,
             )
         else:
             self.gangs.not_reserved(command)
 
     def _refuse(self, command: Refuse | Fail) -> None:
-        outcome = self.outcome(command.request)
+        outcome = self.outcome(command.request_id)
         if outcome.ended_ns < 0:
             self._end(outcome, command.error.code)
 
     # --- what the gangs tell (GangListener) ----------------------------------------------------
 
-    def tell(self, event: AnyEvent) -> None:
-        self._told.append(event)
+    def post_event(self, event: AnyEvent) -> None:
+        self._posted.append(event)
 
-    def tell_later(self, event: AnyEvent) -> None:
+    def post_rank_event(self, event: AnyEvent) -> None:
         if not self._notice_ns:
-            return self.tell(event)
-        return self._timeline.at(self._timeline.now_ns + self._notice_ns, lambda: self.tell(event))
+            return self.post_event(event)
+        return self._timeline.at(
+            self._timeline.now_ns + self._notice_ns, lambda: self.post_event(event)
+        )
 
     def started(self, request: RequestId) -> None:
         outcome = self.outcome(request)
@@ -289,33 +296,33 @@ class Simulator:
 
     def prefilled(self, sequence: int, request: RequestId) -> None:
         outcome = self.outcome(request)
-        outcome.drawn += 1
+        outcome.generated_tokens += 1
         outcome.stamps.append(self._timeline.now_ns)
         if outcome.first_token_ns < 0:
             outcome.first_token_ns = self._timeline.now_ns
-        if outcome.drawn == outcome.arrival.output_tokens:
+        if outcome.generated_tokens == outcome.arrival.output_tokens:
             self.finished(sequence, request)
         else:
-            self.tell(FirstToken(sequence=sequence))
+            self.post_event(FirstToken(sequence_id=sequence))
 
     def decoded(self, request: RequestId, ends: IterationEnds) -> None:
         outcome = self.outcome(request)
-        outcome.drawn += ends.stop - ends.start
+        outcome.generated_tokens += ends.stop - ends.start
         outcome.stamps.append(ends)
 
     def finished(self, sequence: int, request: RequestId) -> None:
         outcome = self.outcome(request)
         self._end(outcome, "")
-        self.gangs.give_up(sequence)
-        self.tell(Finished(sequence=sequence, drawn=outcome.drawn))
+        self.gangs.end_sequence(sequence)
+        self.post_event(Finished(sequence_id=sequence, generated_tokens=outcome.generated_tokens))
 
     # --- requests ------------------------------------------------------------------------------
 
-    def outcome(self, request: RequestId) -> Outcome:
+    def outcome(self, request: RequestId) -> RequestOutcome:
         """What has become of a request so far."""
         return self._outcomes[request - 1]
 
-    def _end(self, outcome: Outcome, error: str) -> None:
+    def _end(self, outcome: RequestOutcome, error: str) -> None:
         assert outcome.ended_ns < 0, f"request {outcome.request} ends twice"
         outcome.ended_ns, outcome.error = self._timeline.now_ns, error
         self._open -= 1

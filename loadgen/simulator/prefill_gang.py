@@ -1,23 +1,85 @@
-"""A prefill gang on modelled time: steps in order, and the KV that leaves while they compute."""
+"""Transfers of KV that take turns at the instances that receive it, as on the ranks.
+
+A prefill gang on modelled time: steps in order, and the KV that leaves while they compute.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from csps.loadgen.simulator.kept_kv import KeptKv
-from csps.loadgen.simulator.links import Link
-from csps.loadgen.simulator.receiving import Receiving
-from csps.loadgen.simulator.slots import Slots
-from csps.loadgen.simulator.step_order import Task
-from csps.protocols.receiving_backends import Transfer
-from csps.protocols.span import Span
-from csps.services.scheduling.commands import RunStep, Share
-from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
-from csps.services.scheduling.shares import own
-from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of
+from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
+from csps.loadgen.simulator.step_order import SimulatedStep
+from csps.loadgen.simulator.timeline import Link
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
+from csps.services.scheduling.deciding.step_layout import rows_of, slots_of, span_of
+from csps.services.scheduling.events.commands import PlacedSlice, RunStep
+from csps.services.scheduling.events.events import InstanceId, SequenceId, StepId, index_of
+from csps.services.scheduling.events.slices import own
+
+
+class ReceivingSlots:
+    """The backends of all instances that receive from one gang.
+
+    Args:
+        backends: of each instance; None: as many as there are transfers.
+    """
+
+    def __init__(self, backends: int | None) -> None:
+        self._backends = backends
+        self._instances: dict[InstanceId, ReceivingBackends] = {}
+        self._waiting: dict[tuple[InstanceId, ChunkTransfer], Callable[[], None]] = {}
+
+    @property
+    def limited(self) -> bool:
+        """Transfers may have to wait."""
+        return self._backends is not None
+
+    def request(
+        self, instance: InstanceId, transfer: ChunkTransfer, begin: Callable[[], None]
+    ) -> None:
+        """Begin when its turn comes."""
+        if self._backends is None:
+            return begin()
+        if instance not in self._instances:
+            self._instances[instance] = ReceivingBackends(self._backends)
+        self._waiting[instance, transfer] = begin
+        return self._begin(instance, self._instances[instance].handshake(transfer))
+
+    def end(self, instance: InstanceId, transfer: ChunkTransfer) -> None:
+        """It is over, or nobody wants it any more."""
+        if (backends := self._instances.get(instance)) is not None:
+            self._waiting.pop((instance, transfer), None)
+            self._begin(instance, backends.received(transfer))
+
+    def release(self, sequence: SequenceId, instance: InstanceId) -> None:
+        """All KV of a sequence has landed there, or nobody wants it any more."""
+        if (backends := self._instances.get(instance)) is None:
+            return
+        # Nobody would say that these may begin: whoever receives does not want them.
+        unblocked = [self._waiting.pop((instance, it)) for it in backends.waiting_of(sequence)]
+        self._begin(instance, backends.release(sequence))
+        for begin in unblocked:
+            begin()
+
+    def discard(self, sequence: SequenceId) -> None:
+        """Nobody wants it, wherever it was to go."""
+        for instance in list(self._instances):
+            self.release(sequence, instance)
+
+    def check_idle(self) -> None:
+        """Assert that every backend has come back."""
+        assert not self._waiting, "transfers that never begin"
+        for backends in self._instances.values():
+            backends.check_integrity()
+            assert backends.free == backends.total, "a backend was lost"
+
+    def _begin(self, instance: InstanceId, granted: Iterable[ChunkTransfer]) -> None:
+        for transfer in granted:
+            self._waiting.pop((instance, transfer))()
 
 
 class PrefillListener(Protocol):
@@ -39,10 +101,10 @@ class PrefillListener(Protocol):
 class Order(Protocol):
     """Who computes what next (`StepOrder`)."""
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: SimulatedStep) -> None:
         """Put a step in line."""
 
-    def withdraw(self, task: Task) -> None:
+    def cancel_step(self, task: SimulatedStep) -> None:
         """End a step that nobody wants any more."""
 
 
@@ -62,13 +124,13 @@ class _Flow:
     """Parts that have not arrived: all layers but the last, and the last."""
     due: list[int] = field(default_factory=list)
     """Parts in bytes that are computed, and wait for the flow's turn."""
-    transfer: Transfer | None = None
+    transfer: ChunkTransfer | None = None
     """What the flow is to the instance that receives it, where it has to wait for its turn."""
     begun: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _StepRun:
     """A step from the command until all its instances are done."""
 
     step: RunStep
@@ -76,7 +138,7 @@ class _Run:
     unsent: dict[InstanceId, int]
     """Flows that an instance takes part in and that have not arrived."""
     wanted: set[SequenceId]
-    task: Task | None = None
+    task: SimulatedStep | None = None
     computed: bool = False
     ending: bool = False
     """Its end is being dealt with."""
@@ -114,16 +176,18 @@ class PrefillGang:
         self._work_ns, self._route = work_ns, route
         self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
         self._in_place, self._listener = in_place, listener
-        self._runs: dict[StepId, _Run] = {}
-        self.receiving = Receiving(receiving_backends)
-        self.kept = KeptKv(slots)
+        self._runs: dict[StepId, _StepRun] = {}
+        self.receiving_slots = ReceivingSlots(receiving_backends)
+        self.prefix_cache = SimulatedPrefixCache(slots)
 
     @property
     def steps(self) -> int:
         """Not done yet."""
         return len(self._runs)
 
-    def run(self, step: RunStep, destinations: Mapping[SequenceId, tuple[Share, ...]]) -> None:
+    def run(
+        self, step: RunStep, destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]]
+    ) -> None:
         """Put a step in line.
 
         Args:
@@ -131,45 +195,45 @@ class PrefillGang:
             destinations: where the KV of each sequence goes.
         """
         if not self._in_place:
-            assert all(map(self.kept.has, step.history)), "reuses what is not kept"
+            assert all(map(self.prefix_cache.has, step.history)), "reuses what is not kept"
             slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
-            self.slots.take(("step", step.step), {index_of(it): n for it, n in slots.items()})
-        flows = list(_flows(step, destinations, self._route, single=self.receiving.limited))
+            self.slots.take(("step", step.step_id), {index_of(it): n for it, n in slots.items()})
+        flows = list(_flows(step, destinations, self._route, single=self.receiving_slots.limited))
         taking_part = Counter(source for flow in flows for source in flow.sources)
-        run = _Run(
+        run = _StepRun(
             step=step,
             flows=flows,
             unsent={it: taking_part[it] for it in step.group},
-            wanted={piece.sequence for piece in step.pieces},
+            wanted={chunk.sequence_id for chunk in step.chunks},
         )
-        self._runs[step.step] = run
-        run.task = Task(
+        self._runs[step.step_id] = run
+        run.task = SimulatedStep(
             members=tuple(map(index_of, step.group)),
             work_ns=self._work_ns(step),
-            urgent=step.urgent,
+            high_priority=step.high_priority,
             started=lambda: self._started(run),
             ended=lambda: self._ended(run),
-            sequences=tuple(dict.fromkeys(piece.sequence for piece in step.pieces)),
+            sequences=tuple(dict.fromkeys(chunk.sequence_id for chunk in step.chunks)),
         )
         self._order.submit(run.task)
 
     def cancel(self, sequence: SequenceId) -> None:
         """A step ends when none of its sequences is wanted any more. Until then the rows of the
         others stay where they are, so that it takes as long as ever."""
-        self.receiving.forget(sequence)
+        self.receiving_slots.discard(sequence)
         for run in list(self._runs.values()):
             run.wanted.discard(sequence)
             if not run.wanted and not run.computed and run.task is not None:
-                self._order.withdraw(run.task)
+                self._order.cancel_step(run.task)
 
-    def _started(self, run: _Run) -> None:
+    def _started(self, run: _StepRun) -> None:
         self._listener.started(run.step)
         for flow in list(run.flows):
             if self._layers > 1:
                 flow.due.append(self._size(flow) * (self._layers - 1) // self._layers)
-            self._ask(run, flow)
+            self._request_slot(run, flow)
 
-    def _ask(self, run: _Run, flow: _Flow) -> None:
+    def _request_slot(self, run: _StepRun, flow: _Flow) -> None:
         """Let the flow begin when its turn comes."""
 
         def begin() -> None:
@@ -179,9 +243,9 @@ class PrefillGang:
         if flow.transfer is None:
             begin()
         else:
-            self.receiving.ask(flow.destination, flow.transfer, begin)
+            self.receiving_slots.request(flow.destination, flow.transfer, begin)
 
-    def _ended(self, run: _Run) -> None:
+    def _ended(self, run: _StepRun) -> None:
         run.computed = True
         if not run.wanted:
             for flow in run.flows:
@@ -204,7 +268,7 @@ class PrefillGang:
     def _size(self, flow: _Flow) -> int:
         return sum(flow.tokens.values()) * self._kv_bytes_per_token
 
-    def _send(self, run: _Run, flow: _Flow) -> None:
+    def _send(self, run: _StepRun, flow: _Flow) -> None:
         """What is computed and not sent, if it is the flow's turn."""
         if not (flow.begun and flow.due):
             return
@@ -216,7 +280,7 @@ class PrefillGang:
         else:
             flow.link.send(size, lambda: self._arrived(run, flow))
 
-    def _arrived(self, run: _Run, flow: _Flow) -> None:
+    def _arrived(self, run: _StepRun, flow: _Flow) -> None:
         flow.missing -= 1
         if flow.missing or flow.due or not run.computed or flow not in run.flows:
             return
@@ -231,30 +295,30 @@ class PrefillGang:
 
     def _end(self, flow: _Flow) -> None:
         if flow.transfer is not None:
-            self.receiving.end(flow.destination, flow.transfer)
+            self.receiving_slots.end(flow.destination, flow.transfer)
 
-    def _instance_done(self, run: _Run, instance: InstanceId) -> None:
+    def _instance_done(self, run: _StepRun, instance: InstanceId) -> None:
         del run.unsent[instance]
-        step = run.step.step
+        step = run.step.step_id
         if not self._in_place:
-            self.slots.give_back(("step", step), index_of(instance))
+            self.slots.release(("step", step), index_of(instance))
         if not run.unsent:
-            self._keep(run)
+            self._retain(run)
         assert run.task is not None
-        took_ns = run.task.work_ns + run.task.longer_ns
+        took_ns = run.task.work_ns + run.task.slowdown_ns
         self._listener.step_done(step, instance, took_ns if run.wanted else 0)
         if not run.unsent:
             del self._runs[step]
 
-    def _keep(self, run: _Run) -> None:
-        for piece, rows in zip(run.step.pieces, rows_of(run.step), strict=True):
-            if piece.stays and piece.sequence in run.wanted:
-                self.kept.add(piece.sequence, piece.keep or rows)
+    def _retain(self, run: _StepRun) -> None:
+        for chunk, rows in zip(run.step.chunks, rows_of(run.step), strict=True):
+            if chunk.retain and chunk.sequence_id in run.wanted:
+                self.prefix_cache.add(chunk.sequence_id, chunk.placement or rows)
 
 
 def _flows(
     step: RunStep,
-    destinations: Mapping[SequenceId, tuple[Share, ...]],
+    destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]],
     route: Route,
     *,
     single: bool,
@@ -265,12 +329,12 @@ def _flows(
         single: each sequence and each instance that sends it apart, because they take turns.
     """
     flows: dict[tuple[object, ...], _Flow] = {}
-    for piece, rows, history in zip(step.pieces, rows_of(step), step.history, strict=True):
-        begins = all(it.origin for it in history)
+    for chunk, rows, history in zip(step.chunks, rows_of(step), step.history, strict=True):
+        begins = all(it.source for it in history)
         rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
-        for share in own(destinations.get(piece.sequence, ())):  # the rest is there already
-            chunk = chunk_of(piece)
-            wanted = share.span.intersection(Span(0, chunk.stop) if begins else chunk)
+        for share in own(destinations.get(chunk.sequence_id, ())):  # the rest is there already
+            span = span_of(chunk)
+            wanted = share.span.intersection(Span(0, span.stop) if begins else span)
             for row in rows:
                 tokens = row.span.intersection(wanted).length
                 if not tokens:
@@ -279,9 +343,9 @@ def _flows(
                 key: tuple[object, ...] = (link, share.instance)
                 flow = _Flow(link, share.instance)
                 if single:
-                    key = (*key, piece.sequence, row.instance)
-                    flow.transfer = Transfer(piece.sequence, step.step, row.instance)
+                    key = (*key, chunk.sequence_id, row.instance)
+                    flow.transfer = ChunkTransfer(chunk.sequence_id, step.step_id, row.instance)
                 flow = flows.setdefault(key, flow)
-                flow.tokens[piece.sequence] = flow.tokens.get(piece.sequence, 0) + tokens
+                flow.tokens[chunk.sequence_id] = flow.tokens.get(chunk.sequence_id, 0) + tokens
                 flow.sources[row.instance] = None
     yield from flows.values()

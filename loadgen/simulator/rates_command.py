@@ -1,50 +1,133 @@
-"""`csps rates`: find Tetris' rates of improvement for a cluster and its prompts, by simulation."""
+"""Which rate of improvement is best at which load: Tetris' offline profile (§5.1).
+
+Prompts are planned one after the other, each on the times at which the ones before it leave the
+instances, which needs neither scheduler nor events: what the simulator finds for prefill alone, a
+hundred times as fast. The rate with the least mean time to the first token wins; of rates that
+differ by less than noise does, the lowest, which serves a lull best.
+
+`csps rates`: find Tetris' rates of improvement for a cluster and its prompts, by simulation.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 
-from csps.configurator.scaling_information_base import FitRow, ScalingInformationBase
+from csps.configurator.model.scaling_information_base import FitRow, ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.loadgen.simulator.improvement_rates import (
-    REQUESTS,
-    Drawn,
-    Prompts,
-    drawn_from,
-    planner_of,
-    profile,
-)
-from csps.loadgen.workloads.named import WORKLOADS, workload
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
+from csps.loadgen.workloads.named import WORKLOADS, Workload, workload
 from csps.loadgen.workloads.request import fit
 from csps.loadgen.workloads.traces import at_rate, read_trace
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.policies.tetris.improvement import FIT
-from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Location
+from csps.services.scheduling.policies.tetris.cdsp import Cdsp, group_sizes
+from csps.services.scheduling.policies.tetris.options import FIT, TetrisOptions
+
+RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
+"""The paper's range, 0.05 to 0.75."""
+LOAD_STEP = 0.5
+"""Requests per second from one record to the next."""
+REQUESTS = 1000
+OVERLOADED = 25.0
+"""Mean time to the first token, in multiples of that at the least load, beyond which there is no
+need to look: all rates lose then."""
+MOST_LOAD = 100.0
+"""Where to stop if nothing is too much, as of a trace of a few requests."""
+NOISE = 0.01
+
+Prompts = Sequence[tuple[int, int]]
+"""(time of arrival, tokens), ascending."""
+PromptSampler = Callable[[float], Prompts]
+"""Prompts at so many requests per second."""
+
+
+def profile(
+    planner: Cdsp, sampler: PromptSampler, rates: Sequence[float] = RATES
+) -> list[tuple[float, float]]:
+    """(requests per second, best rate), from a light load to one that is too much."""
+    records: list[tuple[float, float]] = []
+    light: float | None = None
+    while True:
+        load = LOAD_STEP * (len(records) + 1)
+        prompts = sampler(load)
+        means = [statistics.fmean(ttfts_ns(planner, prompts, rate)) for rate in rates]
+        best = min(means)
+        chosen = next(
+            rate for rate, mean in zip(rates, means, strict=True) if mean <= best * (1 + NOISE)
+        )
+        records.append((load, chosen))
+        light = best if light is None else light
+        if best > OVERLOADED * light or load >= MOST_LOAD:
+            return records
+
+
+def sampler_of(
+    workload: Workload, cluster: ClusterModel, *, requests: int = REQUESTS, seed: int = 0
+) -> PromptSampler:
+    """Prompts of a workload, the same at all loads."""
+
+    def draw(load: float) -> Prompts:
+        fitted = generate(
+            workload,
+            requests,
+            arrivals=Arrivals(rate=load),
+            seed=seed,
+            size=Size(positions=cluster.max_positions),
+        )
+        return [(it.arrival_ns, it.input_length) for it in fitted.requests]
+
+    return draw
+
+
+def planner_of(cluster: ClusterModel, min_chunk: int, *, chunked: bool = True) -> Cdsp:
+    """For the prefill instances of a cluster."""
+    places = sorted(Location.parse(it.location) for it in cluster.prefill.instances)
+    servers = [sum(1 for _ in it) for _, it in groupby(places, key=lambda it: it.server_id)]
+    costs = {
+        size: cluster.table.step(size, cluster.prefill.tp) for size in group_sizes(len(places))
+    }
+    return Cdsp(servers, costs, min_chunk=min_chunk, chunked=chunked)
+
+
+def ttfts_ns(planner: Cdsp, prompts: Prompts, rate: float) -> list[int]:
+    """Time to the first token of each prompt."""
+    free_ns = [0] * planner.instances
+    ttfts = []
+    for at_ns, tokens in prompts:
+        waits = [free - at_ns if free > at_ns else 0 for free in free_ns]
+        chunks = planner.plan(tokens, waits, rate)
+        for chunk in chunks:
+            for member in chunk.members:
+                free_ns[member] = at_ns + chunk.end_ns
+        ttfts.append(chunks[-1].end_ns)
+    return ttfts
 
 
 def main(argv: Sequence[str]) -> None:
     """The command."""
     arguments = _arguments(argv)
     cluster = load_cluster(arguments.cluster)
-    records = profile(planner_of(cluster, arguments.min_chunk), _drawn(arguments, cluster))
+    records = profile(planner_of(cluster, arguments.min_chunk), _sampler(arguments, cluster))
     print("improvement_rates:  # requests per second, and the best rate of improvement")
     for load, rate in records:
         print(f"  - [{load:g}, {rate:g}]")
     if arguments.sib is not None:
-        _keep(arguments.sib, records)
+        _store(arguments.sib, records)
         print(f"kept in {arguments.sib}")
 
 
-def _drawn(arguments: argparse.Namespace, cluster: ClusterModel) -> Drawn:
+def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSampler:
     if arguments.trace is None:
         chosen = workload(arguments.workload)
-        return drawn_from(chosen, cluster, requests=arguments.requests, seed=arguments.seed)
+        return sampler_of(chosen, cluster, requests=arguments.requests, seed=arguments.seed)
     requests = read_trace(arguments.trace)[: arguments.requests]
     if not requests:
         raise ConfigError(f"{arguments.trace} has no requests")
@@ -56,7 +139,7 @@ def _drawn(arguments: argparse.Namespace, cluster: ClusterModel) -> Drawn:
     return draw
 
 
-def _keep(path: Path, records: Sequence[tuple[float, float]]) -> None:
+def _store(path: Path, records: Sequence[tuple[float, float]]) -> None:
     base = ScalingInformationBase.read(path, None)
     if base is None:
         raise ConfigError(f"there is no {path}; run `csps profile steps` first")

@@ -1,13 +1,32 @@
-"""Requests as the simulator sees them, and what becomes of them."""
+"""Requests as the simulator sees them, and what becomes of them.
+
+Simulated requests as the records that load tests write.
+
+What simulated gangs tell.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
 
-from csps.loadgen.simulator.decode_batch import IterationLog, Row
-from csps.services.scheduling.commands import Release, Share
-from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId, index_of
-from csps.services.scheduling.shares import own, tokens_on
+import numpy as np
+
+from csps.loadgen.results.record import RequestRecord, Status
+from csps.loadgen.simulator.decode_batch import IterationLog, SimulatedMember
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
+from csps.services.scheduling.events.commands import Evict, PlacedSlice
+from csps.services.scheduling.events.events import (
+    AnyEvent,
+    InstanceId,
+    RequestId,
+    SequenceId,
+    index_of,
+)
+from csps.services.scheduling.events.slices import own, tokens_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +53,13 @@ class Arrival:
 class IterationEnds:
     """Times of tokens: the ends of iterations [start, stop) of a batch, or of a row's own."""
 
-    log: IterationLog | Row
+    log: IterationLog | SimulatedMember
     start: int
     stop: int
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What has become of a request. Times are in nanoseconds, -1 is never."""
 
     request: RequestId
@@ -49,7 +68,7 @@ class Outcome:
     """Its first step began to compute."""
     first_token_ns: int = -1
     ended_ns: int = -1
-    drawn: int = 0
+    generated_tokens: int = 0
     cached: int = 0
     """Tokens of the prompt that the last attempt found computed."""
     sequences: int = 0
@@ -75,15 +94,15 @@ class Outcome:
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class SimulatedSequence:
     """One attempt at a request on the ranks."""
 
     sequence: SequenceId
     request: RequestId
     prompt_tokens: int
-    shares: tuple[Share, ...]
+    slices: tuple[PlacedSlice, ...]
     master: InstanceId
-    answer: tuple[Share, ...]
+    answer: tuple[PlacedSlice, ...]
     """Who keeps the KV of its tokens to come, if not the master."""
     before: int
     """Tokens that earlier sequences have drawn."""
@@ -91,13 +110,13 @@ class Sequence:
     """To be drawn by this one."""
     cached: int = 0
     """Tokens of the prompt that nothing computes."""
-    stays: bool = False
+    retain: bool = False
     """Nothing is freed at its end until the gang is told what to keep."""
-    releases: list[Release] = field(default_factory=list)
+    releases: list[Evict] = field(default_factory=list)
     """Of what is kept, told before that was."""
     missing: dict[InstanceId, int] = field(default_factory=dict)
     """KV that has not arrived, by decode instance."""
-    row: Row | None = None
+    member: SimulatedMember | None = None
     """In the decode batch."""
     over: bool = False
     """Serves its request no more."""
@@ -105,10 +124,90 @@ class Sequence:
     @property
     def instances(self) -> tuple[int, ...]:
         """Numbers of those that take part in decoding it."""
-        named = {self.master, *(it.instance for it in (*self.shares, *self.answer))}
+        named = {self.master, *(it.instance for it in (*self.slices, *self.answer))}
         return tuple(sorted(map(index_of, named)))
 
     @property
     def slots(self) -> dict[InstanceId, int]:
         """Of the prompt, by decode instance; what is reused has its own."""
-        return tokens_on(own(self.shares))
+        return tokens_on(own(self.slices))
+
+
+QUEUE_PERCENTILES = (50, 99)
+
+
+def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
+    """Requests of a workload as the simulator takes them: answers of exactly their length."""
+    return [
+        Arrival(
+            at_ns=it.arrival_ns,
+            prompt_tokens=it.input_length,
+            output_tokens=it.output_length,
+            hashes=chained(it.hash_ids[: it.input_length // HASH_BLOCK_TOKENS]),
+        )
+        for it in requests
+    ]
+
+
+def chained(ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Names of whole blocks that name all before them, too."""
+    last, found = b"", []
+    for it in ids:
+        last = blake2b(last + it.to_bytes(16, "little", signed=True), digest_size=16).digest()
+        found.append(last)
+    return tuple(found)
+
+
+def records_of(outcomes: Sequence[RequestOutcome]) -> list[RequestRecord]:
+    """One record for each request; a chunk is a token, as a server streams them."""
+    return [
+        RequestRecord(
+            scheduled_ns=it.arrival.at_ns,
+            sent_ns=it.arrival.at_ns,
+            chunk_ns=tuple(it.token_ns),
+            finished_ns=it.ended_ns,
+            input_tokens=it.arrival.prompt_tokens,
+            output_tokens=it.generated_tokens,
+            status=_status(it),
+            error=it.error,
+        )
+        for it in outcomes
+    ]
+
+
+def _status(outcome: RequestOutcome) -> Status:
+    if not outcome.error:
+        return "completed"
+    return "cancelled" if outcome.error == "Cancelled" else "failed"
+
+
+def queue_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
+    """How long requests waited for their first step to begin, in ms."""
+    waits = [(it.started_ns - it.arrival.at_ns) / 1e6 for it in outcomes if it.started_ns >= 0]
+    if not waits:
+        return {}
+    fields = {"mean_queue_ms": math.fsum(waits) / len(waits)}
+    fields |= {f"p{p}_queue_ms": float(np.percentile(waits, p)) for p in QUEUE_PERCENTILES}
+    return {name: round(value, 6) for name, value in fields.items()}
+
+
+class GangListener(Protocol):
+    """The kernel, as the gangs see it."""
+
+    def post_event(self, event: AnyEvent) -> None:
+        """An event for the scheduler, now."""
+
+    def post_rank_event(self, event: AnyEvent) -> None:
+        """An event on a rank, of which the scheduler hears when a message has arrived."""
+
+    def started(self, request: RequestId) -> None:
+        """A step of the request has begun."""
+
+    def prefilled(self, sequence: SequenceId, request: RequestId) -> None:
+        """The first token of a sequence was drawn."""
+
+    def decoded(self, request: RequestId, ends: IterationEnds) -> None:
+        """The request has drawn a token at the end of each of these iterations."""
+
+    def finished(self, sequence: SequenceId, request: RequestId) -> None:
+        """The last token was drawn."""

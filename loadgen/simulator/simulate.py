@@ -11,25 +11,21 @@ from typing import Any
 
 import yaml
 
+from csps.configurator.costs.cost_table import Costs, CostTable
 from csps.loadgen.bench.options import positive, rate
-from csps.loadgen.results.files import write_result
-from csps.loadgen.results.result import Result, Run, summarize
+from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
-from csps.loadgen.simulator.kernel import Run as Found
-from csps.loadgen.simulator.kernel import Simulator
-from csps.loadgen.simulator.records import arrivals_of, queue_fields, records_of
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.simulator.kernel import SimulationResult, Simulator
+from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Fitted, fit
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, FittedRequests, fit
 from csps.loadgen.workloads.traces import at_rate, read_trace
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.cost import Costs, CostTable
-from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.policies.choice import check_pairing, make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
-from csps.services.scheduling.scheduler import Scheduler
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
+from csps.services.scheduling.policies.registry import check_pairing, make_policy
 
 DEFAULT_REQUESTS = 1000
 UNLIMITED = 1 << 40
@@ -108,7 +104,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> Fitted:
+def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> FittedRequests:
     """The requests that the arguments ask for, cut to what the cluster's model can take.
 
     Raises:
@@ -188,9 +184,9 @@ def simulate(
     cluster: ClusterModel,
     policy: str,
     options: dict[str, Any],
-    requests: Fitted,
+    requests: FittedRequests,
     reuse: ReuseSettings | None = None,
-) -> Found:
+) -> SimulationResult:
     """One run.
 
     Raises:
@@ -200,12 +196,15 @@ def simulate(
     simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
     found = simulator.run()
     simulator.gangs.check_idle()
-    scheduler.check_integrity()
+    scheduler.check_invariants()
     return found
 
 
 def result_of(
-    arguments: argparse.Namespace, cluster: ClusterModel, requests: Fitted, found: Found
+    arguments: argparse.Namespace,
+    cluster: ClusterModel,
+    requests: FittedRequests,
+    found: SimulationResult,
 ) -> Result:
     """The run as load tests write theirs."""
     source = arguments.workload or arguments.trace.name
@@ -219,7 +218,7 @@ def result_of(
         "cached_tokens": sum(it.cached for it in found.outcomes),
         **queue_fields(found.outcomes),
     }
-    run = Run(
+    run = RunDescription(
         kind="simulated",
         label=f"{arguments.policy} {source}",  # one line of a report over all rates
         model_id=cluster.name,

@@ -1,14 +1,27 @@
-"""Simulated time: a heap ordered by (time, order of insertion), so that ties are no accident."""
+"""Simulated time: a heap ordered by (time, order of insertion), so that ties are no accident.
+
+Links that transfers share equally (processor sharing).
+
+The links between a prefill and a decode gang.
+
+Cores that the ranks of a server share equally (processor sharing).
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel
+from csps.services.scheduling.events.events import InstanceId, index_of
 
 Action = Callable[[], object]
 
 
-class Timeline:
+class EventTimeline:
     """What will happen, and when."""
 
     def __init__(self) -> None:
@@ -38,3 +51,201 @@ class Timeline:
         while self._heap and self._heap[0][0] == now_ns:
             heapq.heappop(self._heap)[2]()
         return now_ns
+
+
+NS_PER_S = 1_000_000_000
+
+
+class Link:
+    """A link on which each of n transfers gets 1/n of the bandwidth.
+
+    Every transfer under way has had the same service since it began, so one counter of service is
+    enough: a transfer of so many bytes ends when the counter has grown by so many. The counter is
+    an integer, in billionths of a byte.
+
+    Args:
+        timeline: the simulated time.
+        bytes_per_s: of the whole link.
+        latency_ns: from the last byte that leaves to its arrival; it takes no bandwidth.
+    """
+
+    def __init__(self, timeline: EventTimeline, *, bytes_per_s: int, latency_ns: int = 0) -> None:
+        assert bytes_per_s > 0, "a link without bandwidth"
+        self._timeline = timeline
+        self._bytes_per_s, self._latency_ns = bytes_per_s, latency_ns
+        self._served = 0
+        self._served_at_ns = 0
+        self._ending: list[tuple[int, int, Callable[[], None]]] = []
+        self._begun = 0
+        self._version = 0
+        """Version of the next end: earlier ones on the timeline are out of date."""
+
+    @property
+    def transfers(self) -> int:
+        """Under way now."""
+        return len(self._ending)
+
+    def send(self, size: int, arrived: Callable[[], None]) -> None:
+        """Begin to send `size` bytes now; `arrived` is called when the last one is there."""
+        self._serve()
+        end = self._served + size * NS_PER_S
+        heapq.heappush(self._ending, (end, self._begun, arrived))
+        self._begun += 1
+        self._schedule_end()
+
+    def _serve(self) -> None:
+        """Bring the counter up to the present."""
+        now_ns = self._timeline.now_ns
+        if self._ending:
+            self._served += self._bytes_per_s * (now_ns - self._served_at_ns) // self.transfers
+        self._served_at_ns = now_ns
+
+    def _schedule_end(self) -> None:
+        """Put the end that comes next on the timeline."""
+        self._version += 1
+        if not self._ending:
+            return
+        version, left = self._version, max(0, self._ending[0][0] - self._served)
+        wait_ns = -(-left * self.transfers // self._bytes_per_s)
+        self._timeline.at(self._timeline.now_ns + wait_ns, lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._serve()
+        over: list[Callable[[], None]] = []
+        while self._ending and self._ending[0][0] <= self._served:
+            over.append(heapq.heappop(self._ending)[2])
+        self._schedule_end()
+        for arrived in over:
+            self._deliver(arrived)
+
+    def _deliver(self, arrived: Callable[[], None]) -> None:
+        if not self._latency_ns:
+            return arrived()
+        return self._timeline.at(self._timeline.now_ns + self._latency_ns, lambda: arrived())
+
+
+class SimulatedNetwork:
+    """Finds the link from one instance to another; links are made when first used."""
+
+    def __init__(self, timeline: EventTimeline, cluster: ClusterModel) -> None:
+        self._timeline, self._cluster = timeline, cluster
+        self._links: dict[tuple[str, str, str], Link] = {}
+        self._routes: dict[tuple[InstanceId, InstanceId], Link | None] = {}
+
+    def route(self, source: InstanceId, destination: InstanceId) -> Link | None:
+        """The link from where KV is computed to where it is decoded; None takes no time."""
+        key = (source, destination)
+        if key not in self._routes:
+            self._routes[key] = self._find(source, destination)
+        return self._routes[key]
+
+    def _find(self, source: InstanceId, destination: InstanceId) -> Link | None:
+        cluster = self._cluster
+        if source == destination:  # of an elastic gang
+            return None
+        sender = cluster.prefill.instances[index_of(source)]
+        receiver = cluster.decode.instances[index_of(destination)]
+        if sender.server == receiver.server:
+            kind, model = "inside", cluster.inside
+            ends = (
+                (sender.server, "")
+                if model and model.shared
+                else (sender.location, receiver.location)
+            )
+        else:
+            kind, model = "between", cluster.between
+            ends = ("", "") if model and model.shared else (sender.server, receiver.server)
+        if model is None:
+            return None
+        key = (kind, *ends)
+        if key not in self._links:
+            self._links[key] = Link(
+                self._timeline, bytes_per_s=model.bytes_per_s, latency_ns=model.latency_ns
+            )
+        return self._links[key]
+
+    @property
+    def transfers(self) -> int:
+        """Under way on all links."""
+        return sum(link.transfers for link in self._links.values())
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Work of a group."""
+
+    ranks: Counter[str]
+    """By server."""
+    left_ns: Fraction
+    """What it would still take if nobody else computed."""
+    done: Callable[[], None]
+
+
+class Cores:
+    """The cores under a gang's ranks.
+
+    A group's work is given as what it takes alone, which is how it was profiled: a group of more
+    ranks than cores has had its share of them then. Each of B ranks that compute has min(1, cores
+    / B) of a core, so that a group of n goes on at max(cores, n) / max(cores, B) of that speed;
+    over several servers, as fast as on the slowest of them.
+
+    Args:
+        timeline: the simulated time.
+        gang: its instances, each rank of which computes in one thread.
+    """
+
+    def __init__(self, timeline: EventTimeline, gang: GangModel) -> None:
+        self._timeline, self._gang = timeline, gang
+        self._cores = {it.server: it.cores for it in gang.instances if it.cores is not None}
+        self._jobs: list[_Job] = []
+        self._computing: Counter[str] = Counter()
+        """Ranks, by server."""
+        self._served_at_ns = 0
+        self._version = 0
+        """Version of the next end: earlier ones on the timeline are out of date."""
+
+    def compute(self, instances: Sequence[int], work_ns: int, done: Callable[[], None]) -> None:
+        """Begin work now that takes the group so long alone; `done` is called at its end."""
+        self._serve()
+        ranks: Counter[str] = Counter()
+        for instance in instances:
+            ranks[self._gang.instances[instance].server] += self._gang.tp
+        self._computing += ranks
+        self._jobs.append(_Job(ranks, Fraction(work_ns), done))
+        self._schedule_end()
+
+    def _speed(self, job: _Job) -> Fraction:
+        """Compared with being alone."""
+        shared = [(self._cores.get(it), n, self._computing[it]) for it, n in job.ranks.items()]
+        speeds = [Fraction(max(cores, n), max(cores, of)) for cores, n, of in shared if cores]
+        return min(speeds, default=Fraction(1))
+
+    def _serve(self) -> None:
+        """Bring what is left up to the present."""
+        passed_ns = self._timeline.now_ns - self._served_at_ns
+        self._served_at_ns = self._timeline.now_ns
+        for job in self._jobs:
+            job.left_ns -= passed_ns * self._speed(job)
+
+    def _schedule_end(self) -> None:
+        """Put the end that comes next on the timeline."""
+        self._version += 1
+        if not self._jobs:
+            return
+        version = self._version
+        wait_ns = max(0, min(-(-job.left_ns // self._speed(job)) for job in self._jobs))
+        self._timeline.at(self._timeline.now_ns + wait_ns, lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._serve()
+        over = [job for job in self._jobs if job.left_ns <= 0]
+        self._jobs = [job for job in self._jobs if job.left_ns > 0]
+        for job in over:
+            self._computing -= job.ranks
+        self._schedule_end()
+        for job in over:
+            job.done()

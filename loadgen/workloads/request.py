@@ -1,8 +1,11 @@
-"""One request of a workload, as load tests and the simulator read it."""
+"""One request of a workload, as load tests and the simulator read it.
+
+Conversations of several turns, each of which starts with all that was said before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 HASH_BLOCK_TOKENS = 512
@@ -10,7 +13,7 @@ HASH_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class RequestObjective:
     """What a request wants made the best of, as in the `csps` object of the API."""
 
     objective: str | None = None
@@ -35,7 +38,7 @@ def _number(value: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class WorkloadRequest:
     """What is asked, and when."""
 
     arrival_ns: int
@@ -51,7 +54,7 @@ class Request:
     """Text. Of a later turn of a conversation: what is added to the turn before and its answer."""
     answer: str | None = None
     """The one right answer, where the prompt has one."""
-    objective: Objective | None = None
+    objective: RequestObjective | None = None
     conversation: str | None = None
     """Turns of one conversation follow each other: each prompt starts with the one before and its
     answer, and `input_length` counts them too."""
@@ -67,15 +70,15 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FittedRequests:
     """Requests that all fit into a model's positions."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[WorkloadRequest, ...]
     cut: int
     """Requests whose prompt had to be cut."""
 
 
-def fit(requests: Sequence[Request], positions: int) -> Fitted:
+def fit(requests: Sequence[WorkloadRequest], positions: int) -> FittedRequests:
     """Cut prompts so that prompt and answer fit; answers keep their length.
 
     A prompt that has text is left alone, since nobody here knows where its tokens end: give the
@@ -86,10 +89,10 @@ def fit(requests: Sequence[Request], positions: int) -> Fitted:
     """
     fitted = tuple(_fit(request, positions) for request in requests)
     cut = sum(a is not b for a, b in zip(fitted, requests, strict=True))
-    return Fitted(requests=fitted, cut=cut)
+    return FittedRequests(requests=fitted, cut=cut)
 
 
-def _fit(request: Request, positions: int) -> Request:
+def _fit(request: WorkloadRequest, positions: int) -> WorkloadRequest:
     room = positions - request.output_length
     if request.input_length <= room:
         return request
@@ -98,3 +101,54 @@ def _fit(request: Request, positions: int) -> Request:
         raise ValueError(f"{total} do not fit into {positions} positions and cannot be cut")
     blocks = -(-room // HASH_BLOCK_TOKENS)
     return replace(request, input_length=room, hash_ids=request.hash_ids[:blocks])
+
+
+_BLOCKS_OF_ONE = 1 << 32
+"""Hash ids that a conversation has for itself."""
+_PARTIAL = 1 << 31
+"""Ids of last blocks, which the next turn fills up and so has under another id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationTurns:
+    """What follows the first turn."""
+
+    count: int = 1
+    """Of a conversation, the first one included."""
+    added_tokens: int = 128
+    """Of each later turn's own text."""
+    delay_ns: int = 1_000_000_000
+    """From the end of an answer to the next turn."""
+
+
+def converse(
+    first_turns: Sequence[WorkloadRequest], turns: ConversationTurns
+) -> list[WorkloadRequest]:
+    """Each request becomes the first turn of a conversation."""
+    if turns.count == 1:
+        return list(first_turns)
+    return [
+        turn for number, first in enumerate(first_turns) for turn in _turns(number, first, turns)
+    ]
+
+
+def _turns(
+    number: int, first: WorkloadRequest, turns: ConversationTurns
+) -> Iterator[WorkloadRequest]:
+    length = first.input_length
+    for turn in range(turns.count):
+        yield replace(
+            first,
+            input_length=length,
+            hash_ids=_hash_ids(number, turn, length),
+            conversation=str(number),
+            delay_ns=turns.delay_ns if turn else 0,
+        )
+        length += first.output_length + turns.added_tokens
+
+
+def _hash_ids(number: int, turn: int, length: int) -> tuple[int, ...]:
+    whole, rest = divmod(length, HASH_BLOCK_TOKENS)
+    base = (number + 1) * _BLOCKS_OF_ONE
+    last = (base + _PARTIAL + turn,) if rest else ()
+    return (*range(base, base + whole), *last)

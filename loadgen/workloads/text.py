@@ -11,11 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Request
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
 from csps.models.needle_prompts.filler import SHORTEST_SENTENCE, filler_sentences
-from csps.models.needle_prompts.haystack import Fact, Haystack, build_haystack, draw_facts
+from csps.models.needle_prompts.haystack import (
+    Fact,
+    Haystack,
+    Question,
+    ask,
+    build_haystack,
+    draw_facts,
+)
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
-from csps.models.needle_prompts.questions import Question, ask
 from csps.models.needle_prompts.words import NOUNS, Count, count_words
 
 _QUESTION_TOKENS, _FACT_TOKENS = 13, 7
@@ -35,7 +41,7 @@ class Writer:
     count: Count | None = None
     """Tokens of a text; None: words, which are the included model's tokens."""
 
-    def write(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def write(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
         """The requests with prompts, in order; those that have one keep it."""
         said: dict[str, int] = {}
         for number, request in enumerate(requests):
@@ -50,7 +56,7 @@ class Writer:
                 length = max(1, request.input_length - before)
                 yield self._of_its_own(request, length, f"{self.seed}/{number}")
 
-    def _of_its_own(self, request: Request, length: int, seed: str) -> Request:
+    def _of_its_own(self, request: WorkloadRequest, length: int, seed: str) -> WorkloadRequest:
         rng = random.Random(f"load/{seed}")
         room = length - _QUESTION_TOKENS - SHORTEST_SENTENCE
         needles = min(self.needles, room // _FACT_TOKENS)
@@ -64,7 +70,7 @@ class Writer:
         text = prompt.chat_text if self.chat else prompt.text
         return replace(request, prompt=text, answer=prompt.answer)
 
-    def _of_blocks(self, request: Request) -> Request:
+    def _of_blocks(self, request: WorkloadRequest) -> WorkloadRequest:
         """Whole blocks as their ids say, the last one with a question to one of them."""
         *whole, last = request.hash_ids
         rest = request.input_length - HASH_BLOCK_TOKENS * len(whole)

@@ -13,14 +13,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from csps.loadgen.workloads.request import Objective, Request
-from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.loadgen.workloads.request import RequestObjective, WorkloadRequest
+from csps.protocols.core.errors import ConfigError, abridged, nearest
 
 NS_PER_MS = 1_000_000
-_OBJECTIVE_FIELDS = {field.name for field in fields(Objective)}
+_OBJECTIVE_FIELDS = {field.name for field in fields(RequestObjective)}
 
 
-def read_trace(path: Path, *, speedup: float = 1.0) -> list[Request]:
+def read_trace(path: Path, *, speedup: float = 1.0) -> list[WorkloadRequest]:
     """All requests of a file, in the order of their arrival.
 
     Args:
@@ -30,7 +30,7 @@ def read_trace(path: Path, *, speedup: float = 1.0) -> list[Request]:
     Raises:
         ConfigError: what is wrong, with file and line.
     """
-    requests: list[Request] = []
+    requests: list[WorkloadRequest] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -42,13 +42,13 @@ def read_trace(path: Path, *, speedup: float = 1.0) -> list[Request]:
     return sorted(requests, key=lambda request: request.arrival_ns)
 
 
-def write_trace(requests: Iterable[Request], path: Path) -> None:
+def write_trace(requests: Iterable[WorkloadRequest], path: Path) -> None:
     """What `read_trace` reads back equal, but for fractions of a nanosecond."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(dict(_row(request))) + "\n" for request in requests)
 
 
-def at_rate(requests: list[Request], rate: float) -> list[Request]:
+def at_rate(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
     """The same requests, their times stretched to so many requests per second on average."""
     span_ns = requests[-1].arrival_ns - requests[0].arrival_ns if requests else 0
     if span_ns == 0:
@@ -57,7 +57,7 @@ def at_rate(requests: list[Request], rate: float) -> list[Request]:
     return [replace(it, arrival_ns=round(it.arrival_ns * factor)) for it in requests]
 
 
-def _read(line: str, place: str, speedup: float) -> Request:
+def _read(line: str, place: str, speedup: float) -> WorkloadRequest:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
@@ -65,7 +65,7 @@ def _read(line: str, place: str, speedup: float) -> Request:
         prompt = row.get("prompt")
         # A file with text only: tokens are counted by the server, or by a tokenizer before.
         input_length = row.get("input_length", max(1, len(str(prompt).split())) if prompt else None)
-        return Request(
+        return WorkloadRequest(
             arrival_ns=round(_number(row.get("timestamp", 0), "timestamp") * NS_PER_MS / speedup),
             delay_ns=round(_number(row.get("delay", 0), "delay") * NS_PER_MS / speedup),
             input_length=int(_number(input_length, "input_length")),
@@ -86,16 +86,16 @@ def _number(value: Any, name: str) -> float:
     return value
 
 
-def _objective(fields_of: Any) -> Objective | None:
+def _objective(fields_of: Any) -> RequestObjective | None:
     if not fields_of:
         return None
     for name in fields_of:
         if name not in _OBJECTIVE_FIELDS:
             raise ValueError(f"csps: unknown field '{name}'{nearest(name, _OBJECTIVE_FIELDS)}")
-    return Objective(**fields_of)
+    return RequestObjective(**fields_of)
 
 
-def _row(request: Request) -> Iterator[tuple[str, Any]]:
+def _row(request: WorkloadRequest) -> Iterator[tuple[str, Any]]:
     yield "timestamp", _milliseconds(request.arrival_ns)
     yield "input_length", request.input_length
     yield "output_length", request.output_length

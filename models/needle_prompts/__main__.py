@@ -9,9 +9,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
+from csps.models.needle_prompts.filler import FILLER_KINDS
+from csps.models.needle_prompts.haystack import KINDS, ORDERS
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
-from csps.models.needle_prompts.questions import KINDS, ORDERS
 
 
 def main(argv: Sequence[str] | None = None) -> None:

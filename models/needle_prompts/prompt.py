@@ -6,15 +6,20 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from csps.models.needle_prompts.filler_kinds import filler_of
+from csps.models.needle_prompts.filler import filler_of
 from csps.models.needle_prompts.haystack import (
+    KINDS,
+    ORDERS,
     Fact,
     Haystack,
+    Kind,
     Needle,
+    Order,
+    Question,
+    ask,
     build_haystack,
     draw_facts,
 )
-from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order, Question, ask
 from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words
 
 _KEYS_ASKED_TOGETHER = 3

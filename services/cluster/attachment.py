@@ -1,26 +1,103 @@
-"""The gangs, as the directory names them and as long as they live, and the KV link between them."""
+"""The control loop between what the directory says and what the router is attached to.
+
+The gangs, as the directory names them and as long as they live, and the KV link between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.errors import ConfigError, CspsError, RanksHeld, Superseded
-from csps.protocols.fence import KEEP_ALIVE_S
-from csps.protocols.gang_client import GangClient
-from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import LinkBroken
-from csps.protocols.schema import unpack
-from csps.services.cluster.directory import ClusterView, Directory
-from csps.services.cluster.fencing import Fencing
-from csps.services.cluster.generations import Generations
+from csps.protocols.core.errors import ConfigError, CspsError, RanksHeld, Superseded
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
+from csps.protocols.gang.messages import LinkBroken
+from csps.protocols.rpc.schema import unpack
+from csps.services.cluster.fencing import Fencing, Generations
 from csps.services.cluster.kv_links import KvLink, KvLinks
-from csps.services.cluster.reconciler import Reconciler, wait_at_most
+from csps.services.cluster.membership import ClusterView, Directory
 
 _log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Works towards what the directory says, over and over.
+
+    One task follows the directory, another works. That one is started over whenever something
+    changes, so an attempt to reach ranks that have vanished holds up nothing.
+
+    Args:
+        reconcile: one attempt at what a view says, until nothing is left to do.
+        ended: told of each attempt that was not outdated how it ended: its error, if any.
+        retry_s: pause after a failed attempt, unless there is news earlier.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        reconcile: Callable[[ClusterView], Coroutine[Any, Any, None]],
+        ended: Callable[[BaseException | None], None],
+        *,
+        retry_s: float,
+    ) -> None:
+        self._directory, self._reconcile, self._ended = directory, reconcile, ended
+        self._retry_s = retry_s
+        self._view = ClusterView()
+        self._changed = asyncio.Event()
+
+    def retry_now(self) -> None:
+        """What an attempt had achieved is no longer so."""
+        self._changed.set()
+
+    async def follow(self) -> None:
+        """Learn what the directory says; for ever."""
+        version = -1
+        while True:
+            try:
+                version, view = await self._directory.wait_change(version)
+            except Exception as exc:  # whatever a directory of another process may raise
+                _log.warning("the directory does not answer: %s", exc)
+                await asyncio.sleep(self._retry_s)
+                continue
+            if view != self._view:
+                self._view = view
+                self._changed.set()
+
+    async def work(self) -> None:
+        """Attempt after attempt; for ever."""
+        while True:
+            self._changed.clear()
+            await wait_at_most(self._changed, await self._attempt())
+
+    async def _attempt(self) -> float | None:
+        """Work towards the view until done, failed or outdated; returns how long to pause."""
+        work = asyncio.create_task(self._reconcile(self._view))
+        news = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            work.cancel()  # changes nothing if it is done
+            await asyncio.wait({work, news})
+        if work.cancelled():
+            return None
+        error = work.exception()
+        self._ended(error)
+        return None if error is None else self._retry_s
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for the event, at most that long if a time is given."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
 PAIR: tuple[GangRole, ...] = ("prefill", "decode")
 UNUSABLE = "what is there cannot be used, see the router's log"
 """All that `phase` says of a mistake of the operator's, which names addresses and paths."""
@@ -96,7 +173,7 @@ class Cluster:
         self._links = KvLinks(self._link_up, self._link_down, deadline_s=self._deadlines.link_s)
         self._listener: ClusterListener | None = None
         self._gangs: dict[GangRole, GangClient] = {}
-        self._place_in_doubt = asyncio.Event()
+        self._priority_in_doubt = asyncio.Event()
         """A gang was lost just now, or found to be of use or of none."""
         self._model: str | None = None
         """Fingerprint of the last attached gang's."""
@@ -142,8 +219,10 @@ class Cluster:
         self._tasks = [
             asyncio.create_task(self._reconciler.follow(), name="follow the directory"),
             asyncio.create_task(self._reconciler.work(), name="keep gangs connected"),
-            asyncio.create_task(self._keep_leases(), name="keep the leases of gangs"),
-            asyncio.create_task(self._keep_place(), name="keep the place before newer routers"),
+            asyncio.create_task(self._renew_leases(), name="keep the leases of gangs"),
+            asyncio.create_task(
+                self._renew_takeover_priority(), name="keep the place before newer routers"
+            ),
         ]
 
     def drain(self) -> None:
@@ -159,19 +238,19 @@ class Cluster:
             await asyncio.wait(self._tasks, timeout=self._deadlines.close_s)
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
-        await self._go_first(False)
+        await self._set_takeover_priority(False)
 
     # --- attempts ---
 
     def _attempted(self, error: BaseException | None) -> None:
-        self._meet_with(_obstacle(error))
+        self._set_obstacle(_obstacle(error))
         if error is not None:
             self._report(error)
 
-    def _meet_with(self, obstacle: str) -> None:
+    def _set_obstacle(self, obstacle: str) -> None:
         former, self._obstacle = self._obstacle, obstacle
         if (former == UNUSABLE) != (obstacle == UNUSABLE):
-            self._place_in_doubt.set()
+            self._priority_in_doubt.set()
 
     def _report(self, error: BaseException) -> None:
         """Keep the reason; say it aloud once, not at every attempt."""
@@ -219,7 +298,7 @@ class Cluster:
         if self._listener is not None:
             self._listener.gang_up(gang)
 
-    async def _keep_leases(self) -> None:
+    async def _renew_leases(self) -> None:
         while True:
             for gang in self._gangs.values():
                 gang.keep_alive()
@@ -229,17 +308,19 @@ class Cluster:
     def _busy(self) -> bool:
         return self._listener is not None and self._listener.busy
 
-    async def _keep_place(self) -> None:
+    async def _renew_takeover_priority(self) -> None:
         """Go before newer routers while requests have lost what computes them."""
         while True:
-            self._place_in_doubt.clear()
+            self._priority_in_doubt.clear()
             usable = self._obstacle != UNUSABLE
-            await self._go_first(self._busy and self.link is None and usable and not self._draining)
-            await wait_at_most(self._place_in_doubt, KEEP_ALIVE_S)
+            await self._set_takeover_priority(
+                self._busy and self.link is None and usable and not self._draining
+            )
+            await wait_at_most(self._priority_in_doubt, KEEP_ALIVE_S)
 
-    async def _go_first(self, wanted: bool) -> None:
+    async def _set_takeover_priority(self, wanted: bool) -> None:
         try:
-            await self._fencing.go_first(wanted)
+            await self._fencing.set_takeover_priority(wanted)
         except Exception as exc:  # whatever a store of another process may raise
             _log.warning("cannot say who goes first: %s", exc)
 
@@ -249,7 +330,7 @@ class Cluster:
         if method == "link_broken":
             if reason := self._links.broken(gang, unpack(LinkBroken, payload)):
                 self.trouble = reason
-                self._reconciler.again()
+                self._reconciler.retry_now()
         elif self._listener is not None:
             self._listener.notified(gang, rank, method, payload)
 
@@ -257,14 +338,14 @@ class Cluster:
         if self._gangs.get(gang.role) is not gang:
             return
         del self._gangs[gang.role]
-        gang.hang_up(reason)
-        self._links.unmake(reason)
+        gang.disconnect(reason)
+        self._links.disconnect(reason)
         self.trouble = reason
         _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
         if self._listener is not None:
             self._listener.gang_down(gang, reason)
-        self._place_in_doubt.set()
-        self._reconciler.again()
+        self._priority_in_doubt.set()
+        self._reconciler.retry_now()
 
     # --- linking ---
 
@@ -277,7 +358,7 @@ class Cluster:
             return
         prefill, decode = gangs[0], gangs[-1]
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
-        await self._links.make(prefill, decode, generation=self.generation)
+        await self._links.connect(prefill, decode, generation=self.generation)
 
     def _link_up(self, link: KvLink) -> None:
         self.trouble, self._reported = "", ""

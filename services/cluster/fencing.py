@@ -1,16 +1,119 @@
-"""A router's right to command gangs: its generation, and taking gangs over under it."""
+"""Increasing numbers, written where they outlive whoever asked for them.
+
+Routers are fenced by their generation (`protocols.fence`), gangs are told apart by their
+incarnation (`services.cluster.membership`). A number is stored before it is handed out, so that no
+restart hands it out again.
+
+Who goes before a newer router: one that has lost a gang in the middle of its requests.
+
+Ranks keep a newer router waiting while an older one holds them. A redeployment may replace the
+ranks as well: Ray Serve ends gangs at once, and nobody holds those that come after them. If the
+successor took them, the streams of the router before it would end. So that one says, where it
+outlives all ranks, that it goes first, until it has its gangs again or its requests have ended.
+
+A router's right to command gangs: its generation, and taking gangs over under it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
-from csps.protocols.errors import ConfigError, RanksHeld, Superseded
-from csps.protocols.gang_client import GangClient
-from csps.services.cluster.generations import Generations
-from csps.services.cluster.precedence import Precedence
+from csps.protocols.core.errors import ConfigError, RanksHeld, Superseded
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
+
+
+class Generations(Protocol):
+    """A counter that only grows, shared by all who ask it, and which numbers are held."""
+
+    async def claim(self) -> int:
+        """The next number, from 1; nobody else gets it, now or later."""
+        ...
+
+    async def claim_priority(self, number: int, heartbeat: int) -> None:
+        """Let all see that a number is held. Whose `heartbeat` does not change any more may be dead."""
+        ...
+
+    async def release_priority(self, number: int) -> None:
+        """Hold it no more."""
+        ...
+
+    async def priorities(self) -> dict[int, int]:
+        """The numbers that are held, and the last beat of each."""
+        ...
+
+
+class MemoryGenerations:
+    """For one process, as tests need it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._priorities: dict[int, int] = {}
+
+    async def claim(self) -> int:
+        return next(self._numbers)
+
+    async def claim_priority(self, number: int, heartbeat: int) -> None:
+        self._priorities[number] = heartbeat
+
+    async def release_priority(self, number: int) -> None:
+        self._priorities.pop(number, None)
+
+    async def priorities(self) -> dict[int, int]:
+        return dict(self._priorities)
+
+
+class _LastHeartbeat(NamedTuple):
+    heartbeat: int
+    since: float
+
+
+class TakeoverPriority:
+    """One router's side. Times are `time.monotonic()` of this process."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._heartbeat = 0
+        self._claimed = 0
+        """The generation that this router goes first under; 0 while it does not."""
+        self._seen: dict[int, _LastHeartbeat] = {}
+
+    async def renew(self, generation: int) -> None:
+        """Go first, under this generation; with 0, no more. Due every `fence.KEEP_ALIVE_S`."""
+        claimed, self._claimed = self._claimed, generation
+        if generation:
+            self._heartbeat += 1
+            await self._generations.claim_priority(generation, self._heartbeat)
+        if claimed and claimed != generation:
+            await self._generations.release_priority(claimed)
+
+    async def check(self, generation: int, now: float) -> None:
+        """Whether a router of this generation may take gangs over now.
+
+        Raises:
+            RanksHeld: an older router goes first, and was alive within `fence.LIVENESS_TIMEOUT_S`.
+        """
+        claimed = await self._generations.priorities()
+        self._seen = {
+            number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
+        }
+        for number, seen in self._seen.items():
+            if number < generation and now - seen.since <= LIVENESS_TIMEOUT_S:
+                raise RanksHeld(f"the router of generation {number} has requests and goes first")
+
+    def _see(self, number: int, heartbeat: int, now: float) -> _LastHeartbeat:
+        seen = self._seen.get(number)
+        return (
+            seen
+            if seen is not None and seen.heartbeat == heartbeat
+            else _LastHeartbeat(heartbeat, now)
+        )
+
 
 _log = logging.getLogger(__name__)
 
@@ -20,15 +123,15 @@ class Fencing:
 
     def __init__(self, generations: Generations, *, secret: bytes, router_id: str) -> None:
         self._generations = generations
-        self._precedence = Precedence(generations)
+        self._takeover_priority = TakeoverPriority(generations)
         self._secret, self._router_id = secret, router_id
         self._attachments = 0
         self.generation = 0
         """0 until one is granted, and again from the moment that another router is newer."""
 
-    async def go_first(self, wanted: bool) -> None:
+    async def set_takeover_priority(self, wanted: bool) -> None:
         """Whether this router goes before newer ones; due every `fence.KEEP_ALIVE_S`."""
-        await self._precedence.renew(self.generation if wanted else 0)
+        await self._takeover_priority.renew(self.generation if wanted else 0)
 
     async def attach(
         self,
@@ -51,7 +154,7 @@ class Fencing:
         if not self.generation:
             self.generation = await self._generations.claim()
             _log.info("router generation %d", self.generation)
-        await self._precedence.check(self.generation, time.monotonic())
+        await self._takeover_priority.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
         try:
             errors = await _each(lambda gang: self._ask(gang, model), gangs)
@@ -67,7 +170,7 @@ class Fencing:
         finally:
             for gang in gangs:
                 if gang not in taken:
-                    gang.hang_up("not attached")
+                    gang.disconnect("not attached")
         for error in errors.values():
             raise error
 

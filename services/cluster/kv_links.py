@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from csps.protocols.errors import ConfigError, GangLost
-from csps.protocols.gang_client import GangClient, together
-from csps.protocols.messages import ConnectKv, LinkBroken
-from csps.protocols.schema import pack
+from csps.protocols.core.errors import ConfigError, GangLost
+from csps.protocols.gang.client import GangClient, together
+from csps.protocols.gang.messages import ConnectKv, LinkBroken
+from csps.protocols.rpc.schema import pack
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class KvLink:
     """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
 
     @property
-    def own(self) -> bool:
+    def to_itself(self) -> bool:
         """Of a gang to itself."""
         return self.prefill is self.decode
 
@@ -49,7 +49,7 @@ class KvLinks:
         self._made = 0
         self.current: KvLink | None = None
 
-    async def make(self, prefill: GangClient, decode: GangClient, *, generation: int) -> None:
+    async def connect(self, prefill: GangClient, decode: GangClient, *, generation: int) -> None:
         """Link two gangs under a new epoch; a gang to itself without asking it.
 
         Raises:
@@ -78,10 +78,10 @@ class KvLinks:
             return None
         reason = f"rank {message.rank} of {gang.role} gang {gang.gang_id} lost {message.reason}"
         _log.warning("the KV-transfer connection %s is broken: %s", message.epoch, reason)
-        self.unmake(reason)
+        self.disconnect(reason)
         return reason
 
-    def unmake(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         """The current link, if there is one, is none any more."""
         link, self.current = self.current, None
         if link is not None:

@@ -12,9 +12,16 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from csps.models.needle_prompts.filler_kinds import filler_of
-from csps.models.needle_prompts.haystack import Haystack, build_haystack, draw_facts
-from csps.models.needle_prompts.questions import Kind, Order, Question, ask
+from csps.models.needle_prompts.filler import filler_of
+from csps.models.needle_prompts.haystack import (
+    Haystack,
+    Kind,
+    Order,
+    Question,
+    ask,
+    build_haystack,
+    draw_facts,
+)
 from csps.models.needle_prompts.words import Count, count_words
 
 DEFAULT_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)

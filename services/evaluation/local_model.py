@@ -13,9 +13,9 @@ from torch import Tensor
 
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge
-from csps.models.loading import load_network
-from csps.models.network import Network
-from csps.models.spec import read_eos_token_ids
+from csps.models.checkpoints.loading import load_network
+from csps.models.network.network import Network
+from csps.models.network.spec import read_eos_token_ids
 from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
 
 Span = tuple[int, int]
@@ -26,7 +26,7 @@ Partial = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """KV of computed tokens, of each layer; shape suffixes as in `csps.models.network`."""
+    """KV of computed tokens, of each layer; shape suffixes as in `csps.models.network.network`."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

@@ -1,18 +1,89 @@
-"""From drawn tokens to what a client reads: text, log-probabilities, the reason for the end."""
+"""Stop strings: found in text across token boundaries, and never shown, not even in part.
+
+From drawn tokens to what a client reads: text, log-probabilities, the reason for the end.
+
+One request between the dispatcher and the client: tokens in, pieces of an OpenAI answer out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from csps.models.tokenizer import Detokenizer, Tokenizer
-from csps.protocols.openai_responses import FinishReason, TextLogprob
-from csps.protocols.tokens import TokenDrawn
-from csps.services.http.stop_strings import StopStrings
+from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
+from csps.protocols.core.errors import Cancelled
+from csps.protocols.gang.messages import SampledToken
+from csps.protocols.openai.requests import CompletionRequest
+from csps.protocols.openai.responses import (
+    DONE,
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ChatStream,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    CompletionStream,
+    FinishReason,
+    TextLogprob,
+    Usage,
+)
+from csps.services.http.errors import last_event
+from csps.services.http.request_parser import ParsedRequest
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.telemetry.request_trace import RequestTrace
 
 
-class Piece(NamedTuple):
+class StopStrings:
+    """Watches one answer for the strings that end it.
+
+    Text that could be the beginning of a stop string is held back until more text decides.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._withheld = ""
+        self.found = False
+        """A stop string has appeared; nothing more will be returned."""
+
+    def push(self, text: str) -> str:
+        """What can be shown now that `text` has come."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        text = self._withheld + text
+        end = self._first_stop(text)
+        if end is not None:
+            self.found, self._withheld = True, ""
+            return text[:end]
+        certain = len(text) - self._doubtful(text)
+        self._withheld = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer that no stop string ended."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the leftmost stop string begins."""
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(places, default=None)
+
+    def _doubtful(self, text: str) -> int:
+        """Characters at the end of `text` that may begin a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
+
+
+class AnswerDelta(NamedTuple):
     """What one token added to an answer. A tuple, because one is made for every token."""
 
     text: str
@@ -23,7 +94,7 @@ class Piece(NamedTuple):
     logprob: TextLogprob | None = None
 
 
-class Answer:
+class AnswerText:
     """Assembles one answer; push tokens until a piece has a finish reason, or `cancelled`."""
 
     def __init__(
@@ -40,32 +111,32 @@ class Answer:
         self.cancelled = False
         """The server gave the request up."""
 
-    def push_all(self, tokens: Sequence[TokenDrawn]) -> list[Piece]:
+    def push_all(self, tokens: Sequence[SampledToken]) -> list[AnswerDelta]:
         """Take tokens in that have come together; what is behind the answer's end is dropped."""
-        pieces: list[Piece] = []
+        deltas: list[AnswerDelta] = []
         for token in tokens:
             if token.finish_reason == "cancelled":
                 self.cancelled = True
                 break
-            pieces.append(piece := self.push(token))
-            if piece.finish_reason is not None:
+            deltas.append(delta := self.push(token))
+            if delta.finish_reason is not None:
                 break
-        return pieces
+        return deltas
 
-    def push(self, token: TokenDrawn) -> Piece:
+    def push(self, token: SampledToken) -> AnswerDelta:
         """Take the next token in."""
         self.tokens += 1
         offset = self._characters
         text, reason = self._shown(token)
         logprob = None if token.logprob is None else self._logprob(token, token.logprob, offset)
-        return Piece(text, self.tokens, reason, logprob)
+        return AnswerDelta(text, self.tokens, reason, logprob)
 
     @property
     def stopped(self) -> bool:
         """A stop string ended the answer, while the engine still draws tokens."""
         return self._stop.found
 
-    def _shown(self, token: TokenDrawn) -> tuple[str, FinishReason | None]:
+    def _shown(self, token: SampledToken) -> tuple[str, FinishReason | None]:
         # A token that ends the answer is a signal and not a part of it.
         text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token)
         if token.finish_reason is not None:
@@ -80,7 +151,7 @@ class Answer:
             text += self._stop.flush()
         return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
 
-    def _logprob(self, token: TokenDrawn, logprob: float, offset: int) -> TextLogprob:
+    def _logprob(self, token: SampledToken, logprob: float, offset: int) -> TextLogprob:
         top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
         drawn = self._text_logprob(token.token, logprob)
         return replace(drawn, offset=offset, top=tuple(top))
@@ -91,3 +162,173 @@ class Answer:
         # tokens the same, and of alternatives with the same text a completion shows only one.
         text = token_bytes.decode(errors="backslashreplace")
         return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)
+
+
+class GeneratedResponse:
+    """Owns a running request from its submission to its end."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        handle: RequestHandle,
+        *,
+        tokenizer: Tokenizer,
+        trace: RequestTrace,
+    ) -> None:
+        self._request = parsed.request
+        self._spec = parsed.spec
+        self._handle = handle
+        self._trace = trace
+        self._created = int(time.time())
+        self._answer = AnswerText(
+            tokenizer,
+            stop=parsed.request.stop,
+            min_tokens=parsed.request.min_tokens,
+            skip_special=parsed.request.skip_special_tokens,
+        )
+
+    async def deltas(self) -> AsyncGenerator[list[AnswerDelta]]:
+        """The answer: each time what has come since. Closing this gives everything back and ends
+        the trace.
+
+        Raises:
+            CspsError: what the request failed with.
+        """
+        reason: FinishReason | None = None
+        try:
+            async with self._handle:
+                while reason is None and (tokens := await self._handle.pending()):
+                    deltas = self._answer.push_all(tokens)
+                    reason = deltas[-1].finish_reason if deltas else None
+                    if self._answer.stopped:
+                        self._handle.cancel("stop")
+                    if deltas:
+                        yield deltas
+                    if self._answer.cancelled:
+                        raise Cancelled("the request was cancelled by the server")
+            if reason is None:
+                raise Cancelled("the request ended without an answer")
+        except Exception as error:
+            self._trace.failed(error)
+            raise
+        finally:
+            self._trace.answered(
+                self._handle, model=self._request.model, response_id=self._id, reason=reason
+            )
+            self._trace.end()
+
+    # --- in one piece ---
+
+    async def whole(self) -> dict[str, Any]:
+        """Body of the answer of a request that does not stream."""
+        deltas = [delta async for some in self.deltas() for delta in some]
+        text = "".join(delta.text for delta in deltas)
+        logprobs = [delta.logprob for delta in deltas if delta.logprob is not None]
+        reason = deltas[-1].finish_reason
+        assert reason is not None
+        body = (
+            self._completion(text, logprobs, reason)
+            if isinstance(self._request, CompletionRequest)
+            else self._chat(text, logprobs, reason)
+        )
+        return body.model_dump(exclude={"csps"} if body.csps is None else None)
+
+    def _completion(
+        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
+    ) -> CompletionResponse:
+        choice = CompletionChoice(
+            text=text,
+            logprobs=CompletionLogprobs.of(logprobs) if logprobs else None,
+            finish_reason=reason,
+        )
+        return CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._request.model,
+            choices=[choice],
+            usage=self._usage(),
+            csps=self._report(),
+        )
+
+    def _chat(
+        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
+    ) -> ChatCompletionResponse:
+        choice = ChatChoice(
+            message=AssistantMessage(content=text),
+            logprobs=ChatLogprobs.of(logprobs) if logprobs else None,
+            finish_reason=reason,
+        )
+        return ChatCompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._request.model,
+            choices=[choice],
+            usage=self._usage(),
+            csps=self._report(),
+        )
+
+    # --- piece by piece ---
+
+    async def events(
+        self, first: asyncio.Future[list[AnswerDelta]], rest: AsyncIterator[list[AnswerDelta]]
+    ) -> AsyncGenerator[bytes]:
+        """Server-sent events: the pieces, usage, the end. What is there at once comes in one.
+
+        A failure becomes an event too.
+        """
+        stream = self._stream()
+        try:
+            head = stream.start() if isinstance(stream, ChatStream) else b""
+            if not first.done() and head:
+                yield head
+                head = b""
+            yield head + self._events(stream, await first)
+            async for deltas in rest:
+                yield self._events(stream, deltas)
+        except Exception as error:
+            yield last_event(error) + DONE
+
+    def _stream(self) -> CompletionStream | ChatStream:
+        is_completion = isinstance(self._request, CompletionRequest)
+        make = CompletionStream if is_completion else ChatStream
+        return make(
+            request_id=self._id,
+            model=self._request.model,
+            created=self._created,
+            prompt_tokens=int(self._spec.prompt.size),
+            cached_tokens=lambda: self._handle.cached_tokens,
+            options=self._request.stream_options,
+        )
+
+    def _events(
+        self, stream: CompletionStream | ChatStream, deltas: Sequence[AnswerDelta]
+    ) -> bytes:
+        """Of tokens that have come together, one after another; with the last the stream ends."""
+        last = deltas[-1].finish_reason is not None
+        events = [self._event(stream, delta) for delta in deltas]
+        if last:
+            events.append(stream.usage(deltas[-1].tokens) + DONE)
+        return b"".join(events)
+
+    def _event(self, stream: CompletionStream | ChatStream, delta: AnswerDelta) -> bytes:
+        return stream.delta(
+            delta.text,
+            completion_tokens=delta.tokens,
+            logprobs=() if delta.logprob is None else (delta.logprob,),
+            finish_reason=delta.finish_reason,
+            csps=None if delta.finish_reason is None else self._report(),
+        )
+
+    # --- both ---
+
+    @property
+    def _id(self) -> str:
+        prefix = "cmpl" if isinstance(self._request, CompletionRequest) else "chatcmpl"
+        return f"{prefix}-{self._spec.client_request_id}"
+
+    def _usage(self) -> Usage:
+        prompt_tokens = int(self._spec.prompt.size)
+        return Usage.of(prompt_tokens, self._answer.tokens, self._handle.cached_tokens)
+
+    def _report(self) -> dict[str, Any] | None:
+        return self._handle.explain() if self._request.csps.explain else None

@@ -1,4 +1,7 @@
-"""The HTTP API as a Starlette application; knows the request service, and nothing of Ray."""
+"""Server-sent events over ASGI: deterministic clean-up, and signs of life during a long prefill.
+
+The HTTP API as a Starlette application; knows the request service, and nothing of Ray.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -17,23 +20,83 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from csps.protocols.errors import ModelNotFound, QueueFull
-from csps.protocols.openai_responses import ModelCard, ModelList
-from csps.services.http.answer import Piece
-from csps.services.http.body import read_body, while_connected
+from csps.protocols.core.errors import ModelNotFound, QueueFull
+from csps.protocols.openai.responses import ModelCard, ModelList
+from csps.services.http.answer import AnswerDelta, GeneratedResponse
+from csps.services.http.body import TokenizerPool, read_body, while_connected
 from csps.services.http.errors import error_response, on_http_error
-from csps.services.http.request_parser import Accepted, Arrival, RequestParser, read_slo
-from csps.services.http.response import GeneratedResponse
-from csps.services.http.streaming import EventStream
-from csps.services.http.tokenizer_pool import TokenizerPool
-from csps.services.launch.credentials import ApiKeys, TimelineClients
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
-from csps.services.router.slo import Slo
-from csps.services.scheduling.fit import Fit
+from csps.services.http.request_parser import (
+    ParsedRequest,
+    RequestMetadata,
+    RequestParser,
+    read_slo,
+)
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.scheduling.deciding.decisions import CapacityCheck
+from csps.services.settings.credentials import ApiKeys, TimelineClients
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import RequestTrace
+
+HEARTBEAT_S = 15.0
+"""Between comment lines while there is nothing to say; proxies cut silent connections at 30-60 s.
+"""
+HEARTBEAT = b": still working\n\n"
+
+
+class EventStream(Response):
+    """Sends what an asynchronous generator yields, then calls `close`, however it ends.
+
+    Starlette's own streaming response leaves closing the generator to the garbage collector, and
+    with it the slots of a request whose client has gone.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], Awaitable[None]],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._close = close
+        self._heartbeat_s = heartbeat_s
+        self._sent = 0
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs until the last event, or until the client has gone."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._send_all(send))
+        finally:
+            await self._events.aclose()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        heartbeats = asyncio.ensure_future(self._send_heartbeats(send))
+        try:
+            async for event in self._events:
+                self._sent += 1
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            heartbeats.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_heartbeats(self, send: Send) -> None:
+        while True:
+            before = self._sent
+            await asyncio.sleep(self._heartbeat_s)
+            if self._sent == before:
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+
 
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
@@ -47,17 +110,17 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Service(Protocol):
     """What the API needs of whoever runs requests: `services.router.service.RequestService`."""
 
-    def check_room(self, slo: Slo) -> None:
+    def check_room(self, slo: SloBounds) -> None:
         """Raise `QueueFull` if any request would be refused now; this one would be held to
         `slo`."""
         ...
 
-    def submit(self, generation: Generation) -> Running:
+    def submit(self, spec: RequestSpec) -> RequestHandle:
         """Admit a request, or raise why not."""
         ...
 
     @property
-    def fit(self) -> Fit | None:
+    def capacity_check(self) -> CapacityCheck | None:
         """What fits the gangs; None before there were any."""
         ...
 
@@ -72,14 +135,14 @@ class Service(Protocol):
         ...
 
 
-class Read(Protocol):
+class ParseMethod(Protocol):
     """`RequestParser.completion` or `RequestParser.chat`."""
 
-    def __call__(self, body: bytes, arrival: Arrival) -> Accepted: ...
+    def __call__(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Api:
+class HttpApi:
     """The handlers of all routes."""
 
     parser: RequestParser
@@ -88,7 +151,7 @@ class Api:
     metrics: Metrics
     max_body_bytes: int
     timeline_clients: TimelineClients = field(default_factory=TimelineClients)
-    lanes: TokenizerPool = field(default_factory=TokenizerPool)
+    tokenizer_pool: TokenizerPool = field(default_factory=TokenizerPool)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """The ASGI application."""
@@ -135,41 +198,50 @@ class Api:
         """`GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def _generate(self, request: Request, read: Read, operation: str) -> Response:
+    async def _generate(self, request: Request, parse: ParseMethod, operation: str) -> Response:
         began_ns = time.time_ns()
         owner = self.keys.check(request.headers.get("authorization"))
-        exchange, streams = await self._receive(request, read, operation, owner, began_ns)
+        response, streams = await self._receive(request, parse, operation, owner, began_ns)
         if streams:
-            return await _stream(request, exchange)
-        return JSONResponse(await while_connected(request.receive, exchange.whole()))
+            return await _stream(request, response)
+        return JSONResponse(await while_connected(request.receive, response.whole()))
 
     async def _receive(
-        self, request: Request, read: Read, operation: str, owner: bytes, began_ns: int
+        self, request: Request, parse: ParseMethod, operation: str, owner: bytes, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
         """Nothing but the exchange is left of the body afterwards."""
-        request_id = request_id_of(request)
+        client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
         self.service.check_room(self.parser.slo(asked))
-        with self.lanes.holding() as held:
-            body = await self._read(request, held.grown, asked)
-            arrival = Arrival(request_id=request_id, asked=asked, fit=self.service.fit, owner=owner)
-            accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
+        with self.tokenizer_pool.counted_body() as budget:
+            body = await self._read(request, budget.grown, asked)
+            metadata = RequestMetadata(
+                client_request_id=client_request_id,
+                asked=asked,
+                capacity_check=self.service.capacity_check,
+                owner=owner,
+            )
+            parse_body = partial(
+                self.tokenizer_pool.run, body, partial(parse, metadata=metadata), budget
+            )
             trace = RequestTrace(
                 request.headers,
                 operation=operation,
-                request_id=request_id,
+                client_request_id=client_request_id,
                 began_ns=began_ns,
                 may_ask=self.timeline_clients.include(request.headers.get("authorization")),
             )
             try:
                 with trace:
-                    return await self._submit(accept, trace)
+                    return await self._submit(parse_body, trace)
             except BaseException as error:
                 trace.failed(error)
                 trace.end()
                 raise
 
-    async def _read(self, request: Request, grown: Callable[[int], None], asked: Slo) -> bytes:
+    async def _read(
+        self, request: Request, grown: Callable[[int], None], asked: SloBounds
+    ) -> bytes:
         try:
             return await read_body(
                 request, self.max_body_bytes, grown=grown, deadlines=self.parser.deadlines
@@ -179,56 +251,54 @@ class Api:
             raise
 
     async def _submit(
-        self, accept: Callable[[], Awaitable[Accepted]], trace: RequestTrace
+        self, parse_body: Callable[[], Awaitable[ParsedRequest]], trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
         with trace.reading():
-            accepted = await accept()
-        trace.accepted(accepted.generation, self.parser.model)
-        running = self.service.submit(accepted.generation)
-        exchange = GeneratedResponse(
-            accepted, running, tokenizer=self.parser.tokenizer, trace=trace
-        )
-        return exchange, accepted.request.stream
+            parsed = await parse_body()
+        trace.parsed(parsed.spec, self.parser.model)
+        handle = self.service.submit(parsed.spec)
+        response = GeneratedResponse(parsed, handle, tokenizer=self.parser.tokenizer, trace=trace)
+        return response, parsed.request.stream
 
     def _card(self) -> ModelCard:
-        longest, fit = self.parser.max_positions, self.service.fit
-        if fit is not None:
-            longest = min(longest, fit.promised)
+        longest, capacity_check = self.parser.max_positions, self.service.capacity_check
+        if capacity_check is not None:
+            longest = min(longest, capacity_check.promised)
         return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)
 
 
 _STARTED = int(time.time())
 
 
-async def _stream(request: Request, exchange: GeneratedResponse) -> Response:
+async def _stream(request: Request, response: GeneratedResponse) -> Response:
     """Waits a while for the first token: what goes wrong until then has a status code of its own.
 
     After that the answer begins without it, because proxies cut connections that stay silent.
     """
-    pieces = exchange.pieces()
-    first = asyncio.ensure_future(anext(pieces))
+    deltas = response.deltas()
+    first = asyncio.ensure_future(anext(deltas))
 
     async def close() -> None:
         first.cancel()
         await asyncio.wait({first})
-        await pieces.aclose()
+        await deltas.aclose()
 
     try:
         await while_connected(request.receive, _settled(first, FIRST_TOKEN_GRACE_S))
     except BaseException:
         await close()
         raise
-    return EventStream(exchange.events(first, pieces), close=close)
+    return EventStream(response.events(first, deltas), close=close)
 
 
-async def _settled(future: asyncio.Future[list[Piece]], seconds: float) -> None:
+async def _settled(future: asyncio.Future[list[AnswerDelta]], seconds: float) -> None:
     """Wait so long for `future`; raise what it has failed with."""
     done, _ = await asyncio.wait({future}, timeout=seconds)
     for it in done:
         it.result()
 
 
-def request_id_of(request: Request) -> str:
+def client_request_id_of(request: Request) -> str:
     """The client's `x-request-id` if it is fit to be logged, otherwise a fresh one.
 
     Serve echoes the header in the answer, and makes one up where there is none.

@@ -9,10 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from csps.models.errors import InvalidTextError
-from csps.protocols.errors import InvalidRequest, RequestError, abridged
-from csps.protocols.openai_responses import error_body
-from csps.protocols.openai_stream import error_event
+from csps.models.network.checkpoint_json import InvalidTextError
+from csps.protocols.core.errors import InvalidRequest, RequestError, abridged
+from csps.protocols.openai.responses import error_body, error_event
 
 logger = logging.getLogger(__name__)
 ROUTES = "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"

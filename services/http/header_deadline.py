@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from csps.protocols.errors import ConfigError, abridged
+from csps.protocols.core.errors import ConfigError, abridged
 
 HEADER_DEADLINE_S = 10.0
 """For the headers of a request to come, from the connection's or the request's first byte."""

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a validated, tokenized `Generation`. CPU work, no I/O."""
+"""From the bytes of a request to a validated, tokenized `RequestSpec`. CPU work, no I/O."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from csps.models.chat_template import ChatTemplate, read_chat_template
-from csps.models.spec import ModelSpec, read_spec
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.csa import ALL_QUERIES
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.csps_options import CspsOptions
-from csps.protocols.errors import (
+from csps.models.network.spec import ModelSpec, read_spec
+from csps.models.tokenizers.chat_template import ChatTemplate, read_chat_template
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings
+from csps.protocols.attention.plan import Objective
+from csps.protocols.core.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
     abridged,
 )
-from csps.protocols.openai import (
+from csps.protocols.gang.messages import Sampling
+from csps.protocols.openai.csps_options import CspsRequestOptions
+from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     parse_request,
 )
-from csps.protocols.plans import Objective
-from csps.protocols.sampling import Sampling
-from csps.services.launch.settings import Settings
-from csps.services.router.generation import Generation
-from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.slo import Slo
-from csps.services.scheduling.fit import Fit
-from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
+from csps.services.requests.request_spec import PrefixKey, RequestSpec, SloBounds
+from csps.services.scheduling.deciding.decisions import CapacityCheck
+from csps.services.scheduling.events.limits import BLOCK_TOKENS
+from csps.services.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class RequestMetadata:
     """What is known of a request beside its body."""
 
-    request_id: str
-    asked: Slo = field(default_factory=Slo)
+    client_request_id: str
+    asked: SloBounds = field(default_factory=SloBounds)
     """Objectives in its headers."""
-    fit: Fit | None = None
+    capacity_check: CapacityCheck | None = None
     """What fits the gangs, once they are known."""
     owner: bytes = b""
     """Digest of the API key; nothing where none is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accepted:
+class ParsedRequest:
     """A request that may be submitted."""
 
     request: GenerationRequest
-    generation: Generation
+    spec: RequestSpec
 
 
 class RequestParser:
@@ -74,10 +71,12 @@ class RequestParser:
         self.model = settings.model_name
         self.tokenizer = Tokenizer(model_dir)
         self._template: ChatTemplate | None = read_chat_template(model_dir)
-        spec: ModelSpec = read_spec(model_dir)
-        self._vocab = spec.vocab
+        model_spec: ModelSpec = read_spec(model_dir)
+        self._vocab = model_spec.vocab
         self._warn_of_tokens_without_embedding()
-        self.max_positions = min(spec.max_positions, settings.max_positions or spec.max_positions)
+        self.max_positions = min(
+            model_spec.max_positions, settings.max_positions or model_spec.max_positions
+        )
         self._default_max_tokens = settings.default_max_tokens
         self.deadlines = settings.http
         """For a body to come."""
@@ -85,7 +84,7 @@ class RequestParser:
         self._reuses = settings.kv_reuse.enabled
         self._slo = settings.slo
 
-    def slo(self, asked: Slo, *, prompt_tokens: int = 0) -> Slo:
+    def slo(self, asked: SloBounds, *, prompt_tokens: int = 0) -> SloBounds:
         """What a request is held to: the server's objectives, unless it brings its own.
 
         Args:
@@ -95,13 +94,13 @@ class RequestParser:
         own = self._slo
         longer_ms = own.ttft_ms_per_1k_tokens * prompt_tokens / 1000
         ttft_ms = None if own.ttft_ms is None else own.ttft_ms + longer_ms
-        return Slo(
+        return SloBounds(
             ttft_ms=ttft_ms if asked.ttft_ms is None else asked.ttft_ms,
             tpot_ms=own.tpot_ms if asked.tpot_ms is None else asked.tpot_ms,
             e2e_ms=own.e2e_ms,
         )
 
-    def completion(self, body: bytes, arrival: Arrival) -> Accepted:
+    def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
         """`POST /v1/completions`.
 
         Raises:
@@ -110,9 +109,9 @@ class RequestParser:
         request = parse_request(CompletionRequest, body)
         self._check_model(request.model)
         prompt = self._prompt_tokens(request.prompt)
-        return self._accept(request, prompt, request.alternatives, arrival)
+        return self._parsed(request, prompt, request.alternatives, metadata)
 
-    def chat(self, body: bytes, arrival: Arrival) -> Accepted:
+    def chat(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
         """`POST /v1/chat/completions`.
 
         Raises:
@@ -121,25 +120,25 @@ class RequestParser:
         request = parse_request(ChatCompletionRequest, body)
         self._check_model(request.model)
         prompt = self.tokenizer.encode(self._rendered(request), add_special_tokens=False)
-        return self._accept(request, prompt, request.alternatives, arrival)
+        return self._parsed(request, prompt, request.alternatives, metadata)
 
-    def _accept(
+    def _parsed(
         self,
         request: GenerationRequest,
         prompt: list[int],
         alternatives: int | None,
-        arrival: Arrival,
-    ) -> Accepted:
+        metadata: RequestMetadata,
+    ) -> ParsedRequest:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         ids = np.asarray(prompt, np.int32)
         self._check_prompt(ids)
-        max_tokens = self._max_tokens(request, len(prompt), arrival.fit)
+        max_tokens = self._max_tokens(request, len(prompt), metadata.capacity_check)
         wanted, given = objective(request.csps), given_of_csa(request.csps)
         is_open = leaves_open(request.csps, given)
-        prefix = self._prefix(request, arrival, wanted if is_open else None)
-        generation = Generation(
-            request_id=arrival.request_id,
+        prefix = self._prefix(request, metadata, wanted if is_open else None)
+        spec = RequestSpec(
+            client_request_id=metadata.client_request_id,
             prompt=ids,
             sampling=self._sampling(request, max_tokens, alternatives),
             objective=wanted,
@@ -149,17 +148,17 @@ class RequestParser:
             else csa_settings(request.csps),
             open=is_open,
             given=given if is_open else (),
-            refuses=request.csps.unmet == "refuse",
+            refuse_unmet=request.csps.unmet == "refuse",
             strategy=request.csps.ring,
-            slo=self.slo(arrival.asked, prompt_tokens=len(prompt)),
+            slo=self.slo(metadata.asked, prompt_tokens=len(prompt)),
             deadline_s=self._deadline_s,
             prefix=prefix,
             hashes=() if prefix is None else prefix.hashes(ids),
         )
-        return Accepted(request=request, generation=generation)
+        return ParsedRequest(request=request, spec=spec)
 
     def _prefix(
-        self, request: GenerationRequest, arrival: Arrival, bounds: Objective | None
+        self, request: GenerationRequest, metadata: RequestMetadata, bounds: Objective | None
     ) -> PrefixKey | None:
         """Of a request that may reuse KV: sparse attention sees its prompt in its own way.
 
@@ -169,7 +168,7 @@ class RequestParser:
         if not self._reuses or request.csps.attention == "csa":
             return None
         return PrefixKey.of(
-            owner=arrival.owner,
+            owner=metadata.owner,
             salt=request.cache_salt,
             block=BLOCK_TOKENS,
             bounds="" if bounds is None else bounds.key,
@@ -206,16 +205,22 @@ class RequestParser:
             raise InvalidRequest("the messages make an empty prompt", param="messages")
         return text
 
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int, fit: Fit | None) -> int:
+    def _max_tokens(
+        self, request: GenerationRequest, prompt_tokens: int, capacity_check: CapacityCheck | None
+    ) -> int:
         """How many tokens the answer may have: as asked for, or as many as fit."""
         room = self.max_positions - prompt_tokens
         wanted = request.output_limit
         if wanted is None:
-            longest = room if fit is None else fit.longest_answer(prompt_tokens)
+            longest = (
+                room if capacity_check is None else capacity_check.longest_answer(prompt_tokens)
+            )
             wanted = max(1, min(self._default_max_tokens, room, longest))
         if wanted > room:
             # What the gangs hold may be less than what the model can do.
-            here = None if fit is None else fit.misfit(prompt_tokens, wanted)
+            here = (
+                None if capacity_check is None else capacity_check.rejection(prompt_tokens, wanted)
+            )
             raise here or ContextLengthExceeded(
                 prompt_tokens=prompt_tokens, output_tokens=wanted, limit=self.max_positions
             )
@@ -260,7 +265,7 @@ class RequestParser:
         )
 
 
-def objective(options: CspsOptions) -> Objective:
+def objective(options: CspsRequestOptions) -> Objective:
     """What to make the best of; a bound on TTFT alone means "as accurate as that allows"."""
     only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
     return Objective(
@@ -270,7 +275,7 @@ def objective(options: CspsOptions) -> Objective:
     )
 
 
-def leaves_open(options: CspsOptions, given: tuple[str, ...]) -> bool:
+def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
     """Whether the configurator may choose, within bounds, what the request's attention drops: those
     that have bounds and no attention of their own, and sparse attention without a drop ratio.
 
@@ -283,13 +288,13 @@ def leaves_open(options: CspsOptions, given: tuple[str, ...]) -> bool:
     return options.attention == "auto" and options.ring is None and objective(options).bounded
 
 
-def given_of_csa(options: CspsOptions) -> tuple[str, ...]:
+def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
     """Fields of `CsaSettings` that the client fixes."""
     named = {it.name: it.name for it in fields(CsaSettings)} | {"drop_ratios": "drop_ratio"}
     return tuple(name for name, option in named.items() if getattr(options, option) is not None)
 
 
-def csa_settings(options: CspsOptions) -> CsaSettings:
+def csa_settings(options: CspsRequestOptions) -> CsaSettings:
     """What the client fixes of its sparse attention; what it leaves open drops nothing, and judges
     by the same layer if it judges by a window: what the layer before looked at may be something
     else, which models of few layers show (benchmarks/results/two-servers-2026-11-21.md)."""
@@ -304,13 +309,13 @@ def csa_settings(options: CspsOptions) -> CsaSettings:
     return replace(settings, importance_layer="same")
 
 
-def read_slo(headers: Mapping[str, str]) -> Slo:
+def read_slo(headers: Mapping[str, str]) -> SloBounds:
     """The `x-slo-*` headers.
 
     Raises:
         InvalidRequest: one is not a positive number of milliseconds.
     """
-    return Slo(
+    return SloBounds(
         ttft_ms=_milliseconds(headers, "x-slo-ttft-ms"),
         tpot_ms=_milliseconds(headers, "x-slo-tpot-ms"),
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 
+from csps.models.needle_prompts.haystack import is_correct
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
-from csps.models.needle_prompts.questions import is_correct
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.errors import FaultError
-from csps.services.launch.credentials import known_keys
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.core.errors import FaultError
 from csps.services.launch.deploy_config import DeployConfig
+from csps.services.settings.credentials import known_keys
 
 PROMPT_TOKENS = 16_384
 MAX_ANSWER_TOKENS = 32
@@ -26,7 +26,7 @@ DEADLINE_S = 600.0
 
 
 @dataclass
-class Streamed:
+class StreamedAnswer:
     """What came back, and when."""
 
     text: str = ""
@@ -54,7 +54,7 @@ def demo(config: DeployConfig, name: str = "request") -> None:
     started = time.perf_counter()
     streamed = ask(config, prompt.text)
     print("\n" + "\n".join(f"  {line}" for line in summary(prompt, streamed, started)))
-    print(how_to_go_on(config))
+    print(usage_hints(config))
 
 
 def question(config: DeployConfig) -> NeedlePrompt:
@@ -69,7 +69,7 @@ def question(config: DeployConfig) -> NeedlePrompt:
     return generate(wanted, count)
 
 
-def ask(config: DeployConfig, prompt: str) -> Streamed:
+def ask(config: DeployConfig, prompt: str) -> StreamedAnswer:
     """Stream a greedy completion, echoing it to the terminal.
 
     Raises:
@@ -85,10 +85,10 @@ def ask(config: DeployConfig, prompt: str) -> Streamed:
         "stream_options": {"include_usage": True},
         "csps": {"explain": True},
     }
-    streamed = Streamed()
+    streamed = StreamedAnswer()
     try:
         for chunk in _chunks(config, body):
-            _take(streamed, chunk)
+            _record(streamed, chunk)
     except httpx.ConnectError as error:
         raise FaultError(f"no server at {config.url} ({error}); `make serve` starts one") from None
     except httpx.TransportError as error:
@@ -120,7 +120,7 @@ def _authorization(config: DeployConfig) -> dict[str, str]:
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
-def _take(streamed: Streamed, chunk: dict[str, Any]) -> None:
+def _record(streamed: StreamedAnswer, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         raise FaultError(chunk["error"]["message"])
     streamed.usage = chunk.get("usage") or streamed.usage
@@ -132,7 +132,7 @@ def _take(streamed: Streamed, chunk: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def summary(prompt: NeedlePrompt, streamed: Streamed, started: float) -> list[str]:
+def summary(prompt: NeedlePrompt, streamed: StreamedAnswer, started: float) -> list[str]:
     """What the person at the terminal wants to know."""
     stamps = streamed.stamps
     ttft_s = stamps[0] - started
@@ -171,7 +171,7 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def how_to_go_on(config: DeployConfig) -> str:
+def usage_hints(config: DeployConfig) -> str:
     """Lines to copy."""
     settings, url = config.settings, config.url
     model, telemetry = settings.model_name, settings.telemetry

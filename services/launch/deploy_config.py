@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from csps.protocols.errors import ConfigError, abridged, nearest
-from csps.services.cluster.gangs import check_gpus
-from csps.services.launch.replicas import check_override
-from csps.services.launch.settings import Settings
+from csps.protocols.core.errors import ConfigError, abridged, nearest
+from csps.services.settings.devices import check_gpus
+from csps.services.settings.replicas import check_override
+from csps.services.settings.settings import Settings
 
 IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000

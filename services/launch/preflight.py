@@ -1,14 +1,189 @@
-"""What must be true of a machine before a server is started on it. Each finding is one line."""
+"""What must be true of a checkpoint before ranks are started on it, and how much each will load.
+
+Only JSON files and the headers of the weight files are read. The ranks would find the same, but
+only after Ray has started them, several times over and in a log file.
+
+How much main memory a server on this machine takes when it is full.
+
+What must be true of a machine before a server is started on it. Each finding is one line.
+"""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from csps.protocols.errors import ConfigError
-from csps.services.launch.memory_need import GIB, MemoryNeed
+import torch
+
+from csps.actors.kv_transfer.message import entry_bytes
+from csps.models.checkpoints.loading import count_parameters
+from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
+from csps.models.tokenizers.chat_template import read_chat_template
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.members import GangRole
+from csps.services.settings.devices import resolve_device
+from csps.services.settings.settings import Settings
+
+
+def check_model(settings: Settings) -> None:
+    """See that the router can read requests for the model, and that every rank can load it.
+
+    Raises:
+        ConfigError: the architecture or a feature of it is not supported, a tensor is missing or
+            of another shape, the model cannot be cut into `tp` shares, or a file is damaged.
+    """
+    with _one_line("model"):
+        read_spec(settings.model_dir)
+        Tokenizer(settings.model_dir)
+        read_chat_template(settings.model_dir)
+        count_parameters(settings.model_dir)
+    for role in settings.gangs:
+        rank_parameters(role, settings)
+    if len(settings.gangs) > 1:
+        _check_in_flight(settings)
+
+
+def _check_in_flight(settings: Settings) -> None:
+    """What a rank may have on its way to each rank of the other gang has room for one token."""
+    spec, dtype = read_spec(settings.model_dir), getattr(torch, settings.dtype)
+    heads = min(len(tp_shard_of(spec, 0, gang.tp).kv_heads) for gang in settings.gangs.values())
+    token_bytes = heads * entry_bytes(dtype, spec.head_dim)
+    peers = max(gang.ranks for gang in settings.gangs.values())
+    if settings.kv_transfer.in_flight_bytes // peers < token_bytes:
+        raise ConfigError(
+            f"kv_transfer.in_flight_mib: {peers} ranks share it, and {token_bytes} bytes are the "
+            "KV of one token in one layer"
+        )
+
+
+def rank_parameters(role: GangRole, settings: Settings) -> int:
+    """Parameters that one rank of a gang loads.
+
+    Raises:
+        ConfigError: it cannot; see `check_model`.
+    """
+    with _one_line(f"{role}.tp"):
+        return count_parameters(settings.model_dir, tp_size=settings.gangs[role].tp)
+
+
+@contextmanager
+def _one_line(setting: str) -> Iterator[None]:
+    """What the models room finds wrong, as the operator's mistake in a setting."""
+    try:
+        yield
+    except ValueError as exc:  # CheckpointError, and a `tp` that does not fit
+        raise ConfigError(f"{setting}: {' '.join(str(exc).split())}") from None
+
+
+GIB = 2**30
+RAY_BYTES = 7 * GIB // 8
+"""Ray and its dashboard; this and the next two as measured, common pages shared out, rounded up."""
+SHELL_BYTES = 3 * GIB // 4
+"""HTTP front, router, configurator and registry."""
+RANK_BYTES = GIB // 4
+"""Python and torch of one rank, without what is counted below."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes of main memory, by what they are for. All ranks together."""
+
+    ranks: int
+    """How many; not bytes."""
+    ray: int = 0
+    """What is there before any rank, where it is not there yet."""
+    weights: int = 0
+    kv_cache: int = 0
+    """With every slot in use. The system backs a slot when it is first written, so a server
+    starts with less, and would be killed on the way to its full load."""
+    activations: int = 0
+    """Of a prompt that fills the prefill slots."""
+    kv_transfer: int = 0
+    """For KV on its way between gangs."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        lasting = self.processes + self.weights + self.kv_cache
+        return lasting + self.activations + self.kv_transfer
+
+    @property
+    def processes(self) -> int:
+        """What is there before any weight is loaded."""
+        return self.ray + SHELL_BYTES + self.ranks * RANK_BYTES
+
+    @property
+    def breakdown(self) -> str:
+        """In words, GiB each."""
+        return (
+            f"Ray and {self.ranks} ranks {self.processes / GIB:.1f}, "
+            f"weights {self.weights / GIB:.1f}, KV cache {self.kv_cache / GIB:.1f}, "
+            f"activations {self.activations / GIB:.1f}, "
+            f"KV on its way {self.kv_transfer / GIB:.1f}"
+        )
+
+    def __add__(self, other: MemoryNeed) -> MemoryNeed:
+        return MemoryNeed(
+            ranks=self.ranks + other.ranks,
+            weights=self.weights + other.weights,
+            kv_cache=self.kv_cache + other.kv_cache,
+            activations=self.activations + other.activations,
+            kv_transfer=self.kv_transfer + other.kv_transfer,
+        )
+
+
+def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
+    """What all gangs and everything around them need.
+
+    Args:
+        ray_runs: its memory is taken already.
+
+    Raises:
+        ConfigError: the model cannot be served.
+    """
+    need = MemoryNeed(ranks=0)
+    for role in settings.gangs:
+        need += _gang_need(role, settings)
+    return need if ray_runs else replace(need, ray=RAY_BYTES)
+
+
+def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
+    section = settings.gangs[role]
+    kv_transfer = 0 if role == "elastic" else section.ranks * settings.kv_transfer.in_flight_bytes
+    if resolve_device(settings.device, section.num_gpus) != "cpu":
+        # The rest lies in the GPUs' own memory.
+        return MemoryNeed(ranks=section.ranks, kv_transfer=kv_transfer)
+    element_bytes = DTYPE_BYTES[settings.dtype]
+    slots_bytes = section.ranks * section.kv_slots * element_bytes
+    spec = read_spec(settings.model_dir)
+    return MemoryNeed(
+        ranks=section.ranks,
+        weights=section.ranks * rank_parameters(role, settings) * element_bytes,
+        kv_cache=slots_bytes * _kv_elements(spec, section.tp),
+        activations=slots_bytes * _activation_elements(spec, section.tp) if role != "decode" else 0,
+        kv_transfer=kv_transfer,
+    )
+
+
+def _kv_elements(spec: ModelSpec, tp: int) -> int:
+    """Numbers that one rank keeps of a token: keys and values, all layers."""
+    return 2 * spec.layers * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
+
+
+def _activation_elements(spec: ModelSpec, tp: int) -> int:
+    """Numbers that a prefill rank has of a token at once, roughly: three times the residual
+    stream, and queries, keys, values and outputs on both sides of an exchange."""
+    shard = tp_shard_of(spec, 0, tp)
+    heads = len(shard.query_heads) + len(shard.kv_heads)
+    return 3 * spec.hidden + 4 * heads * spec.head_dim
+
 
 MIN_PYTHON = (3, 11)
 
@@ -48,7 +223,7 @@ def check_memory_at_all(need: MemoryNeed, *, meminfo: Path = MEMINFO) -> None:
     if whole is not None and whole < need.total / GIB:
         raise ConfigError(
             f"this machine has {whole:.1f} GiB of memory, but {need.total / GIB:.1f} GiB are "
-            f"needed ({need.parts})"
+            f"needed ({need.breakdown})"
         )
 
 
@@ -75,7 +250,7 @@ def check_memory(need: MemoryNeed, *, freed: int = 0, meminfo: Path = MEMINFO) -
         more = f", and at most {freed / GIB:.1f} more without what runs" if freed else ""
         raise ConfigError(
             f"{available:.1f} GiB of memory are available{more}, but {need.total / GIB:.1f} GiB "
-            f"are needed ({need.parts}): free some, or lower instances or kv_slots, or set dtype "
+            f"are needed ({need.breakdown}): free some, or lower instances or kv_slots, or set dtype "
             "to bfloat16"
         )
 

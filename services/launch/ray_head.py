@@ -25,8 +25,8 @@ from typing import Any
 
 import httpx
 
-from csps.protocols.errors import DeadlineExceeded, FaultError
-from csps.services.launch.http_front import FRONT_PORTS, front_environment
+from csps.protocols.core.errors import DeadlineExceeded, FaultError
+from csps.services.launch.reverse_proxy import REVERSE_PROXY_PORTS, reverse_proxy_environment
 
 LOOPBACK = "127.0.0.1"
 RUN_DIR = Path("run")
@@ -131,8 +131,8 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file, log_file = run_dir / "ray-token", run_dir / "ray.log"
     _write_secret(token_file, secrets.token_hex(32))
-    gcs_port, dashboard_port, *other_ports = _free_ports(5 + FRONT_PORTS)
-    ray_ports, front_ports = other_ports[:3], other_ports[3:]
+    gcs_port, dashboard_port, *other_ports = _free_ports(5 + REVERSE_PROXY_PORTS)
+    ray_ports, proxy_ports = other_ports[:3], other_ports[3:]
     command = _command(gcs_port, dashboard_port, ray_ports, num_cpus)
     socket_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
     with log_file.open("wb") as log:
@@ -143,7 +143,9 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
             stderr=subprocess.STDOUT,
             env={
                 **_environment(str(token_file)),
-                **front_environment(run_dir, Path(socket_dir), ports=front_ports, host=LOOPBACK),
+                **reverse_proxy_environment(
+                    run_dir, Path(socket_dir), ports=proxy_ports, host=LOOPBACK
+                ),
             },
             start_new_session=True,
         )
@@ -161,12 +163,12 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
         _wait_for_dashboard(head, process)
     except BaseException:
         head.stop()
-        forget(run_dir)
+        discard_head(run_dir)
         raise
     return head
 
 
-def recall(run_dir: Path) -> RayHead | None:
+def find_head(run_dir: Path) -> RayHead | None:
     """The head of an earlier command, if anything is left of it; ask it whether it is `alive`."""
     try:
         head = RayHead(**json.loads((run_dir / STATE_FILE).read_text()))
@@ -175,7 +177,7 @@ def recall(run_dir: Path) -> RayHead | None:
     return head if head.left else None
 
 
-def forget(run_dir: Path) -> None:
+def discard_head(run_dir: Path) -> None:
     """There is no head any more."""
     (run_dir / STATE_FILE).unlink(missing_ok=True)
     (run_dir / "ray-token").unlink(missing_ok=True)

@@ -1,33 +1,151 @@
-"""`csps serve` and `csps stop`: a server on this machine, from nothing to the first answer."""
+"""What Ray Serve says about the applications of a head, in lines for whoever waits.
+
+`csps serve` and `csps stop`: a server on this machine, from nothing to the first answer.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
 
-from csps.protocols.errors import DeadlineExceeded, FaultError
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch import preflight, ray_head
 from csps.services.launch.demo_command import demo
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
-from csps.services.launch.memory_need import memory_need
-from csps.services.launch.model_check import check_model
+from csps.services.launch.preflight import check_model, memory_need
 from csps.services.launch.ray_head import RUN_DIR, RayHead
-from csps.services.launch.serve_status import (
-    APPLICATIONS_PATH,
-    HTTP_TIMEOUT_S,
-    POLL_S,
-    ServeStatus,
-    last_line,
-    wait_for_status,
-)
-from csps.services.launch.settings import Settings
+from csps.services.settings.settings import Settings
+
+APPLICATIONS_PATH = "/api/serve/applications/"
+HTTP_TIMEOUT_S = 5.0
+ANSWER_DEADLINE_S = 60.0
+"""For a dashboard that is busy, or that has only just started."""
+POLL_S = 0.5
+_INFORMATIVE_MARKS = ("Error:", "Resources required")
+"""Marks of a deployment's message that says more than that it takes long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeStatus:
+    """One answer of Serve's REST API."""
+
+    applications: Mapping[str, Any] = field(default_factory=dict)
+    http_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the proxies that run; empty where there are none yet."""
+
+    def runs(self, config: DeployConfig) -> bool:
+        """What this configuration describes is up, and nothing of an earlier one is left."""
+        return self._is_of(config, "RUNNING")
+
+    def is_deploying(self, config: DeployConfig) -> bool:
+        """What this configuration describes is up, or on its way."""
+        return self._is_of(config, "RUNNING", "DEPLOYING")
+
+    def _is_of(self, config: DeployConfig, *states: str) -> bool:
+        application = self.applications.get(config.application_name) or {}
+        deployed = application.get("deployed_app_config") or {}
+        same = deployed.get("args") == config.application_args
+        return same and application["status"] in states
+
+    @property
+    def drain_s(self) -> float:
+        """Longest that what runs lets its requests take once it has to end."""
+        deployed = (it.get("deployed_app_config") or {} for it in self.applications.values())
+        default = Settings.model_fields["drain_s"].default
+        return max(
+            (float((it.get("args") or {}).get("drain_s", default)) for it in deployed), default=0.0
+        )
+
+    def check_http_options(self, config: DeployConfig) -> None:
+        """Serve takes HTTP options when it starts, and ignores others from then on.
+
+        Raises:
+            ConfigError: the configuration has others than those in force.
+        """
+        wanted = config.data["http_options"]
+        for name in self.http_options.keys() & wanted.keys():
+            if self.http_options[name] != wanted[name]:
+                raise ConfigError(
+                    f"the running server has http_options.{name} {self.http_options[name]}, which "
+                    f"cannot become {wanted[name]} while it runs: run `make stop` first"
+                )
+
+    def progress(self, config: DeployConfig, trouble: str) -> str:
+        """One line: replicas that run, by deployment, and what is being waited for.
+
+        Args:
+            trouble: why the server does not take requests.
+
+        Raises:
+            ConfigError: deployment has failed for good.
+        """
+        application = self.applications.get(config.application_name)
+        if application is None:
+            return "starting Serve"
+        deployments = dict(sorted(application["deployments"].items()))
+        reasons = "; ".join(filter(None, (_reason(*it) for it in deployments.items())))
+        if application["status"] == "DEPLOY_FAILED":
+            raise ConfigError(f"deployment failed: {reasons or last_line(application['message'])}")
+        counts = ", ".join(_count(*it) for it in deployments.items())
+        return f"{counts} ({reasons or trouble})" if counts else "building the application"
+
+
+def read_status(head: RayHead) -> ServeStatus | None:
+    """What Serve says now, which is an empty status where it does not run; None: no answer."""
+    try:
+        answer = head.get(APPLICATIONS_PATH, timeout_s=HTTP_TIMEOUT_S).json()
+    except (httpx.TransportError, json.JSONDecodeError):
+        return None
+    return ServeStatus(
+        applications=answer.get("applications") or {},
+        http_options=answer.get("http_options") or {},
+    )
+
+
+def wait_for_status(head: RayHead) -> ServeStatus:
+    """What Serve says, as soon as it says something.
+
+    Raises:
+        FaultError: Ray has ended, or does not answer in time.
+    """
+    deadline = time.monotonic() + ANSWER_DEADLINE_S
+    while head.alive:
+        if (status := read_status(head)) is not None:
+            return status
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded("an answer of Ray's REST API", ANSWER_DEADLINE_S)
+        time.sleep(POLL_S)
+    raise FaultError(f"Ray has ended; see {head.log_file}")
+
+
+def last_line(text: str) -> str:
+    """Of a traceback, what was raised."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
+
+
+def _count(name: str, deployment: Mapping[str, Any]) -> str:
+    running = sum(replica["state"] == "RUNNING" for replica in deployment["replicas"])
+    return f"{name} {running}/{deployment['target_num_replicas']}"
+
+
+def _reason(name: str, deployment: Mapping[str, Any]) -> str:
+    """What keeps a deployment from starting; empty if Serve names nothing."""
+    message = deployment.get("message") or ""
+    if deployment.get("status") == "HEALTHY" or not any(it in message for it in _INFORMATIVE_MARKS):
+        return ""
+    return f"{name}: {last_line(message)}"
+
 
 READY_DEADLINE_S = 300.0
 """Unless `--ready-timeout` says otherwise: large weights take long to read."""
@@ -67,7 +185,7 @@ def serve(
 
 def stop() -> None:
     """Let running requests finish, then end the server that `serve` started here."""
-    head = ray_head.recall(RUN_DIR)
+    head = ray_head.find_head(RUN_DIR)
     if head is None:
         _say("no server was started from this directory")
     else:
@@ -77,7 +195,7 @@ def stop() -> None:
             undeploy(head)
         head.stop()
         _say("stopped")
-    ray_head.forget(RUN_DIR)
+    ray_head.discard_head(RUN_DIR)
 
 
 def check_config(config_path: Path) -> None:
@@ -172,13 +290,13 @@ def _running_head(config: DeployConfig) -> RayHead | None:
         ConfigError: it runs, but cannot become what the configuration asks for.
         FaultError: what it has to give up does not go.
     """
-    head = ray_head.recall(RUN_DIR)
+    head = ray_head.find_head(RUN_DIR)
     if head is None:
         return None
     if not head.alive:
         _say("ending what is left of an earlier server, whose Ray was killed ...")
         head.stop()
-        ray_head.forget(RUN_DIR)
+        ray_head.discard_head(RUN_DIR)
         return None
     _say(f"Ray is already running (process {head.pid}); deploying onto it")
     _clear(head, config)
@@ -195,31 +313,31 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
     status.check_http_options(config)
     if not status.http_options:
         preflight.check_port(config.host, config.port)
-    if status.comes(config):
+    if status.is_deploying(config):
         return
     need = memory_need(config.settings, ray_runs=True)
     if status.applications:
         preflight.check_memory_at_all(need)
-        if (freed := _taken(status)) is not None:
+        if (freed := _memory_in_use(status)) is not None:
             preflight.check_memory(need, freed=freed)
         _say("replacing the application that runs; waiting for its requests ...")
         undeploy(head)
     preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)
 
 
-def _taken(status: ServeStatus) -> int | None:
+def _memory_in_use(status: ServeStatus) -> int | None:
     """Bytes of main memory that the applications take at most; None where they do not tell."""
-    taken = 0
+    used = 0
     for application in status.applications.values():
         deployed = application.get("deployed_app_config") or {}
         if deployed.get("import_path") != IMPORT_PATH:
             return None
         try:
             settings = Settings.model_validate(deployed.get("args") or {})
-            taken += memory_need(settings, ray_runs=True).total
+            used += memory_need(settings, ray_runs=True).total
         except ValueError:  # of another release, or its model is not there any more
             return None
-    return taken
+    return used
 
 
 def _start(config: DeployConfig) -> RayHead:

@@ -1,4 +1,7 @@
-"""`csps profile steps|links|phases|ring|accuracy`: measure, keep what was measured, and show it."""
+"""What `csps profile` prints.
+
+`csps profile steps|links|phases|ring|accuracy`: measure, keep what was measured, and show it.
+"""
 
 from __future__ import annotations
 
@@ -6,51 +9,143 @@ import argparse
 import asyncio
 import math
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from csps.configurator.scaling_information_base import (
+from csps.configurator.costs.fitting import LinkMeasurement, fit_link
+from csps.configurator.costs.latency import LatencyTable, in_seconds
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     FitRow,
     LinkRow,
     ScalingInformationBase,
     StepRow,
 )
-from csps.models.spec import read_spec
+from csps.models.network.spec import read_spec
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import DeployConfig, read_config
-from csps.services.launch.model_check import check_model
-from csps.services.launch.settings import Settings
-from csps.services.profiling.accuracy.points import QUICK as QUICK_POINTS
-from csps.services.profiling.accuracy.points import Enumeration
-from csps.services.profiling.accuracy.profile import AccuracyProfile
-from csps.services.profiling.accuracy.report import accuracy_lines
-from csps.services.profiling.fitting import EXACT, fit_table
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.latency_source import LATENCY
+from csps.services.launch.preflight import check_model
+from csps.services.measured.fits import (
+    DECODE,
+    EXACT,
+    FittedPoint,
+    fit_rings,
+    fit_table,
+    fitted_points,
+    links_by_kind,
+    ring_lines,
+)
+from csps.services.measured.identity import identity_of
+from csps.services.measured.measured_groups import BETWEEN, INSIDE, kind_of
+from csps.services.measured.scheduler_inputs import LATENCY
+from csps.services.profiling.accuracy.profile import QUICK as QUICK_POINTS
+from csps.services.profiling.accuracy.profile import AccuracyProfile, Enumeration, accuracy_lines
 from csps.services.profiling.links import (
     LOOPBACK,
     QUICK_SIZES,
     SIZES,
-    LinkEnd,
-    LocalEnd,
+    LinkProbe,
+    LocalLinkProbe,
     measure_links,
     ranks_here,
 )
-from csps.services.profiling.measured_links import kind_of
-from csps.services.profiling.overheads import measure_overheads
-from csps.services.profiling.phases import measure_phases, phase_lines
-from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
-from csps.services.profiling.ring_fits import fit_rings, ring_lines
-from csps.services.profiling.ring_profile import RingProfile
-from csps.services.profiling.step_profile import Effort, StepProfile
-from csps.services.scheduling.latency import LatencyTable
+from csps.services.profiling.phases import measure_overheads, measure_phases, phase_lines
+from csps.services.profiling.step_profile import Effort, RingProfile, StepProfile
+from csps.services.settings.settings import Settings
+
+HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers"}
+
+
+def step_lines(rows: Sequence[StepRow]) -> list[str]:
+    """Measured beside fitted, and what the fit without a point says about it."""
+    lines = []
+    for key, points in groupby(fitted_points(rows), key=lambda it: it.key):
+        group = list(points)
+        what = "decode" if key.strategy == DECODE else f"prefill ({key.strategy})"
+        lines += [
+            "",
+            f"{what}, {key.sp} instance{'s' * (key.sp > 1)}, tp {key.tp}",
+            f"{'tokens':>8}{'history':>9}{'batch':>7}{'measured':>12}{'fitted':>12}"
+            f"{'error':>8}{'held out':>10}",
+            *map(_point_line, group),
+            f"  relative error: {_errors(it.fitted / it.seconds - 1 for it in group)}",
+            f"  held out:       {_errors(it.held_out / it.seconds - 1 for it in group)}",
+        ]
+    return lines
+
+
+def _point_line(point: FittedPoint) -> str:
+    error, held_out = point.fitted / point.seconds - 1, point.held_out / point.seconds - 1
+    return (
+        f"{point.tokens:>8}{point.history:>9}{point.batch:>7}{point.seconds * 1e3:>9.2f} ms"
+        f"{point.fitted * 1e3:>9.2f} ms{error:>8.1%}{held_out:>10.1%}"
+    )
+
+
+def _errors(errors: Iterable[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"median {statistics.median(sizes):.1%}, most {sizes[-1]:.1%}, {len(sizes)} points"
+
+
+def link_lines(rows: Sequence[LinkRow]) -> list[str]:
+    """Medians beside fitted; latency and bandwidth, of each kind of link and of each pair."""
+    lines = []
+    for kind, measured in links_by_kind(rows).items():
+        cost, by_size = fit_link(measured), defaultdict(list)
+        for it in measured:
+            by_size[it.size].append(it.seconds)
+        lines += ["", HEADINGS[kind], f"{'bytes':>10}{'measured':>12}{'fitted':>12}"]
+        lines += [
+            f"{size:>10}{statistics.median(seconds) * 1e3:>9.3f} ms"
+            f"{cost.predict_ns(size) / 1e6:>9.3f} ms"
+            for size, seconds in sorted(by_size.items())
+        ]
+        lines.append(f"  {_speed(measured)}")
+        pairs: dict[tuple[str, str], list[LinkRow]] = defaultdict(list)
+        for row in rows:
+            if row.kind == kind and row.sender:
+                pairs[row.sender, row.receiver].append(row)
+        lines += [
+            f"  {sender} to {receiver}: {_speed(links_by_kind(of_pair)[kind])}"
+            for (sender, receiver), of_pair in sorted(pairs.items())
+        ]
+    return lines
+
+
+def _speed(measured: Sequence[LinkMeasurement]) -> str:
+    cost = fit_link(measured)
+    speed = 1e-9 / in_seconds(cost.b) if cost.b else float("inf")
+    return f"latency {in_seconds(cost.a) * 1e6:.0f} us, {speed:.3f} GB/s"
+
+
+def coefficient_lines(table: LatencyTable) -> list[str]:
+    """The table in seconds, for reading and for copying into a cluster file."""
+    lines = ["", f"latency table '{table.name}', digest {table.digest[:12]}"]
+    for key, cost in table.steps:
+        numbers = _numbers(cost.a, cost.b, cost.c, cost.d)
+        lines.append(f"  {key.strategy}, {key.sp} x tp {key.tp}: a, b, c, d = {numbers}")
+    for key, decode in table.decode:
+        for name, line in (("up to", decode.small), ("above", decode.large)):
+            numbers = _numbers(line.a, line.b, line.c)
+            lines.append(
+                f"  decode, {key.sp} x tp {key.tp}, {name} {decode.tipping_batch} requests: "
+                f"a, b, c = {numbers}"
+            )
+    return lines
+
+
+def _numbers(*fixed: int) -> str:
+    return "[" + ", ".join(f"{in_seconds(number):.4g}" for number in fixed) + "] s"
+
 
 CLUSTER = "RAY_ADDRESS"
 """Variable that names the Ray cluster of a server that runs."""
@@ -88,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
 
 def warn_of_a_server(run_dir: Path) -> None:
     """Where one was started from here and runs."""
-    if (head := ray_head.recall(run_dir)) is not None:
+    if (head := ray_head.find_head(run_dir)) is not None:
         print(
             f"csps: a server was started here and runs (process {head.pid}): what is measured "
             "beside it takes longer than it should; `csps stop` ends it",
@@ -102,7 +197,7 @@ async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: b
     where = "of the server that runs" if CLUSTER in os.environ else "of this machine"
     _say(f"all pairs of {len(ends)} ranks {where}; measurements are kept in {base.path}")
 
-    def keep(first: int, second: int, seconds: dict[int, float]) -> None:
+    def record_pair(first: int, second: int, seconds: dict[int, float]) -> None:
         sender, receiver = locations[first], locations[second]
         for size, taken in seconds.items():
             base.add(
@@ -117,24 +212,28 @@ async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: b
                 )
             )
 
-    await measure_links(ends, hosts, sizes, keep)
+    await measure_links(ends, hosts, sizes, record_pair)
 
 
-async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[LinkEnd]]:
+async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[LinkProbe]]:
     """Location, interface and end of each rank that computes prompts."""
     settings = config.settings
     device = settings.device, settings.prefilling.num_gpus
     if CLUSTER not in os.environ:
         locations = ranks_here(settings)
-        return locations, [LOOPBACK for _ in locations], [LocalEnd(*device) for _ in locations]
+        return (
+            locations,
+            [LOOPBACK for _ in locations],
+            [LocalLinkProbe(*device) for _ in locations],
+        )
     # Ray and Serve take seconds to import.
-    from csps.services.profiling.server_links import RemoteEnd, server_ranks
+    from csps.services.profiling.server_links import RemoteLinkProbe, server_ranks
 
     ranks = await server_ranks(config)
     return (
         [it.location for it in ranks],
         [it.host for it in ranks],
-        [RemoteEnd(it.node_id, *device) for it in ranks],
+        [RemoteLinkProbe(it.node_id, *device) for it in ranks],
     )
 
 

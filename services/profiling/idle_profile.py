@@ -18,7 +18,7 @@ from pathlib import Path
 import ray
 import yaml
 
-from csps.services.launch.settings import Settings
+from csps.services.settings.settings import Settings
 
 COMMANDS = (("profile", "links"), ("profile", "phases"), ("train",))
 IDLE_LOAD = 0.5

@@ -13,9 +13,9 @@ from contextlib import suppress
 from itertools import combinations
 from typing import Protocol
 
-from csps.protocols.errors import DeadlineExceeded, FaultError
-from csps.services.cluster.gangs import resolve_device
-from csps.services.launch.settings import Settings
+from csps.protocols.core.errors import DeadlineExceeded, FaultError
+from csps.services.settings.devices import resolve_device
+from csps.services.settings.settings import Settings
 
 SIZES = (8, 1_024, 16_384, 262_144, 1_048_576, 4_194_304, 16_777_216)
 QUICK_SIZES = (8, 65_536, 4_194_304)
@@ -23,11 +23,11 @@ ROUNDS = 20
 PAIR_S = 120.0
 """For a pair to be measured, and before the first one for all ranks to start."""
 LOOPBACK = "127.0.0.1"
-Keep = Callable[[int, int, dict[int, float]], None]
+RecordPair = Callable[[int, int, dict[int, float]], None]
 """Takes sender, receiver, and seconds by size."""
 
 
-class LinkEnd(Protocol):
+class LinkProbe(Protocol):
     """A rank that takes part in measuring."""
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class LinkEnd(Protocol):
         ...
 
 
-class LocalEnd:
+class LocalLinkProbe:
     """On this machine."""
 
     def __init__(self, device: str, num_gpus: float) -> None:
@@ -82,10 +82,10 @@ class LocalEnd:
 
 
 async def measure_links(
-    ends: Sequence[LinkEnd],
+    ends: Sequence[LinkProbe],
     hosts: Sequence[str],
     sizes: tuple[int, ...],
-    keep: Keep,
+    record_pair: RecordPair,
 ) -> None:
     """Seconds that a message of each size takes one way, medians, of each pair of ranks in turn.
 
@@ -104,12 +104,12 @@ async def measure_links(
         for sender, receiver in combinations(range(len(ends)), 2):
             rounds = [statistics.median(it) for it in json.loads(await _line(ends, receiver))]
             one_way = [seconds - min(rounds) / 2 for seconds in rounds]
-            keep(sender, receiver, dict(zip(sizes, one_way, strict=True)))
+            record_pair(sender, receiver, dict(zip(sizes, one_way, strict=True)))
     finally:
         await asyncio.gather(*(end.stop() for end in ends))
 
 
-async def _start(ends: Sequence[LinkEnd], hosts: Sequence[str], sizes: tuple[int, ...]) -> None:
+async def _start(ends: Sequence[LinkProbe], hosts: Sequence[str], sizes: tuple[int, ...]) -> None:
     options = (",".join(map(str, sizes)), str(ROUNDS))
     store = "-"
     for rank, (end, host) in enumerate(zip(ends, hosts, strict=True)):
@@ -119,7 +119,7 @@ async def _start(ends: Sequence[LinkEnd], hosts: Sequence[str], sizes: tuple[int
             store = json.loads(await _line(ends, 0))
 
 
-async def _line(ends: Sequence[LinkEnd], rank: int) -> str:
+async def _line(ends: Sequence[LinkProbe], rank: int) -> str:
     try:
         async with asyncio.timeout(PAIR_S):
             line = await ends[rank].line()

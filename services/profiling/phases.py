@@ -1,4 +1,11 @@
-"""`csps profile phases`: what one rank takes for each phase of a layer."""
+"""`csps profile phases`: what one rank takes for each phase of a layer.
+
+`csps profile phases`, second part: what whole steps take of the ranks' cores.
+
+Strategies that cut their exchanges into few parts and into many, and some that drop, on the ranks
+of the configured gang. Only on processors: on GPUs no core that a rank waits on is what attention
+is computed on.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +14,24 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 
-from csps.actors.phase_probe import Row
-from csps.configurator.phase_times import Line
-from csps.configurator.profiles import STRATEGY, fit_phases
-from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
-from csps.configurator.step_overheads import crowding
-from csps.models.spec import read_spec
-from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
-from csps.services.cluster.gangs import resolve_device
-from csps.services.launch.settings import Settings
+from csps.actors.phase_probe import PhaseTime
+from csps.configurator.model.phase_times import LinearTime
+from csps.configurator.model.scaling_information_base import PhaseRow, ScalingInformationBase
+from csps.configurator.plan.profiles import BESIDE, CROWDING, STEP, STRATEGY, crowding, fit_phases
+from csps.models.network.spec import read_spec
+from csps.protocols.attention.csa import Architecture, CsaSettings
+from csps.protocols.attention.plan import ENGINE_NAMES, EXACT, option_name
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.services.profiling.local_gangs import open_local_gangs
+from csps.services.profiling.step_profile import Say
+from csps.services.profiling.steps import StepWork, measure_work
+from csps.services.settings.devices import resolve_device
+from csps.services.settings.settings import Settings
 
 TOKENS = (16, 64, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
 QUICK_TOKENS = (16, 256, 1_024, 4_096)
@@ -66,7 +78,7 @@ async def measure_phases(base: ScalingInformationBase, settings: Settings, *, qu
         )
 
 
-async def _probed(arguments: Iterable[str], threads: int) -> list[Row]:
+async def _probed(arguments: Iterable[str], threads: int) -> list[PhaseTime]:
     probe = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "csps.actors.phase_probe", *arguments),
         stdout=PIPE,
@@ -84,7 +96,7 @@ async def _probed(arguments: Iterable[str], threads: int) -> list[Row]:
         await probe.wait()
     if probe.returncode:
         raise FaultError(f"the rank that measures stopped with status {probe.returncode}")
-    return [Row(*row) for row in json.loads(output)]
+    return [PhaseTime(*row) for row in json.loads(output)]
 
 
 def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[str]:
@@ -117,5 +129,130 @@ def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[st
         yield f"  {'crowding':<11}{crowded:>9.2f} s of cores that ranks share for each that is used"
 
 
-def _line(name: str, line: Line, unit: str) -> str:
+def _line(name: str, line: LinearTime, unit: str) -> str:
     return f"  {name:<11}{line.fixed * 1e6:>9.1f} us and {line.each * 1e9:.3g} ns a {unit}"
+
+
+OVERHEAD_TOKENS = (1_024, 4_096, 12_288)
+QUICK_OVERHEAD_TOKENS = (512, 2_048)
+MICRO_PARTITIONS = (1, 8)
+DROPPED = 0.5
+OVERHEAD_ROUNDS = 3
+QUICK_OVERHEAD_ROUNDS = 1
+
+
+async def measure_overheads(
+    base: ScalingInformationBase, settings: Settings, say: Say, *, quick: bool
+) -> None:
+    """Measure once more, and keep the least of the rounds.
+
+    Raises:
+        FaultError: a rank failed.
+        DeadlineExceeded: a step does not end.
+    """
+    gang = settings.prefilling
+    if gang.instances < 2 or resolve_device(settings.device, gang.num_gpus) != "cpu":
+        return
+    longest = min(
+        settings.max_positions or read_spec(settings.model_dir).max_positions,
+        gang.instances * (gang.kv_slots - 1),
+    )
+    lengths = [it for it in (QUICK_OVERHEAD_TOKENS if quick else OVERHEAD_TOKENS) if it <= longest]
+    say(f"{len(lengths) * len(_options())} kinds of steps; starting ranks ...")
+    slots = -(-max(lengths, default=0) // gang.instances) + 1
+    computing, cores = gang.instances * gang.tp * gang.threads, os.cpu_count() or 1
+    async with open_local_gangs(_with_slots(settings, slots)) as gangs:
+        await measure_steps(
+            base,
+            partial(measure_work, gangs, gang.instances, gang.threads),
+            lengths,
+            group_shape=str(gang.instances),
+            tp=gang.tp,
+            rounds=QUICK_OVERHEAD_ROUNDS if quick else OVERHEAD_ROUNDS,
+            crowded=cores if computing > cores else None,
+        )
+
+
+async def measure_steps(
+    base: ScalingInformationBase,
+    run: Callable[[int, str], Awaitable[StepWork]],
+    lengths: Iterable[int],
+    *,
+    group_shape: str,
+    tp: int,
+    rounds: int,
+    crowded: int | None,
+) -> None:
+    """Run steps of every kind, and keep of each the round that took least.
+
+    Args:
+        run: a step of so many tokens by an option.
+        group_shape, tp: of those who run it.
+        crowded: cores, where there are fewer than threads that compute and links hold nobody up.
+    """
+    load, date = os.getloadavg()[0], datetime.now(UTC).isoformat(timespec="seconds")
+    for tokens in lengths:
+        for option in _options():
+            # The first one connects and warms up.
+            taken = [await run(tokens, option) for _ in range(1 + rounds)][1:]
+            for phase, seconds in _phase_seconds(taken, crowded):
+                base.add(
+                    PhaseRow(
+                        strategy=option,
+                        group_shape=group_shape,
+                        tp=tp,
+                        phase=phase,
+                        tokens=tokens,
+                        keys=0,
+                        bytes=0,
+                        seconds=seconds,
+                        load=load,
+                        date=date,
+                    )
+                )
+
+
+def _phase_seconds(taken: list[StepWork], crowded: int | None) -> Iterator[tuple[str, float]]:
+    """Phases and seconds. Arguments as for `measure_steps`."""
+    least = min(taken, key=lambda it: it.processor_s)
+    yield STEP, least.processor_s
+    yield BESIDE, least.processor_s - least.computing_s
+    if crowded is not None:
+        yield CROWDING, min(crowded * it.took_s / it.processor_s for it in taken)
+
+
+def _with_slots(settings: Settings, slots: int) -> Settings:
+    """Gangs with room for one prompt: the server may run beside them, if it profiles when idle."""
+    if settings.elastic is not None:
+        elastic = settings.elastic.model_copy(update={"kv_slots": slots})
+        return settings.model_copy(update={"elastic": elastic})
+    prefill = settings.prefill.model_copy(update={"kv_slots": slots})
+    decode = settings.decode.model_copy(update={"instances": 1, "kv_slots": slots})
+    return settings.model_copy(update={"prefill": prefill, "decode": decode})
+
+
+def _options() -> list[str]:
+    """Exact ones, whose work beside attention is the same, and ones that drop."""
+    both: tuple[Architecture, ...] = ("ntp", "tp")
+    exact = [
+        (strategy, CsaSettings(levels=1, micro_partitions=((micro,),), strategy=strategy))
+        for strategy in both
+        for micro in MICRO_PARTITIONS
+    ]
+    sparse = [
+        (
+            strategy,
+            CsaSettings(
+                levels=2,
+                micro_partitions=((1, 1),),
+                drop_ratios=((DROPPED,),),
+                importance_layer="same",
+                strategy=strategy,
+            ),
+        )
+        for strategy in both
+    ]
+    return [
+        EXACT,
+        *(option_name(ENGINE_NAMES[strategy], csa) for strategy, csa in (*exact, *sparse)),
+    ]

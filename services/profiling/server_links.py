@@ -17,14 +17,14 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
-from csps.protocols.gang_members import GangMembers
-from csps.services.cluster.directory import ClusterView
-from csps.services.cluster.node import labelled_location
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.protocols.gang.members import GangMembers
+from csps.services.cluster.membership import ClusterView
+from csps.services.cluster.ray_context import labelled_location
 from csps.services.launch.deploy_config import DeployConfig
-from csps.services.launch.serve_status import last_line
-from csps.services.launch.settings import Settings
-from csps.services.profiling.links import LocalEnd
+from csps.services.launch.serve_command import last_line
+from csps.services.profiling.links import LocalLinkProbe
+from csps.services.settings.settings import Settings
 
 GANG_S = 60.0
 """For the registry to name the gang that computes prompts."""
@@ -39,13 +39,13 @@ class ServerRank:
     node_id: str
 
 
-class RemoteEnd:
+class RemoteLinkProbe:
     """On the machine of one of Ray's nodes."""
 
     def __init__(self, node_id: str, device: str, num_gpus: float) -> None:
         # Beside a rank, which keeps what it has asked Ray for.
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        end = ray.remote(num_cpus=0)(LocalEnd).options(scheduling_strategy=there)
+        end = ray.remote(num_cpus=0)(LocalLinkProbe).options(scheduling_strategy=there)
         self._end: Any = end.remote(device, num_gpus)
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:

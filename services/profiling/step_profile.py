@@ -1,4 +1,7 @@
-"""Measuring all steps of a plan that have not been measured yet."""
+"""Measuring all steps of a plan that have not been measured yet.
+
+`csps profile ring`: both variants of context parallelism's ring over miss rates.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,24 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 
-from csps.configurator.scaling_information_base import ScalingInformationBase, StepRow
-from csps.models.spec import read_spec
-from csps.services.launch.settings import AnyGang, Settings
-from csps.services.profiling.cell import Cell, open_cell
-from csps.services.profiling.fitting import DECODE, EXACT
-from csps.services.profiling.plan import DecodeRun, Limits, StepRun, decode_runs, step_runs
-from csps.services.profiling.steps import measure_iterations, measure_step
+from csps.configurator.model.scaling_information_base import ScalingInformationBase, StepRow
+from csps.models.network.spec import read_spec
+from csps.services.measured.fits import DECODE, EXACT
+from csps.services.profiling.local_gangs import LocalGangs, open_local_gangs
+from csps.services.profiling.runs import (
+    DecodeRun,
+    GangLimits,
+    PrefillRun,
+    RingRun,
+    decode_runs,
+    prefill_runs,
+    ring_runs,
+)
+from csps.services.profiling.steps import measure_iterations, measure_ring, measure_step
+from csps.services.settings.settings import AnyGang, Settings
 
 Say = Callable[[str], None]
-Run = StepRun | DecodeRun
+Run = PrefillRun | DecodeRun
 WARM_UP = 256
 """Tokens of the first step of each group, which is not kept."""
 
@@ -66,14 +77,14 @@ class StepProfile:
         if not runs:
             return
         self._say("starting ranks ...")
-        async with open_cell(self._settings) as cell:
-            for sp in sorted({run.sp for run in runs if isinstance(run, StepRun)}):
-                await measure_step(cell, StepRun(sp=sp, tokens=WARM_UP))
+        async with open_local_gangs(self._settings) as gangs:
+            for sp in sorted({run.sp for run in runs if isinstance(run, PrefillRun)}):
+                await measure_step(gangs, PrefillRun(sp=sp, tokens=WARM_UP))
             for number, run in enumerate(runs, start=1):
                 if time.monotonic() > self._deadline:
                     self._say("out of time; the same command goes on from here")
                     return
-                row = await self._measure(cell, run)
+                row = await self._measure(gangs, run)
                 took = f"{row.seconds * 1e3:.2f} ms"
                 self._say(f"[{number}/{len(runs)}] {_described(run)}: {took}")
 
@@ -82,7 +93,7 @@ class StepProfile:
         does not disturb one point every time. By turns of both kinds, so that a profile that is cut
         short has something of each."""
         quick, settings = self._effort.quick, self._settings
-        steps = step_runs(self._limits(settings.prefilling), quick=quick)
+        steps = prefill_runs(self._limits(settings.prefilling), quick=quick)
         decodes = decode_runs(
             self._limits(settings.decoding),
             quick=quick,
@@ -91,17 +102,19 @@ class StepProfile:
             max_prompt=settings.prefilling.instances * (settings.prefilling.kv_slots - 1),
         )
         known = Counter() if self._effort.again else Counter(map(_key, self._base.rows(StepRow)))
-        turns = [run for pair in zip_longest(steps, decodes) for run in pair if run is not None]
+        alternating = [
+            run for pair in zip_longest(steps, decodes) for run in pair if run is not None
+        ]
         return [
             run
             for number in range(1, self._effort.rounds + 1)
-            for run in turns
+            for run in alternating
             if known[self._last_key(run)] < number
         ]
 
-    def _limits(self, gang: AnyGang) -> Limits:
+    def _limits(self, gang: AnyGang) -> GangLimits:
         longest = read_spec(self._settings.model_dir).max_positions
-        return Limits(
+        return GangLimits(
             instances=gang.instances,
             kv_slots=gang.kv_slots,
             max_positions=min(longest, self._settings.max_positions or longest),
@@ -109,25 +122,25 @@ class StepProfile:
 
     def _last_key(self, run: Run) -> tuple[object, ...]:
         """Of the row that a run ends with."""
-        if isinstance(run, StepRun):
+        if isinstance(run, PrefillRun):
             rows = self._step_rows(run, [0.0] * run.chunks, 0.0)
             return _key(rows[-1])
         return _key(self._iteration_row(run, 0.0, 0.0))
 
-    async def _measure(self, cell: Cell, run: Run) -> StepRow:
+    async def _measure(self, gangs: LocalGangs, run: Run) -> StepRow:
         """Measure a run and keep its rows; returns the last, which says most."""
         load = os.getloadavg()[0]
-        if isinstance(run, StepRun):
+        if isinstance(run, PrefillRun):
             await asyncio.sleep(self._effort.pause_s)
-            rows = self._step_rows(run, await measure_step(cell, run), load)
+            rows = self._step_rows(run, await measure_step(gangs, run), load)
         else:
-            seconds = await measure_iterations(cell, run, self._effort.iterations)
+            seconds = await measure_iterations(gangs, run, self._effort.iterations)
             rows = [self._iteration_row(run, seconds, load)]
         for row in rows:
             self._base.add(row)
         return rows[-1]
 
-    def _step_rows(self, run: StepRun, seconds: Sequence[float], load: float) -> list[StepRow]:
+    def _step_rows(self, run: PrefillRun, seconds: Sequence[float], load: float) -> list[StepRow]:
         return [
             StepRow(
                 strategy=EXACT,
@@ -171,3 +184,80 @@ def _described(run: Run) -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class RingProfile:
+    """One run of the command. Measurements are steps of the scaling information base."""
+
+    def __init__(
+        self, base: ScalingInformationBase, settings: Settings, effort: Effort, say: Say
+    ) -> None:
+        self._base, self._settings = base, settings
+        self._effort, self._say = effort, say
+        self._deadline = time.monotonic() + effort.limit_s
+
+    async def run(self) -> None:
+        """Measure; every prompt's chunks are kept at once."""
+        runs = self._open_runs()
+        self._say(f"{len(runs)} prompts to do; measurements are kept in {self._base.path}")
+        if not runs:
+            return
+        self._say("starting ranks ...")
+        async with open_local_gangs(self._settings) as gangs:
+            for run in {(run.sp, run.strategy): run for run in reversed(runs)}.values():
+                await measure_ring(gangs, run)  # not kept: allocators and caches warm up
+            for number, run in enumerate(runs, start=1):
+                if time.monotonic() > self._deadline:
+                    self._say("out of time; the same command goes on from here")
+                    return
+                load = os.getloadavg()[0]
+                await asyncio.sleep(self._effort.pause_s)
+                rows = self._rows(run, await measure_ring(gangs, run), load)
+                for row in rows:
+                    self._base.add(row)
+                took = ", ".join(f"{row.seconds * 1e3:.1f}" for row in rows)
+                self._say(
+                    f"[{number}/{len(runs)}] {run.strategy} on {run.sp}, chunks of "
+                    f"{', '.join(map(str, run.chunks))} tokens: {took} ms"
+                )
+
+    def _open_runs(self) -> list[RingRun]:
+        """Everything once, then everything again, as `StepProfile` does."""
+        settings = self._settings
+        longest = read_spec(settings.model_dir).max_positions
+        limits = GangLimits(
+            instances=settings.prefilling.instances,
+            kv_slots=settings.prefilling.kv_slots,
+            max_positions=min(longest, settings.max_positions or longest),
+        )
+        kept = [] if self._effort.again else self._base.rows(StepRow)
+        known = Counter((row.strategy, row.group_shape, row.tokens, row.history) for row in kept)
+        runs = ring_runs(limits, quick=self._effort.quick)
+        return [
+            run
+            for number in range(1, self._effort.rounds + 1)
+            for run in runs
+            if known[run.strategy, str(run.sp), *_last(run)] < number
+        ]
+
+    def _rows(self, run: RingRun, seconds: Sequence[float], load: float) -> list[StepRow]:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return [
+            StepRow(
+                strategy=run.strategy,
+                group_shape=str(run.sp),
+                tp=self._settings.prefilling.tp,
+                tokens=tokens,
+                history=sum(run.chunks[:chunk]),
+                batch=1,
+                seconds=taken,
+                load=load,
+                date=date,
+            )
+            for chunk, (tokens, taken) in enumerate(zip(run.chunks, seconds, strict=True))
+        ]
+
+
+def _last(run: RingRun) -> tuple[int, int]:
+    """(tokens, history) of the chunk that a run ends with."""
+    return run.chunks[-1], run.longest - run.chunks[-1]

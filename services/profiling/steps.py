@@ -1,85 +1,131 @@
-"""Measuring steps and iterations on a cell."""
+"""CPU time of other processes and their threads.
+
+With more ranks than cores, wall-clock time counts the neighbours' work too; CPU time does not.
+
+Measuring steps and iterations on a cell.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import JoinBatch, Reserve
-from csps.protocols.options import parse_option
-from csps.protocols.placement import KvShare, place, zigzag_of
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack
-from csps.protocols.span import Span
-from csps.services.profiling.cell import Cell
-from csps.services.profiling.cpu_time import CpuTime
-from csps.services.profiling.fitting import EXACT
-from csps.services.profiling.plan import DecodeRun, RingRun, StepRun
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.attention.plan import parse_option
+from csps.protocols.core.placement import KvSlice, Span, place, zigzag_of
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, Sampling
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc.schema import pack
+from csps.services.measured.fits import EXACT
+from csps.services.profiling.local_gangs import LocalGangs
+from csps.services.profiling.runs import DecodeRun, PrefillRun, RingRun
 
-JOB_TOKENS = 16_384
-"""Prompts that are prefilled only to be decoded go in jobs of about so many."""
-GREEDY = Sampling(temperature=0.0, max_tokens=1)
-Shares = tuple[KvShare, ...]
+_CPUCLOCK_SCHED = 2
 
 
-async def measure_step(cell: Cell, run: StepRun) -> list[float]:
-    """Seconds of each chunk, from sending it to all ranks being done, as a scheduler sees it."""
-    rids = [next(cell.numbers) for _ in range(run.batch)]
-    histories: list[Shares] = [()] * run.batch
-    seconds = []
-    try:
-        for chunk in range(run.chunks):
-            start = chunk * run.tokens
-            pieces = [
-                PrefillPiece(
-                    rid=rid,
-                    start=start,
-                    length=run.tokens,
-                    history=history,
-                    last=chunk == run.chunks - 1,
-                    sampling=GREEDY,
-                )
-                for rid, history in zip(rids, histories, strict=True)
-            ]
-            seconds.append(await _prefill(cell, pieces, run.sp, EXACT))
-            histories = [
-                (*history, *_computed(piece, number, run))
-                for number, (piece, history) in enumerate(zip(pieces, histories, strict=True))
-            ]
-    finally:
-        await cell.forget(rids)
+@dataclass(frozen=True, kw_only=True)
+class CpuTime:
+    """Seconds on a core of a process so far; subtract two of them."""
+
+    process_s: float
+    """All threads, ended ones included."""
+    threads_s: Mapping[int, float]
+    """Each living thread, by its id."""
+
+    @classmethod
+    def of(cls, pid: int) -> CpuTime:
+        """What a process has used until now."""
+        # The clock's number as clock_getcpuclockid(3) builds it, which Python does not offer.
+        clock = ~pid << 3 | _CPUCLOCK_SCHED
+        return cls(process_s=time.clock_gettime(clock), threads_s=_threads_s(pid))
+
+    def __sub__(self, earlier: CpuTime) -> CpuTime:
+        return CpuTime(
+            process_s=self.process_s - earlier.process_s,
+            threads_s={
+                thread: seconds - earlier.threads_s.get(thread, 0.0)
+                for thread, seconds in self.threads_s.items()
+            },
+        )
+
+    def busiest_s(self, threads: int = 1) -> float:
+        """Seconds of so many threads: of a rank, those that compute."""
+        return sum(sorted(self.threads_s.values())[-threads:])
+
+
+def _threads_s(pid: int) -> dict[int, float]:
+    seconds = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            # schedstat: nanoseconds on a core, nanoseconds waiting for one, time slices.
+            seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return seconds
 
 
-async def measure_ring(cell: Cell, run: RingRun) -> list[float]:
+STEP_TOKENS = 16_384
+"""Prompts that are prefilled only to be decoded go in jobs of about so many."""
+GREEDY = Sampling(temperature=0.0, max_tokens=1)
+Slices = tuple[KvSlice, ...]
+
+
+async def measure_step(gangs: LocalGangs, run: PrefillRun) -> list[float]:
+    """Seconds of each chunk, from sending it to all ranks being done, as a scheduler sees it."""
+    sequence_ids = [next(gangs.ids) for _ in range(run.batch)]
+    histories: list[Slices] = [()] * run.batch
+    seconds = []
+    try:
+        for run_chunk in range(run.chunks):
+            start = run_chunk * run.tokens
+            chunks = [
+                PrefillChunk(
+                    sequence_id=sequence_id,
+                    start=start,
+                    length=run.tokens,
+                    history=history,
+                    last=run_chunk == run.chunks - 1,
+                    sampling=GREEDY,
+                )
+                for sequence_id, history in zip(sequence_ids, histories, strict=True)
+            ]
+            seconds.append(await _prefill(gangs, chunks, run.sp, EXACT))
+            histories = [
+                (*history, *_computed(chunk, number, run))
+                for number, (chunk, history) in enumerate(zip(chunks, histories, strict=True))
+            ]
+    finally:
+        await gangs.cancel_requests(sequence_ids)
+    return seconds
+
+
+async def measure_ring(gangs: LocalGangs, run: RingRun) -> list[float]:
     """Seconds of each chunk, as `measure_step`; rows in zigzag, KV where it was computed."""
-    rid = next(cell.numbers)
-    history: Shares = ()
+    sequence_id = next(gangs.ids)
+    history: Slices = ()
     seconds, start = [], 0
     try:
-        for chunk in run.chunks:
-            bounds = even_bounds(chunk, run.sp)
+        for run_chunk in run.chunks:
+            bounds = even_bounds(run_chunk, run.sp)
             layout = zigzag_of([stop - begin for begin, stop in itertools.pairwise(bounds)])
             rows = place(range(run.sp), layout, start=start)
-            piece = PrefillPiece(
-                rid=rid,
+            chunk = PrefillChunk(
+                sequence_id=sequence_id,
                 start=start,
-                length=chunk,
+                length=run_chunk,
                 rows=rows,
                 history=history,
-                last=start + chunk == run.longest,
+                last=start + run_chunk == run.longest,
                 sampling=GREEDY,
             )
-            seconds.append(await _prefill(cell, [piece], run.sp, run.strategy))
-            history, start = (*history, *rows), start + chunk
+            seconds.append(await _prefill(gangs, [chunk], run.sp, run.strategy))
+            history, start = (*history, *rows), start + run_chunk
     finally:
-        await cell.forget([rid])
+        await gangs.cancel_requests([sequence_id])
     return seconds
 
 
@@ -88,26 +134,26 @@ def even_bounds(total: int, parts: int) -> tuple[int, ...]:
     return tuple(index * total // parts for index in range(parts + 1))
 
 
-def even_shares(length: int, instances: int) -> Shares:
+def even_slices(length: int, instances: int) -> Slices:
     """A prompt laid over instances in equal spans."""
     return tuple(
-        KvShare(instance=instance, span=Span(start=start, stop=stop))
+        KvSlice(instance=instance, span=Span(start=start, stop=stop))
         for instance, (start, stop) in enumerate(itertools.pairwise(even_bounds(length, instances)))
         if start < stop
     )
 
 
-def _computed(piece: PrefillPiece, number: int, run: StepRun) -> Shares:
+def _computed(chunk: PrefillChunk, number: int, run: PrefillRun) -> Slices:
     """Where a piece's KV is after its step: with whoever computed it."""
     offset = number * run.tokens
     own = Span(start=offset, stop=offset + run.tokens)
-    shares = even_shares(run.tokens * run.batch, run.sp)
-    parts = [(share.instance, own.intersection(share.span)) for share in shares]
+    slices = even_slices(run.tokens * run.batch, run.sp)
+    parts = [(share.instance, own.intersection(share.span)) for share in slices]
     return tuple(
-        KvShare(
+        KvSlice(
             instance=instance,
             span=Span(
-                start=piece.start + part.start - offset, stop=piece.start + part.stop - offset
+                start=chunk.start + part.start - offset, stop=chunk.start + part.stop - offset
             ),
         )
         for instance, part in parts
@@ -116,7 +162,7 @@ def _computed(piece: PrefillPiece, number: int, run: StepRun) -> Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """What a step takes, in seconds."""
 
     processor_s: float
@@ -127,7 +173,9 @@ class Work:
     """From sending it to the ranks until all are done."""
 
 
-async def measure_work(cell: Cell, sp: int, threads: int, tokens: int, option: str) -> Work:
+async def measure_work(
+    gangs: LocalGangs, sp: int, threads: int, tokens: int, option: str
+) -> StepWork:
     """What the gang's ranks take for a prompt by an option.
 
     Args:
@@ -135,25 +183,25 @@ async def measure_work(cell: Cell, sp: int, threads: int, tokens: int, option: s
         threads: of a rank, that compute.
     """
     strategy, settings = parse_option(option)
-    locations = cell.prefill.locations[: sp * cell.prefill.tp : cell.prefill.tp]
+    locations = gangs.prefill.locations[: sp * gangs.prefill.tp : gangs.prefill.tp]
     csa = None
     if settings is not None:
         csa = settings.for_group(
             locations,
-            layers=cell.prefill.descriptions[0].layers,
+            layers=gangs.prefill.descriptions[0].layers,
             longest_spt=-(-tokens // sp),
             every_query=strategy == "sp_tp",
         )
-    rid = next(cell.numbers)
-    piece = PrefillPiece(rid=rid, start=0, length=tokens, sampling=GREEDY)
-    processes = {rank.pid for rank in cell.prefill.descriptions}
+    sequence_id = next(gangs.ids)
+    chunk = PrefillChunk(sequence_id=sequence_id, start=0, length=tokens, sampling=GREEDY)
+    processes = {rank.pid for rank in gangs.prefill.descriptions}
     try:
         before = {pid: CpuTime.of(pid) for pid in processes}
-        took_s = await _prefill(cell, [piece], sp, strategy, csa)
+        took_s = await _prefill(gangs, [chunk], sp, strategy, csa)
         used = [CpuTime.of(pid) - then for pid, then in before.items()]
     finally:
-        await cell.forget([rid])
-    return Work(
+        await gangs.cancel_requests([sequence_id])
+    return StepWork(
         processor_s=sum(it.process_s for it in used),
         computing_s=sum(it.busiest_s(threads) for it in used),
         took_s=took_s,
@@ -161,20 +209,20 @@ async def measure_work(cell: Cell, sp: int, threads: int, tokens: int, option: s
 
 
 async def _prefill(
-    cell: Cell,
-    pieces: Sequence[PrefillPiece],
+    gangs: LocalGangs,
+    chunks: Sequence[PrefillChunk],
     sp: int,
     strategy: str,
     csa: CsaPlan | None = None,
 ) -> float:
     """Run one job on the first `sp` instances, cut evenly; returns its seconds."""
-    total = sum(piece.length for piece in pieces)
+    total = sum(chunk.length for chunk in chunks)
     tokens = np.random.default_rng(total).integers(3, 256, total).astype("<i4")
-    job = PrefillJob(
-        job_id=next(cell.numbers),
+    job = PrefillStep(
+        step_id=next(gangs.ids),
         group=tuple(range(sp)),
         bounds=even_bounds(total, sp),
-        pieces=tuple(pieces),
+        chunks=tuple(chunks),
         strategy=strategy,
         csa=csa,
     )
@@ -184,15 +232,15 @@ async def _prefill(
     ]
     bystander = pack(job)
     begin = time.perf_counter()
-    for rank in range(cell.prefill.world_size):
-        instance = cell.prefill.instance_of(rank)
-        cell.prefill.notify(rank, "prefill", messages[instance] if instance < sp else bystander)
-    ranks = sp * cell.prefill.tp
-    await cell.until(lambda: cell.done[job.job_id] >= ranks, f"a step of {total} tokens")
+    for rank in range(gangs.prefill.world_size):
+        instance = gangs.prefill.instance_of(rank)
+        gangs.prefill.notify(rank, "prefill", messages[instance] if instance < sp else bystander)
+    ranks = sp * gangs.prefill.tp
+    await gangs.wait_until(lambda: gangs.done[job.step_id] >= ranks, f"a step of {total} tokens")
     return time.perf_counter() - begin
 
 
-async def measure_iterations(cell: Cell, run: DecodeRun, iterations: int) -> float:
+async def measure_iterations(gangs: LocalGangs, run: DecodeRun, iterations: int) -> float:
     """Seconds of an iteration of the run's requests, mean over their answers.
 
     By the first rank's own clock, the orders to the others included: tokens of many iterations
@@ -200,47 +248,61 @@ async def measure_iterations(cell: Cell, run: DecodeRun, iterations: int) -> flo
     few iterations, which some requests miss.
     """
     sampling = Sampling(temperature=0.0, max_tokens=iterations + 1)
-    rids = [next(cell.numbers) for _ in range(run.batch)]
+    sequence_ids = [next(gangs.ids) for _ in range(run.batch)]
     try:
-        await _fill(cell, run, rids, sampling)
-        before = (await cell.decode.stats())[0]
-        for rid in rids:
-            join = JoinBatch(rid=rid, first_token=cell.first_tokens.pop(rid))
-            cell.decode.notify(0, "join", pack(join))
-        await cell.until(
-            lambda: all(cell.drawn[rid] >= iterations for rid in rids), "a batch's decoding"
+        await _fill(gangs, run, sequence_ids, sampling)
+        before = (await gangs.decode.stats())[0]
+        for sequence_id in sequence_ids:
+            join = JoinBatch(
+                sequence_id=sequence_id, first_token=gangs.first_tokens.pop(sequence_id)
+            )
+            gangs.decode.notify(0, "join", pack(join))
+        await gangs.wait_until(
+            lambda: all(gangs.generated[sequence_id] >= iterations for sequence_id in sequence_ids),
+            "a batch's decoding",
         )
         # Finished requests leave in an order of their own, after which nothing is counted.
-        await cell.freed_everywhere(rids)
-        after = (await cell.decode.stats())[0]
+        await gangs.wait_freed(sequence_ids)
+        after = (await gangs.decode.stats())[0]
     finally:
-        await cell.forget(rids)
+        await gangs.cancel_requests(sequence_ids)
     return (after.iterating_s - before.iterating_s) / (after.iterations - before.iterations)
 
 
-async def _fill(cell: Cell, run: DecodeRun, rids: Sequence[int], sampling: Sampling) -> None:
+async def _fill(
+    gangs: LocalGangs, run: DecodeRun, sequence_ids: Sequence[int], sampling: Sampling
+) -> None:
     """Prefill the run's prompts and land their KV on its instances, mastered in turns."""
-    shares = even_shares(run.context, run.sp)
-    for number, rid in enumerate(rids):
-        request = Reserve(
-            rid=rid,
-            epoch=cell.epoch,
-            shares=shares,
+    slices = even_slices(run.context, run.sp)
+    for number, sequence_id in enumerate(sequence_ids):
+        request = ReserveKv(
+            sequence_id=sequence_id,
+            epoch=gangs.epoch,
+            slices=slices,
             master=number % run.sp,
             prompt_length=run.context,
             sampling=sampling,
         )
-        await cell.decode.call_all("reserve", pack(request))
-    pieces = [
-        PrefillPiece(rid=rid, start=0, length=run.context, destinations=shares, sampling=sampling)
-        for rid in rids
+        await gangs.decode.call_all("reserve", pack(request))
+    chunks = [
+        PrefillChunk(
+            sequence_id=sequence_id,
+            start=0,
+            length=run.context,
+            destinations=slices,
+            sampling=sampling,
+        )
+        for sequence_id in sequence_ids
     ]
-    fits = sum(cell.prefill.capacities) - cell.prefill.instances
-    at_once = max(1, min(JOB_TOKENS, fits) // run.context)
-    for first in range(0, len(pieces), at_once):
-        await _prefill(cell, pieces[first : first + at_once], cell.prefill.instances, EXACT)
-    ranks = len(shares) * cell.decode.tp
-    await cell.until(
-        lambda: all(cell.landed[rid] >= ranks and rid in cell.first_tokens for rid in rids),
+    fits = sum(gangs.prefill.capacities) - gangs.prefill.instances
+    at_once = max(1, min(STEP_TOKENS, fits) // run.context)
+    for first in range(0, len(chunks), at_once):
+        await _prefill(gangs, chunks[first : first + at_once], gangs.prefill.instances, EXACT)
+    ranks = len(slices) * gangs.decode.tp
+    await gangs.wait_until(
+        lambda: all(
+            gangs.received[sequence_id] >= ranks and sequence_id in gangs.first_tokens
+            for sequence_id in sequence_ids
+        ),
         "landing of a batch's KV",
     )

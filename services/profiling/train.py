@@ -6,37 +6,40 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from csps.configurator.answering import answered_space
-from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.regressors.accuracy import AccuracyModel, train_accuracy
-from csps.configurator.regressors.direct import DirectModel, fingerprint, train_direct
-from csps.configurator.regressors.measured import accuracy_samples
-from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
-from csps.configurator.regressors.training_set import direct_samples, simulated
-from csps.configurator.scaling_information_base import (
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     Identity,
     ScalingInformationBase,
 )
-from csps.models.spec import ModelSpec, read_spec
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import ObjectiveKind
-from csps.protocols.topology import Topology
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.plan.predicted_options import answered_space
+from csps.configurator.regressors.accuracy import AccuracyModel, shipped_accuracy, train_accuracy
+from csps.configurator.regressors.direct import (
+    DirectModel,
+    direct_samples,
+    fingerprint,
+    simulated,
+    train_direct,
+)
+from csps.configurator.regressors.samples import accuracy_samples
+from csps.models.network.spec import ModelSpec, read_spec
+from csps.protocols.attention.plan import ObjectiveKind
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Topology
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.model_check import check_model
-from csps.services.launch.settings import Settings
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.measured_groups import MeasuredGroups
-from csps.services.profiling.measured_links import gang_places
-from csps.services.profiling.option_source import (
-    KINDS,
+from csps.services.launch.preflight import check_model
+from csps.services.measured.attention_options import (
+    OBJECTIVE_KINDS,
     accuracy_folder,
     direct_folder,
     of_machine,
     of_model,
     regressors_folder,
 )
-from csps.services.profiling.plan import group_sizes
+from csps.services.measured.identity import identity_of
+from csps.services.measured.measured_groups import MeasuredGroups, gang_places
+from csps.services.profiling.runs import group_sizes
+from csps.services.settings.settings import Settings
 
 LENGTHS = tuple(1 << exponent for exponent in range(10, 21))
 """Tokens of prompts that are learned from, as far as the model takes them."""
@@ -105,7 +108,7 @@ def _direct(
         for tokens in LENGTHS
         if group.members <= tokens <= spec.max_positions
     ]
-    for kind in KINDS:
+    for kind in OBJECTIVE_KINDS:
         samples = direct_samples(prompts, kind, space)
         yield kind, train_direct(kind, samples, trained_for, training_set=fingerprint(samples))
 

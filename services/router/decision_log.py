@@ -11,19 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.cost import Costs, CostTable
-from csps.services.scheduling.events import AnyEvent
-from csps.services.scheduling.log import Header, LogWriter, replay
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.stored_table import read_stored, stored
+from csps.configurator.costs.cost_table import Costs, CostTable, read_stored, stored
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.core.decision_log import DecisionLogHeader, LogWriter, replay
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.events import AnyEvent
+from csps.services.scheduling.policies.registry import make_policy
 
 
 class DecisionLog:
     """Writes while the router runs; a context manager that ends the file."""
 
-    def __init__(self, path: Path, header: Header, table: CostTable) -> None:
+    def __init__(self, path: Path, header: DecisionLogHeader, table: CostTable) -> None:
         """Begin a log; one that is there already is overwritten.
 
         Args:
@@ -31,7 +30,7 @@ class DecisionLog:
         """
         self._tables = _tables_beside(path)
         self._tables.mkdir(parents=True, exist_ok=True)
-        self.keep(table)
+        self.store_table(table)
         self._file = path.open("wb")
         self._writer = LogWriter(self._file, header)
 
@@ -39,7 +38,7 @@ class DecisionLog:
         """The scheduler is about to be told this batch."""
         self._writer.append(now_ns, events)
 
-    def keep(self, table: CostTable) -> None:
+    def store_table(self, table: CostTable) -> None:
         """A table may be put in force from now on."""
         (self._tables / table.digest).write_bytes(stored(table))
 
@@ -69,7 +68,7 @@ def replayed(path: Path) -> bytes:
     """
     store = {it.name: read_stored(it) for it in _tables_beside(path).iterdir()}
 
-    def scheduler(header: Header) -> Scheduler:
+    def scheduler(header: DecisionLogHeader) -> Scheduler:
         if header.table_digest not in store:
             raise ConfigError(f"the cost table {header.table_digest} of {path} is missing")
         return Scheduler(

@@ -7,30 +7,24 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from csps.configurator.csa_limits import check_csa
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.errors import Cancelled, InvalidRequest, QueueFull, RequestError
-from csps.protocols.gang_client import GangClient
+from csps.configurator.model.attention_shape import AttentionShape, check_csa
+from csps.protocols.core.errors import Cancelled, InvalidRequest, QueueFull, RequestError
+from csps.protocols.gang.client import GangClient
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.kv_links import KvLink
-from csps.services.router.attached import AttachedGangs, gang_up
-from csps.services.router.cost_book import CostBook
-from csps.services.router.elastic_events import ElasticEvents
-from csps.services.router.executor import Executor
-from csps.services.router.generation import Generation
-from csps.services.router.reports import Reports, error_of
-from csps.services.router.requests import Requests
-from csps.services.router.running import Running
-from csps.services.router.sequences import Sequences
-from csps.services.router.slo import Slo
-from csps.services.router.step_launch import StepLauncher
-from csps.services.router.steps import Steps
-from csps.services.router.turns import Recorder, Turns
-from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
-from csps.services.scheduling.fit import Fit
-from csps.services.scheduling.policies.choice import own_way
-from csps.services.scheduling.scheduler import Counts, Scheduler
-from csps.services.telemetry.observer import NoObserver, Observer
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.dispatch import Executor, StepLauncher
+from csps.services.router.live_requests import LiveRequests
+from csps.services.router.live_sequences import ElasticEventRecorder, LiveSequences
+from csps.services.router.rank_notifications import RankNotifications, RunningSteps, error_of
+from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
+from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
+from csps.services.scheduling.deciding.decisions import CapacityCheck
+from csps.services.scheduling.events.events import Drain, GangDown, LinkDown, LinkUp, Progress
+from csps.services.scheduling.policies.registry import own_way
+from csps.services.telemetry.observer import NullObserver, RequestObserver
 
 _log = logging.getLogger(__name__)
 
@@ -54,25 +48,27 @@ class RequestService:
         *,
         cluster: Cluster,
         scheduler: Scheduler,
-        costs: CostBook,
+        costs: CostTableService,
         shape: AttentionShape,
-        observer: Observer | None = None,
+        observer: RequestObserver | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
         self._costs = costs
-        self._observer = observer or NoObserver()
-        self._turns = Turns(scheduler, recorder=recorder)
-        self._gangs, self._sequences = AttachedGangs(), Sequences()
-        self._requests = Requests(self._observer, self._turns.tell, costs.answered)
-        elastic = ElasticEvents(self._sequences.groups, self._requests.changed)
-        self._steps = Steps(costs.measured, self._observer, elastic)
-        self._reports = Reports(
+        self._observer = observer or NullObserver()
+        self._driver = SchedulerDriver(scheduler, recorder=recorder)
+        self._gangs, self._sequences = AttachedGangs(), LiveSequences()
+        self._requests = LiveRequests(
+            self._observer, self._driver.post_event, costs.record_first_token
+        )
+        elastic = ElasticEventRecorder(self._sequences.groups, self._requests.elastic_changed)
+        self._steps = RunningSteps(costs.measured, self._observer, elastic)
+        self._notifications = RankNotifications(
             self._requests,
             self._sequences,
             self._steps,
-            self._turns.tell,
-            on_landed=self._observer.kv_landed,
+            self._driver.post_event,
+            on_received=self._observer.kv_received,
             on_moved=elastic.moved,
         )
         launcher = StepLauncher(
@@ -80,8 +76,8 @@ class RequestService:
             costs=costs,
             requests=self._requests,
             steps=self._steps,
-            reports=self._reports,
-            tell=self._turns.tell,
+            notifications=self._notifications,
+            post_event=self._driver.post_event,
         )
         self._executor = Executor(
             gangs=self._gangs,
@@ -89,9 +85,9 @@ class RequestService:
             costs=costs,
             requests=self._requests,
             sequences=self._sequences,
-            reports=self._reports,
+            notifications=self._notifications,
             elastic=elastic,
-            tell=self._turns.tell,
+            post_event=self._driver.post_event,
         )
         self._closing = False
         cluster.listen(self)
@@ -100,23 +96,23 @@ class RequestService:
 
     async def start(self) -> None:
         """Start following the cluster. Requests may be submitted at once; they wait for it."""
-        self._turns.start(self._executor.carry_out)
-        self._costs.start(self._turns.tell)
+        self._driver.start(self._executor.execute)
+        self._costs.start(self._driver.post_event)
         await self._cluster.start()
 
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, end the rest, hang up."""
         self._closing = True
-        self._turns.tell(Drain())
+        self._driver.post_event(Drain())
         self._cluster.drain()
         try:
             async with asyncio.timeout(drain_s):
                 await self._requests.none_left.wait()
         except TimeoutError:
             _log.warning("%d requests did not finish within %g s", len(self._requests), drain_s)
-        self._turns.close()
-        for running in self._requests:
-            self._requests.fail(running, Cancelled("the server is shutting down"))
+        self._driver.close()
+        for handle in self._requests:
+            self._requests.fail(handle, Cancelled("the server is shutting down"))
         await self._costs.close()
         await self._executor.close()
         await self._cluster.close()
@@ -128,13 +124,13 @@ class RequestService:
 
     @property
     def _fault(self) -> BaseException | None:
-        return self._turns.fault or self._executor.fault
+        return self._driver.fault or self._executor.fault
 
     def check_integrity(self) -> None:
         """Assert that no slot and no request was lost track of."""
-        self._scheduler.check_integrity()
+        self._scheduler.check_invariants()
         for sequence in self._sequences.by_id.values():
-            assert sequence.unfreed or not sequence.over, "over and freed, but remembered"
+            assert sequence.pending_free or not sequence.over, "over and freed, but remembered"
             assert self._gangs.number_of(sequence.decode), "of a gang that is gone"
 
     # --- what metrics and health look at -------------------------------------------------------
@@ -151,19 +147,19 @@ class RequestService:
         return self._cluster.phase if self._fault is None else BROKEN
 
     @property
-    def fit(self) -> Fit | None:
+    def capacity_check(self) -> CapacityCheck | None:
         """What fits the gangs that were there last; None before the first time."""
-        fit = self._scheduler.fit
-        return fit if fit.known else None
+        capacity_check = self._scheduler.capacity
+        return capacity_check if capacity_check.known else None
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SchedulerCounts:
         """Requests and KV slots, for metrics."""
         return self._scheduler.counts
 
     # --- the HTTP layer's side -----------------------------------------------------------------
 
-    def check_room(self, slo: Slo) -> None:
+    def check_room(self, slo: SloBounds) -> None:
         """Refuse a request of which nothing but its objectives is known yet: its body need not be
         read.
 
@@ -178,7 +174,7 @@ class RequestService:
             self._observer.refused(error, slo)
             raise
 
-    def submit(self, generation: Generation) -> Running:
+    def submit(self, generation: RequestSpec) -> RequestHandle:
         """Admit a request; its tokens come by iterating over what is returned.
 
         Raises:
@@ -193,10 +189,10 @@ class RequestService:
             raise
         if generation.open and not self._scheduler.whole_prompts:
             generation = replace(generation, open=False)  # nothing but exact attention is left
-        self._costs.know(generation.cls)
+        self._costs.register_class(generation.cls)
         return self._requests.submit(generation)
 
-    def _check(self, generation: Generation) -> None:
+    def _check(self, generation: RequestSpec) -> None:
         self._check_open()
         prompt_tokens = int(generation.prompt.size)
         refusal = self._scheduler.refusal(prompt_tokens, generation.sampling.max_tokens)
@@ -235,20 +231,22 @@ class RequestService:
         return len(self._requests) > 0
 
     def gang_up(self, gang: GangClient) -> None:
-        number = self._gangs.add(gang)
-        self._turns.tell(gang_up(number, gang, generation=self._cluster.generation))
+        gang_number = self._gangs.add(gang)
+        self._driver.post_event(gang_up(gang_number, gang, generation=self._cluster.generation))
         self._costs.gang_up(gang)
 
     def gang_down(self, gang: GangClient, reason: str) -> None:
-        number = self._gangs.remove(gang)
-        if number is None:
+        gang_number = self._gangs.remove(gang)
+        if gang_number is None:
             return
         self._observer.gang_lost(gang.role, gang.gang_id)
-        self._steps.forget(gang)
-        self._reports.forget(number)
+        self._steps.discard(gang)
+        self._notifications.discard(gang_number)
         serving = [it for _, it in sorted(self._sequences.by_id.items()) if not it.over]
-        self._turns.tell(Progress(drawn=tuple((it.id, it.next_index) for it in serving)))
-        self._turns.tell(GangDown(gang=number, reason=reason))
+        self._driver.post_event(
+            Progress(generated_tokens=tuple((it.id, it.next_index) for it in serving))
+        )
+        self._driver.post_event(GangDown(gang=gang_number, reason=reason))
         self._sequences.drop(gang)
 
     def link_up(self, link: KvLink) -> None:
@@ -256,8 +254,8 @@ class RequestService:
         assert prefill is not None, "linked before the prefill gang was attached"
         assert decode is not None, "linked before the decode gang was attached"
         self._gangs.linked(link.decode, link.epoch)
-        if not link.own:  # which the scheduler knows by the gang's permissions
-            self._turns.tell(LinkUp(prefill=prefill, decode=decode))
+        if not link.to_itself:  # which the scheduler knows by the gang's permissions
+            self._driver.post_event(LinkUp(prefill=prefill, decode=decode))
         self._observer.cluster_ready(link.epoch)
 
     def link_down(self, link: KvLink, reason: str) -> None:
@@ -266,9 +264,9 @@ class RequestService:
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)
         assert prefill is not None, "unlinked after the prefill gang was gone"
         assert decode is not None, "unlinked after the decode gang was gone"
-        self._turns.tell(LinkDown(prefill=prefill, decode=decode, reason=reason))
+        self._driver.post_event(LinkDown(prefill=prefill, decode=decode, reason=reason))
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        number = self._gangs.number_of(gang)
-        if number is not None:
-            self._reports.read(number, gang, rank, method, payload)
+        gang_number = self._gangs.number_of(gang)
+        if gang_number is not None:
+            self._notifications.read(gang_number, gang, rank, method, payload)

@@ -1,4 +1,13 @@
-"""Prometheus metrics of the router, named as in vLLM and SGLang, under `csps:`.
+"""Making the series of `/metrics`: one prefix, and the served model on each.
+
+What makes a sequence-parallel prefill: by which strategy on how many instances, what it sent
+how far, and how much of its communication computing hid.
+
+KV on its way between gangs, under SGLang's names.
+
+What an elastic gang does besides computing: groups that grow, shrink, merge and give way.
+
+Prometheus metrics of the router, named as in vLLM and SGLang, under `csps:`.
 
 `docs/metrics.md` lists them.
 """
@@ -9,21 +18,177 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from csps.protocols.errors import RequestError, TransferError
-from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import KvLanded
-from csps.protocols.tokens import FinishReason
-from csps.services.router.running import Running
-from csps.services.router.slo import Objective, Slo
-from csps.services.router.timings import Timings
-from csps.services.scheduling.scheduler import Counts
-from csps.services.telemetry.elastic_metrics import ElasticEvent, ElasticMetrics
-from csps.services.telemetry.error_type import error_type
-from csps.services.telemetry.series import Series
-from csps.services.telemetry.step_metrics import StepFigures, StepMetrics
-from csps.services.telemetry.transfer_metrics import TransferMetrics
+from csps.protocols.core.errors import RequestError, TransferError
+from csps.protocols.core.topology import Location
+from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.messages import FinishReason, RankKvReceived
+from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.request_handle import RequestHandle, Timings
+from csps.services.requests.request_spec import SloBounds, SloName
+from csps.services.scheduling.core.scheduler import SchedulerCounts
+from csps.services.telemetry.observer import StepFigures
+from csps.services.telemetry.request_trace import error_type
+
+LATENCY_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600, 1200, 1800,
+)  # fmt: skip
+"""Seconds, to half an hour: a million-token prompt may take minutes to its first token."""
+
+
+class Series:
+    """Of one router."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def counter(self, name: str, help_text: str) -> Counter:
+        """`csps:NAME_total`."""
+        return self.counters(name, help_text)()
+
+    def counters(self, name: str, help_text: str, *labels: str) -> Callable[..., Counter]:
+        """`csps:NAME_total` with labels, whose values are given to what is returned."""
+        family = Counter(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
+        return lambda **values: family.labels(model_name=self._model, **values)
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """`csps:NAME`, read when somebody scrapes."""
+        self.gauges(name, help_text)(read)
+
+    def gauges(self, name: str, help_text: str, *labels: str) -> Callable[..., None]:
+        """Several gauges of one name: called with what reads one, and with the values of labels."""
+        family = Gauge(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
+
+        def add(read: Callable[[], float], **values: str) -> None:
+            family.labels(model_name=self._model, **values).set_function(read)
+
+        return add
+
+    def histogram(
+        self, name: str, help_text: str, buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
+        """`csps:NAME`, in seconds unless its buckets say otherwise."""
+        family = Histogram(
+            f"csps:{name}", help_text, ("model_name",), registry=self.registry, buckets=buckets
+        )
+        return family.labels(model_name=self._model)
+
+
+class StepMetrics:
+    """Counters, so that shares are taken over any time: `docs/metrics.md` has the queries."""
+
+    def __init__(self, series: Series) -> None:
+        one, several = series.counter, series.counters
+        self._steps = several("prefill_steps", "Steps of prefill.", "strategy", "sp_size")
+        self._tokens = several(
+            "prefill_step_tokens", "Prompt tokens computed in steps.", "strategy", "sp_size"
+        )
+        self._sent = several(
+            "prefill_sent_bytes", "Between ranks during steps, by how far they went.", "within"
+        )
+        self._compute = one("prefill_compute_seconds", "Computing in steps, over ranks.")
+        self._exchange = one(
+            "prefill_communication_seconds", "Exchanges under way in steps, over ranks."
+        )
+        self._waited = one(
+            "prefill_exposed_communication_seconds",
+            "Of them, the time in which a rank stood still.",
+        )
+        self._yielded = one(
+            "prefill_yielded_seconds", "Steps stood still for something else, over ranks."
+        )
+        self._preemptions = one(
+            "num_preemptions", "Prompts whose step stood still for an urgent one."
+        )
+
+    def preempted(self, requests: int) -> None:
+        """An urgent step was sent to instances that compute a long one of so many requests."""
+        self._preemptions.inc(requests)
+
+    def done(self, step: StepFigures) -> None:
+        """Add a step."""
+        labels = {"strategy": step.strategy, "sp_size": str(step.sp)}
+        self._steps(**labels).inc()
+        self._tokens(**labels).inc(step.tokens)
+        for it in step.ranks:
+            self._compute.inc(max(0.0, it.compute_s))
+            self._exchange.inc(it.exchange_s)
+            self._waited.inc(min(it.communication_s, it.exchange_s))
+            self._yielded.inc(it.yielded_s)
+            for peer, sent in enumerate(it.bytes_sent):
+                if sent:
+                    self._sent(within=_within(step.places[it.rank], step.places[peer])).inc(sent)
+
+
+def _within(one: Location, other: Location) -> str:
+    """The smallest that both are in."""
+    if one.server_id == other.server_id:
+        return "server"
+    return "rack" if one.rack == other.rack else "cluster"
+
+
+SPEED_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""GB/s: from a slow network to NVLink."""
+MB_BUCKETS = tuple(float(4**power) for power in range(11))
+
+
+class TransferMetrics:
+    """Of each prompt whose KV was sent."""
+
+    def __init__(self, series: Series) -> None:
+        self._speed = series.histogram(
+            "kv_transfer_speed_gb_s",
+            "A prompt's KV by the time from its first message's arrival to its last's. Layers "
+            "leave as they are computed: the link may be faster.",
+            SPEED_BUCKETS,
+        )
+        self._latency = series.histogram(
+            "kv_transfer_latency_ms",
+            "From the arrival of a prompt's first KV to that of its last, milliseconds.",
+            tuple(seconds * 1e3 for seconds in LATENCY_BUCKETS),
+        )
+        self._size = series.histogram("kv_transfer_total_mb", "A prompt's KV.", MB_BUCKETS)
+        self._failed = series.counter("num_transfer_failed_reqs", "Requests whose KV got lost.")
+
+    def received(self, ranks: Sequence[RankKvReceived]) -> None:
+        """All ranks that decode a prompt have its KV; nothing of it was sent where it lay."""
+        total = sum(it.received_bytes for it in ranks)
+        if not total:
+            return
+        seconds = max(it.receiving_s for it in ranks)
+        self._size.observe(total / 1e6)
+        self._latency.observe(seconds * 1e3)
+        if seconds:
+            self._speed.observe(total / 1e9 / seconds)
+
+    def failed(self) -> None:
+        """A request's KV was lost or changed on its way."""
+        self._failed.inc()
+
+
+class ElasticMetrics:
+    """Counters, by kind."""
+
+    def __init__(self, series: Series) -> None:
+        several = series.counters
+        self._events = several("elastic_events", "Changes of groups on elastic gangs.", "event")
+        self._bytes = several("elastic_bytes", "KV that was sent for them, over ranks.", "event")
+        self._seconds = several(
+            "elastic_seconds", "What they cost, on the rank on which it is most.", "event"
+        )
+
+    def add(self, event: ElasticEvent) -> None:
+        """Count one."""
+        self._events(event=event.kind).inc()
+        self._bytes(event=event.kind).inc(event.sent_bytes)
+        self._seconds(event=event.kind).inc(event.seconds)
+
 
 TOKEN_LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10, 60, 300,
@@ -34,11 +199,11 @@ TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0)
 
 
-class Load(Protocol):
+class ServiceLoad(Protocol):
     """What gauges show of the request service."""
 
     @property
-    def counts(self) -> Counts: ...
+    def counts(self) -> SchedulerCounts: ...
     @property
     def ready(self) -> bool: ...
 
@@ -58,7 +223,7 @@ class Metrics:
         """The Prometheus text format."""
         return self._series.render()
 
-    def watch(self, load: Load) -> None:
+    def watch(self, load: ServiceLoad) -> None:
         """Gauges that are read when somebody scrapes."""
         gauge = self._series.gauge
         gauge("num_requests_running", "Requests with a place.", lambda: load.counts.running)
@@ -108,7 +273,7 @@ class Metrics:
         self._e2e = seconds("e2e_request_latency_seconds", "Submission to last token.")
         self._queue = seconds("request_queue_time_seconds", "Waiting for a place.")
         self._prefill = seconds("request_prefill_time_seconds", "Prefill until the first token.")
-        self._landing = seconds("kv_landing_seconds", "First token until the KV was there.")
+        self._kv_receive_time = seconds("kv_landing_seconds", "First token until the KV was there.")
         self._transfer_wait = seconds(
             "kv_transfer_wait_seconds", "Longest wait of a request's KV for its turn to be sent."
         )
@@ -127,72 +292,72 @@ class Metrics:
 
     # --- Observer ---
 
-    def submitted(self, running: Running) -> None:
+    def submitted(self, handle: RequestHandle) -> None:
         """An admitted request: its prompt counts."""
-        length = running.generation.prompt.size
+        length = handle.spec.prompt.size
         self._prompt_tokens.inc(length)
         self._prompt_length.observe(length)
 
-    def refused(self, error: Exception, slo: Slo) -> None:
+    def refused(self, error: Exception, slo: SloBounds) -> None:
         """Admission said no. What is the client's own mistake missed no objective."""
         self._refused(code=error_type(error)).inc()
         if not isinstance(error, RequestError) or error.refusal:
-            self._judge(slo.missed())
+            self._count_slo(slo.missed())
 
-    def started(self, running: Running) -> None:
+    def started(self, handle: RequestHandle) -> None:
         """The prefill job is on its way."""
-        _observe(self._queue, running.timings.queue_s)
-        if running.generation.prefix is not None and running.timings.attempts == 1:
-            self._prefix_queries.inc(running.generation.prompt.size)
-            self._prefix_hits.inc(running.cached_tokens)
+        _observe(self._queue, handle.timings.queue_s)
+        if handle.spec.prefix is not None and handle.timings.attempts == 1:
+            self._prefix_queries.inc(handle.spec.prompt.size)
+            self._prefix_hits.inc(handle.cached_tokens)
 
-    def first_token(self, running: Running) -> None:
+    def first_token(self, handle: RequestHandle) -> None:
         """The time that people wait for."""
         self._generation_tokens.inc()
-        _observe(self._ttft, running.timings.ttft_s)
-        _observe(self._prefill, running.timings.prefill_s)
-        plan, ttft_s = running.plan, running.timings.ttft_s
+        _observe(self._ttft, handle.timings.ttft_s)
+        _observe(self._prefill, handle.timings.prefill_s)
+        plan, ttft_s = handle.plan, handle.timings.ttft_s
         if plan is not None and plan.predicted_ttft_ms and ttft_s is not None:
             self._drift.observe(ttft_s * 1e3 / plan.predicted_ttft_ms)
-        if (bound_ms := running.generation.objective.max_ttft_ms) is not None:
+        if (bound_ms := handle.spec.objective.max_ttft_ms) is not None:
             _count(self._bounds, (ttft_s or 0.0) * 1e3 <= bound_ms)
 
-    def token(self, running: Running, gap_s: float) -> None:
+    def token(self, handle: RequestHandle, gap_s: float) -> None:
         """In the token path: one increment, one observation."""
         self._generation_tokens.inc()
         self._gap.observe(gap_s)
 
-    def retried(self, running: Running, error: Exception) -> None:
+    def retried(self, handle: RequestHandle, error: Exception) -> None:
         """An attempt was lost."""
         self._retries.inc()
         self._count_transfer(error)
 
-    def finished(self, running: Running, reason: FinishReason) -> None:
+    def finished(self, handle: RequestHandle, reason: FinishReason) -> None:
         """All that is known only at the end."""
-        timings = running.timings
+        timings = handle.timings
         self._success(finished_reason=reason).inc()
         self._answer_length.observe(timings.tokens)
         _observe(self._e2e, timings.total_s)
-        _observe(self._landing, timings.transfer_s)
+        _observe(self._kv_receive_time, timings.transfer_s)
         _observe(self._transfer_wait, timings.transfer_wait_s)
         _observe(self._decode, timings.decode_s)
         _observe(self._tpot, time_per_output_token(timings))
         if reason != "cancelled":
-            met = running.generation.slo.judged(
+            met = handle.spec.slo.judged(
                 ttft_s=timings.ttft_s,
                 tpot_s=time_per_output_token(timings),
                 e2e_s=timings.total_s,
             )
-            self._judge(met)
+            self._count_slo(met)
 
-    def failed(self, running: Running, error: Exception) -> None:
+    def failed(self, handle: RequestHandle, error: Exception) -> None:
         """The request got an error; one that the server will not serve after all was refused."""
         if isinstance(error, RequestError):
-            self.refused(error, running.generation.slo)
+            self.refused(error, handle.spec.slo)
             return
         self._failures(code=error_type(error)).inc()
         self._count_transfer(error)
-        self._judge(running.generation.slo.missed())
+        self._count_slo(handle.spec.slo.missed())
 
     def gang_lost(self, role: GangRole, gang_id: str) -> None:
         """A rank died."""
@@ -213,13 +378,13 @@ class Metrics:
         """A group of an elastic gang has changed."""
         self._elastic.add(event)
 
-    def kv_landed(self, landed: Sequence[KvLanded]) -> None:
+    def kv_received(self, landed: Sequence[RankKvReceived]) -> None:
         """A prompt's KV is where it decodes."""
-        self._transfers.landed(landed)
+        self._transfers.received(landed)
 
-    def _judge(self, met: Mapping[Objective, bool]) -> None:
-        for slo, kept in met.items():
-            _count(partial(self._slo, slo=slo), kept)
+    def _count_slo(self, met: Mapping[SloName, bool]) -> None:
+        for slo, attained in met.items():
+            _count(partial(self._slo, slo=slo), attained)
 
     def _count_transfer(self, error: Exception) -> None:
         if isinstance(error, TransferError):

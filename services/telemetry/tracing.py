@@ -1,4 +1,11 @@
-"""OpenTelemetry for one process: who it is, what is sampled, and where spans go.
+"""Which of the traces also tell what every rank did when.
+
+The decision lies in the trace's own `tracestate`, where the standard has vendors put theirs: it
+travels with the trace to every rank, and a client can make it for a single request. It depends on
+the trace id alone, as the SDK's decision to sample does, so that processes which come to it on
+their own still agree. A flag in the prefill job would have been a second way for the same thing.
+
+OpenTelemetry for one process: who it is, what is sampled, and where spans go.
 
 Rooms below `services` only use OpenTelemetry's API; until `install` has run in their process, a
 span costs them a look-up. With `telemetry.enabled: false` nothing is installed at all.
@@ -7,7 +14,7 @@ span costs them a look-up. With `telemetry.enabled: false` nothing is installed 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opentelemetry import trace
@@ -15,12 +22,53 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import (
+    Decision,
+    ParentBasedTraceIdRatio,
+    Sampler,
+    SamplingResult,
+    TraceIdRatioBased,
+)
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
 
-from csps.actors.timeline_export import RANK
-from csps.services.launch.settings import TelemetrySettings
-from csps.services.telemetry.timeline_sampler import TimelineSampler
+from csps.actors.engine.step_trace import RANK
+from csps.protocols.rpc.trace_context import STATE_KEY, TIMELINE
+from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.traces.span_file import SpanFile
+
+
+class TimelineSampler(Sampler):
+    """Marks `ratio` of all requests, as far as `traces` samples them, for a timeline."""
+
+    def __init__(self, traces: Sampler, ratio: float) -> None:
+        self._traces = traces
+        self._timelines = TraceIdRatioBased(ratio)
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """As `traces` decides; the mark is inherited by all that lies below."""
+        result = self._traces.should_sample(
+            parent_context, trace_id, name, kind, attributes, links, trace_state
+        )
+        timeline = self._timelines.should_sample(None, trace_id, name)
+        if {result.decision, timeline.decision} != {Decision.RECORD_AND_SAMPLE}:
+            return result
+        marked = (result.trace_state or TraceState()).update(STATE_KEY, TIMELINE)
+        return SamplingResult(result.decision, result.attributes, marked)
+
+    def get_description(self) -> str:
+        """For the SDK's own messages."""
+        return f"TimelineSampler{{{self._traces.get_description()},{self._timelines.rate}}}"
+
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's own variables, which the SDK's exporter reads: the first with the whole URL, the

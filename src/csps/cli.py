@@ -26,7 +26,7 @@ Main = Callable[[Sequence[str]], int | None]
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """Where a subcommand is found."""
 
     room_module: str
@@ -41,43 +41,45 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("services.launch.commands", "serve", "start a server on this machine"),
-    "stop": Command(
+    "serve": Subcommand("services.launch.commands", "serve", "start a server on this machine"),
+    "stop": Subcommand(
         "services.launch.commands", "stop", "drain and stop the server started from here"
     ),
-    "demo": Command("services.launch.commands", "demo", "send a 16K-token question to the server"),
-    "check-config": Command(
+    "demo": Subcommand(
+        "services.launch.commands", "demo", "send a 16K-token question to the server"
+    ),
+    "check-config": Subcommand(
         "services.launch.commands", "check_config", "check a configuration file"
     ),
-    "bench": Command("loadgen.commands", "bench", "load tests against SLOs, and reports"),
-    "simulate": Command(
+    "bench": Subcommand("loadgen.commands", "bench", "load tests against SLOs, and reports"),
+    "simulate": Subcommand(
         "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
     ),
-    "plan": Command(
+    "plan": Subcommand(
         "loadgen.planner.command", "main", "the best configuration for an objective, and why"
     ),
-    "rates": Command(
+    "rates": Subcommand(
         "loadgen.simulator.rates_command", "main", "the policy tetris' rates of improvement"
     ),
-    "profile": Command(
+    "profile": Subcommand(
         "services.profiling.command", "main", "measure what steps and links take here"
     ),
-    "train": Command(
+    "train": Subcommand(
         "services.profiling.train", "main", "learn what sparse attention loses of accuracy"
     ),
-    "trace": Command(
-        "services.telemetry.traces.command",
+    "trace": Subcommand(
+        "services.launch.trace_command",
         "main",
         "traced requests, and where their time went",
     ),
-    "eval": Command("services.evaluation.command", "main", "accuracy on hidden facts"),
+    "eval": Subcommand("services.evaluation.command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; a mistake is one line on standard error and status 1."""
-    from csps.protocols.errors import CspsError
+    from csps.protocols.core.errors import CspsError
 
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         from csps.services.launch import ray_head
 
-        runs = ray_head.recall(ray_head.RUN_DIR) is not None
+        runs = ray_head.find_head(ray_head.RUN_DIR) is not None
         hint = "; a server runs, `csps stop` ends it" if runs else ""
         print(f"\ncsps: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(name: str) -> str:
-    from csps.protocols.errors import abridged, nearest
+    from csps.protocols.core.errors import abridged, nearest
 
     if name not in COMMANDS:
         raise argparse.ArgumentTypeError(f"there is no {abridged(name)}{nearest(name, COMMANDS)}")

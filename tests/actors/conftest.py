@@ -10,7 +10,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from strategy_gangs import Gangs, started_once
+from strategy_ranks import Gangs, started_once
 
 
 # Not of a session: each group of gloo has a thread that wakes a hundred times a second.

@@ -11,26 +11,26 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from gang_cell import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
+from gang_driver import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.actors import router_attachment
-from csps.protocols import fence
-from csps.protocols.errors import Cancelled, ProtocolError, RanksHeld, Superseded
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import (
-    CancelRequest,
+from csps.actors.worker import router_connection as router_attachment
+from csps.protocols.core.errors import Cancelled, ProtocolError, RanksHeld, Superseded
+from csps.protocols.gang import members as fence
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import (
+    CancelSequence,
     JoinBatch,
-    KvLanded,
     PrefillDone,
     RankDescription,
+    RankKvReceived,
     RankStats,
+    Sampling,
 )
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.rpc_client import RpcClient
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.client import RpcClient
+from csps.protocols.rpc.schema import pack, unpack
 
 ENDLESS = Sampling(temperature=0, max_tokens=1500)
 
@@ -41,18 +41,18 @@ async def cell_of(model: Path) -> AsyncIterator[ThreadCell]:
         yield cell
 
 
-def request(rid: int, sampling: Sampling = GREEDY) -> Request:
+def request(sequence_id: int, sampling: Sampling = GREEDY) -> Request:
     return Request(
-        rid=rid,
-        prompt=prompt_of(40, rid),
-        shares=even_shares(40, [0, 1]),
-        master=rid % 2,
+        sequence_id=sequence_id,
+        prompt=prompt_of(40, sequence_id),
+        slices=even_shares(40, [0, 1]),
+        master=sequence_id % 2,
         sampling=sampling,
     )
 
 
-def job(it: Request) -> PrefillJob:
-    return job_of([it.piece()], [0, 1])
+def job(it: Request) -> PrefillStep:
+    return job_of([it.chunk()], [0, 1])
 
 
 async def successor(cell: ThreadCell) -> ThreadCell:
@@ -66,11 +66,11 @@ async def successor(cell: ThreadCell) -> ThreadCell:
     return other
 
 
-async def check_serves(cell: ThreadCell, model: Path, rid: int = 99) -> None:
-    it = request(rid)
+async def check_serves(cell: ThreadCell, model: Path, sequence_id: int = 99) -> None:
+    it = request(sequence_id)
     answers = await cell.generate(it, group=[0, 1])
     assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
-    await cell.freed(rid)
+    await cell.freed(sequence_id)
     await cell.prefilled(*cell.jobs)
 
 
@@ -80,13 +80,13 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     for it in (landed, decoding, under_way, queued, reserved):
         await cell.reserve(it)
     await cell.prefilled(
-        cell.submit(job_of([kept.piece(0, 20, placement=())], [0, 1]), kept.prompt[:20])
+        cell.submit(job_of([kept.chunk(0, 20, placement=())], [0, 1]), kept.prompt[:20])
     )
     for it in (landed, decoding):
         cell.submit(job(it), it.prompt)
-        await cell.told(2, KvLanded, rid=it.rid)
+        await cell.told(2, RankKvReceived, sequence_id=it.sequence_id)
     await cell.join(decoding)
-    await cell.until(lambda: len(cell.tokens(decoding.rid)) > 2)
+    await cell.until(lambda: len(cell.tokens(decoding.sequence_id)) > 2)
     first = cell.submit(job(under_way), under_way.prompt, ranks=[0])
     second = cell.submit(job(queued), queued.prompt, ranks=[0])
     cell.submit(cell.jobs[first], under_way.prompt, ranks=[1])
@@ -96,7 +96,7 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
 async def test_a_router_that_disconnects_leaves_nothing_behind(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
-        await cell.hang_up()
+        await cell.disconnect()
         await cell.idle()
         await check_serves(await successor(cell), tiny_llama)
         cell.check_idle()
@@ -111,7 +111,7 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
         with pytest.raises(RanksHeld, match=f"generation {cell.generation} holds"):
             await successor(cell)
         assert not cell.prefill.lost.done()
-        monkeypatch.setattr(fence, "LEASE_S", 0.0)
+        monkeypatch.setattr(fence, "LIVENESS_TIMEOUT_S", 0.0)
         other = await successor(cell)
         for gang in (cell.prefill, cell.decode):
             assert f"generation {other.generation} has taken over" in await gang.lost
@@ -120,9 +120,9 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
         for gang, members in (("prefill", cell.prefill_gang), ("decode", cell.decode_gang)):
             with pytest.raises(Superseded, match="older"):
                 await cell.attach(members.members, gang)
-        await check_serves(other, tiny_llama, rid=100)
+        await check_serves(other, tiny_llama, sequence_id=100)
         cell.check_idle()
-        await other.hang_up()
+        await other.disconnect()
         cell.check_idle()
         with pytest.raises(Superseded, match="older"):
             await cell.attach(cell.prefill_gang.members, "prefill")  # though nobody holds it now
@@ -144,7 +144,7 @@ async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
         gang = GangClient("prefill", cell.prefill_gang.members, ignore)
         await gang.connect(secret=SECRET, router_id="newer")
         for rank in cell.prefill_gang.ranks:
-            rank._attachment._fence.heard(time.monotonic() - 60.0)
+            rank._attachment._fence.heartbeat(time.monotonic() - 60.0)
         asking = asyncio.create_task(gang.check_free(newer.generation))
         await asyncio.sleep(0)
         cell.prefill.keep_alive()
@@ -164,10 +164,10 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
         await cell.reserve(request(1))
         leader, follower = cell.decode_gang.ranks
         owner = leader._attachment.owner
-        cell.decode_gang.conduct(lambda conductor: conductor.end_owner(owner))
+        cell.decode_gang.conduct(lambda sequencer: sequencer.end_owner(owner))
         await cell.freed(1)
         with pytest.raises(Cancelled):
-            follower.loop.stream.reservations.reserve(request(2).reserve(cell.epoch), owner)
+            follower.loop.decode_batch.reservations.reserve(request(2).reserve(cell.epoch), owner)
         cell.check_idle()
 
 
@@ -183,9 +183,9 @@ async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
         assert unpack(RankStats, answer).kv_slots == 16384
         for method, message in (
             ("prefill", job(request(51))),
-            ("cancel", CancelRequest(rid=1)),
+            ("cancel", CancelSequence(sequence_id=1)),
             ("reserve", request(51).reserve(cell.epoch)),
-            ("join", JoinBatch(rid=51, first_token=1)),
+            ("join", JoinBatch(sequence_id=51, first_token=1)),
         ):
             with pytest.raises(ProtocolError, match="attached"):
                 await onlooker.call(method, pack(message), deadline_s=ANSWER_S)
@@ -205,7 +205,7 @@ async def test_a_step_that_reached_only_some_is_forgotten(tiny_llama: Path) -> N
             cell.submit(job(it), it.prompt, ranks=[rank])
         await cell.prefill.stats()
         assert all(rank.engine.pool.slots.used for rank in cell.prefill_gang.ranks)
-        await cell.hang_up()
+        await cell.disconnect()
         await cell.idle()
         await check_serves(await successor(cell), tiny_llama)
 
@@ -215,7 +215,7 @@ async def test_a_step_that_comes_after_its_router_has_gone(tiny_llama: Path) -> 
     async with cell_of(tiny_llama) as cell:
         leader = cell.prefill_gang.ranks[0]
         owner = leader._attachment.owner
-        cell.prefill_gang.conduct(lambda conductor: conductor.end_owner(owner))
+        cell.prefill_gang.conduct(lambda sequencer: sequencer.end_owner(owner))
         it = request(1)
         cell.submit(job(it), it.prompt)
         await cell.told(2, PrefillDone, cancelled=True)
@@ -225,7 +225,7 @@ async def test_a_step_that_comes_after_its_router_has_gone(tiny_llama: Path) -> 
 async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
-        await cell.hang_up()
+        await cell.disconnect()
         await cell.idle()
         await check_serves(await successor(cell), tiny_llama)
 
@@ -233,20 +233,20 @@ async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None
 async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None:
     """Its KV is still on its way when the next router fills the pool."""
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
-        it = Request(rid=1, prompt=prompt_of(40, 1), shares=even_shares(40, [0]))
+        it = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_shares(40, [0]))
         await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[0].loop.stream.reservations.find(1)
+        reservation = cell.decode_gang.ranks[0].loop.decode_batch.reservations.find(1)
         assert reservation is not None
         with reservation.lock:
-            cell.submit(job_of([it.piece()], [0]), it.prompt)
+            cell.submit(job_of([it.chunk()], [0]), it.prompt)
             await cell.until(lambda: cell.tokens(1))  # computed, and sending
-            big = Request(rid=2, prompt=prompt_of(60, 2), shares=even_shares(60, [0]))
-            job_id = cell.submit(job_of([big.piece(0, 59)], [0]), big.prompt[:59])
+            big = Request(sequence_id=2, prompt=prompt_of(60, 2), slices=even_shares(60, [0]))
+            step_id = cell.submit(job_of([big.chunk(0, 59)], [0]), big.prompt[:59])
             await cell.prefill.stats()
             assert cell.prefill_gang.ranks[0].engine.pool.slots.used == 40
-        await cell.prefilled(job_id)
-        for rid in (1, 2):
-            cell.cancel(rid)
+        await cell.prefilled(step_id)
+        for sequence_id in (1, 2):
+            cell.cancel(sequence_id)
         await cell.freed(1, 2)
         await cell.prefill.stats()
         cell.check_idle()

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
-from held_steps import HeldSteps
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from paused_ranks import HeldSteps
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
-from csps.actors.timeline_export import CANCELLED, EXCHANGE_S, LAYER, PHASE
-from csps.protocols.messages import PrefillDone
+from csps.actors.engine.step_trace import CANCELLED, EXCHANGE_S, LAYER, PHASE
+from csps.protocols.gang.messages import PrefillDone
 
 TIMELINE = {
     "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
@@ -45,15 +45,15 @@ async def test_a_stopped_job(
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = uniform_plan(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
-    it = Request(rid=VICTIM, prompt=prompt_of(60), shares=even_shares(60, [0]))
+    it = Request(sequence_id=VICTIM, prompt=prompt_of(60), slices=even_shares(60, [0]))
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:
         await cell.reserve(it)
-        job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
-        job_id = cell.submit(job, it.prompt)
+        job = job_of([it.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
+        step_id = cell.submit(job, it.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
-        await cell.prefilled(job_id)
-        assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
+        await cell.prefilled(step_id)
+        assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
         await cell.freed(VICTIM)
     spans = exported.get_finished_spans()
     jobs = [span for span in spans if span.name == "prefill.compute"]

@@ -11,16 +11,21 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from held_steps import HeldSteps
+from paused_ranks import HeldSteps
 
-from csps.protocols.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
-from csps.protocols.messages import JoinBatch, KvLanded, PrefillDone, RequestFailed
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack
+from csps.protocols.core.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
+from csps.protocols.gang.messages import (
+    JoinBatch,
+    PrefillDone,
+    RankKvReceived,
+    RequestFailed,
+    Sampling,
+)
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.schema import pack
 
 VICTIM, BYSTANDER = 1, 2
 ENDLESS = Sampling(temperature=0, max_tokens=1500)
@@ -32,18 +37,18 @@ async def cell_of(model: Path) -> AsyncIterator[ThreadCell]:
         yield cell
 
 
-def request(rid: int, length: int = 40, sampling: Sampling = GREEDY) -> Request:
+def request(sequence_id: int, length: int = 40, sampling: Sampling = GREEDY) -> Request:
     return Request(
-        rid=rid,
-        prompt=prompt_of(length, rid),
-        shares=even_shares(length, [0, 1]),
-        master=rid % 2,
+        sequence_id=sequence_id,
+        prompt=prompt_of(length, sequence_id),
+        slices=even_shares(length, [0, 1]),
+        master=sequence_id % 2,
         sampling=sampling,
     )
 
 
-def job(*requests: Request) -> PrefillJob:
-    return job_of([it.piece() for it in requests], [0, 1])
+def job(*requests: Request) -> PrefillStep:
+    return job_of([it.chunk() for it in requests], [0, 1])
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
@@ -94,7 +99,7 @@ async def test_queued(tiny_llama: Path) -> None:
         cell.submit(cell.jobs[first + 1], victim.prompt, ranks=[1])
         await cell.answer(other)
         await cell.prefilled(first + 1)
-        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=first + 1))
+        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=first + 1))
         assert not cell.tokens(VICTIM)
         await cell.freed(BYSTANDER)
         await check_goes_on(cell, tiny_llama)
@@ -104,13 +109,13 @@ async def test_before_all_members_have_come(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        job_id = cell.submit(job(victim), victim.prompt, ranks=[0])
+        step_id = cell.submit(job(victim), victim.prompt, ranks=[0])
         await cell.prefill.stats()
         cell.cancel(VICTIM)
         await cell.prefill.stats()  # rank 0 waits for the other one, and knows
-        cell.submit(cell.jobs[job_id], victim.prompt, ranks=[1])
-        await cell.prefilled(job_id)
-        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
+        cell.submit(cell.jobs[step_id], victim.prompt, ranks=[1])
+        await cell.prefilled(step_id)
+        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=step_id))
         await check_goes_on(cell, tiny_llama)
 
 
@@ -119,11 +124,13 @@ async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        job_id = cell.submit(job(victim), victim.prompt)
+        step_id = cell.submit(job(victim), victim.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
-        await cell.prefilled(job_id)
-        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
-        assert not cell.about(KvLanded, rid=VICTIM)  # the last layer was never computed
+        await cell.prefilled(step_id)
+        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=step_id))
+        assert not cell.about(
+            RankKvReceived, sequence_id=VICTIM
+        )  # the last layer was never computed
         await check_goes_on(cell, tiny_llama)
 
 
@@ -136,10 +143,10 @@ async def test_one_of_a_batch(tiny_llama: Path) -> None:
         await cell.reserve(other)
         both = job(victim, other)
         tokens = np.concatenate([victim.prompt, other.prompt])
-        job_id = cell.submit(both, tokens, ranks=[0])
+        step_id = cell.submit(both, tokens, ranks=[0])
         cell.cancel(VICTIM)
         await cell.prefill.stats()
-        cell.submit(cell.jobs[job_id], tokens, ranks=[1])
+        cell.submit(cell.jobs[step_id], tokens, ranks=[1])
         answers = await cell.answer(other)
         assert answers == [greedy_tokens(tiny_llama, other.prompt.tolist(), GREEDY.max_tokens)]
         assert not cell.tokens(VICTIM)  # the last layer was computed without it
@@ -169,7 +176,7 @@ async def test_one_of_a_batch_before_its_first_layer(
         for it, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
             assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), GREEDY.max_tokens)
         assert max(len(call.args[0]) for call in attended.call_args_list) == len(other.prompt)
-        assert {call.args[3].piece.rid for call in sent.call_args_list} == {3, BYSTANDER}
+        assert {call.args[3].chunk.sequence_id for call in sent.call_args_list} == {3, BYSTANDER}
         await cell.freed(3, BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 
@@ -180,18 +187,18 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
         victim = request(VICTIM)
         await cell.reserve(victim)
         receiver = cell.decode_gang.ranks[1]
-        reservation = receiver.loop.stream.reservations.find(VICTIM)
+        reservation = receiver.loop.decode_batch.reservations.find(VICTIM)
         assert reservation is not None
         with reservation.lock:
             cell.submit(job(victim), victim.prompt)
             await cell.until(lambda: cell.tokens(VICTIM))  # computed
-            await cell.until(lambda: cell.about(KvLanded, rid=VICTIM, rank=0))
-            assert not cell.about(KvLanded, rid=VICTIM, rank=1)
+            await cell.until(lambda: cell.about(RankKvReceived, sequence_id=VICTIM, rank=0))
+            assert not cell.about(RankKvReceived, sequence_id=VICTIM, rank=1)
             cell.cancel(VICTIM)
-            await eventually(lambda: receiver.loop.stream.reservations.find(VICTIM) is None)
+            await eventually(lambda: receiver.loop.decode_batch.reservations.find(VICTIM) is None)
             assert receiver.engine.pool.slots.used > 0  # it waits for who is writing
         await check_goes_on(cell, tiny_llama)
-        assert not cell.about(KvLanded, rid=VICTIM, rank=1)
+        assert not cell.about(RankKvReceived, sequence_id=VICTIM, rank=1)
 
 
 async def test_landed(tiny_llama: Path) -> None:
@@ -199,7 +206,7 @@ async def test_landed(tiny_llama: Path) -> None:
         victim = request(VICTIM)
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)
-        await cell.told(2, KvLanded, rid=VICTIM)
+        await cell.told(2, RankKvReceived, sequence_id=VICTIM)
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
 
@@ -249,9 +256,9 @@ async def test_a_join_that_comes_after_its_cancellation(tiny_llama: Path) -> Non
         victim = request(VICTIM)
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)
-        await cell.told(2, KvLanded, rid=VICTIM)
+        await cell.told(2, RankKvReceived, sequence_id=VICTIM)
         cell.cancel(VICTIM)
-        cell.decode.notify(0, "join", pack(JoinBatch(rid=VICTIM, first_token=1)))
+        cell.decode.notify(0, "join", pack(JoinBatch(sequence_id=VICTIM, first_token=1)))
         await check_goes_on(cell, tiny_llama)
 
 
@@ -278,7 +285,7 @@ async def test_a_bias_that_only_prefill_sees_fails_its_request_alone(tiny_llama:
         cell.failures_expected = True
         victim = request(VICTIM, sampling=Sampling(temperature=0, logit_bias={10_000: 1.0}))
         cell.submit(job(victim), victim.prompt)
-        await cell.until(lambda: cell.about(RequestFailed, rid=VICTIM))
+        await cell.until(lambda: cell.about(RequestFailed, sequence_id=VICTIM))
         assert cell.heard[RequestFailed][0].code == "InvalidRequest"
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
@@ -292,7 +299,7 @@ async def test_kv_with_no_connection_to_go_over_is_a_failure(tiny_llama: Path) -
         victim = request(VICTIM)
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)
-        await cell.told(2, RequestFailed, rid=VICTIM)
+        await cell.told(2, RequestFailed, sequence_id=VICTIM)
         assert {it.code for it in cell.heard[RequestFailed]} == {TransferError.__name__}
         cell.cancel(VICTIM)
         await cell.connect()
@@ -316,7 +323,7 @@ async def test_logits_that_are_nan_fail_the_request(tiny_llama: Path, role: str)
         cell.submit(job(victim), victim.prompt)
         if role == "decode":
             await cell.join(victim)
-        await cell.until(lambda: cell.about(RequestFailed, rid=VICTIM))
+        await cell.until(lambda: cell.about(RequestFailed, sequence_id=VICTIM))
         assert cell.heard[RequestFailed][0].code == "BadLogits"
         assert len(cell.tokens(VICTIM)) == (role == "decode")
         cell.cancel(VICTIM)

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_cell import LAYOUTS, Prompt, Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import LAYOUTS, Prompt, Request, even_shares, job_of, laid_out, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
-from held_positions import held_positions
+from rank_kv import held_positions
 from uniform_plan import uniform_plan
 
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.span import Span
-from csps.protocols.topology import Topology
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.topology import Topology
+from csps.protocols.gang.step_messages import PrefillChunk
 
 NOWHERE = -1
 ANY_ROWS = ("ulysses", "gathered_weights")
@@ -44,26 +43,26 @@ class Prefill:
         """Instances with KV of earlier chunks."""
         return set(self.owners[: self.done].tolist())
 
-    def piece(
+    def chunk(
         self,
         stop: int,
-        placement: Sequence[KvShare] = (),
+        placement: Sequence[KvSlice] = (),
         rng: Any = None,
-        rows: Sequence[KvShare] = (),
-    ) -> PrefillPiece:
+        rows: Sequence[KvSlice] = (),
+    ) -> PrefillChunk:
         """The next chunk; its history named in any order."""
         history = spans_of(self.owners[: self.done])
         (rng or random.Random(0)).shuffle(history)
-        return self.request.piece(
+        return self.request.chunk(
             self.done, stop, history=tuple(history), placement=tuple(placement), rows=tuple(rows)
         )
 
 
-def spans_of(owners: Owners) -> list[KvShare]:
+def spans_of(owners: Owners) -> list[KvSlice]:
     """Runs of equal owners."""
     cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     return [
-        KvShare(instance=int(owners[start]), span=Span(start=start, stop=stop))
+        KvSlice(instance=int(owners[start]), span=Span(start=start, stop=stop))
         for start, stop in itertools.pairwise(cuts)
         if start < stop
     ]
@@ -72,35 +71,37 @@ def spans_of(owners: Owners) -> list[KvShare]:
 def run_job(
     cell: ThreadCell,
     prefills: Sequence[Prefill],
-    pieces: Sequence[PrefillPiece],
+    chunks: Sequence[PrefillChunk],
     group: Sequence[int],
     bounds: Sequence[int] | None = None,
     **fields: Any,
 ) -> int:
     """Submit a job and note who owns its tokens afterwards."""
-    job = job_of(pieces, group, bounds, **fields)
+    job = job_of(chunks, group, bounds, **fields)
     tokens = [
-        prefill.request.prompt[piece.start : piece.start + piece.length]
-        for prefill, piece in zip(prefills, pieces, strict=True)
+        prefill.request.prompt[chunk.start : chunk.start + chunk.length]
+        for prefill, chunk in zip(prefills, chunks, strict=True)
     ]
-    job_id = cell.submit(job, np.concatenate(tokens))
+    step_id = cell.submit(job, np.concatenate(tokens))
     cut = np.repeat(job.group, np.diff(job.bounds))
     begin = 0
-    for prefill, piece in zip(prefills, pieces, strict=True):
-        end = piece.start + piece.length
-        prefill.owners[piece.start : end] = cut[begin : begin + piece.length]
-        for share in (*piece.rows, *piece.placement):
+    for prefill, chunk in zip(prefills, chunks, strict=True):
+        end = chunk.start + chunk.length
+        prefill.owners[chunk.start : end] = cut[begin : begin + chunk.length]
+        for share in (*chunk.rows, *chunk.placement):
             prefill.owners[share.span.positions] = share.instance
         prefill.done = end
-        begin += piece.length
-    return job_id
+        begin += chunk.length
+    return step_id
 
 
 def check_holdings(cell: ThreadCell, prefill: Prefill) -> None:
     """Every prefill rank holds exactly the tokens that its instance owns."""
     for rank in cell.prefill_gang.ranks:
         rank.engine.pool.slots.check_integrity()
-        held = held_positions(rank.engine.pool.slots, prefill.request.rid, len(prefill.owners))
+        held = held_positions(
+            rank.engine.pool.slots, prefill.request.sequence_id, len(prefill.owners)
+        )
         assert held == np.flatnonzero(prefill.owners == rank.engine.instance).tolist()
 
 
@@ -110,7 +111,7 @@ async def finish(cell: ThreadCell, model: Path, prefills: Sequence[Prefill]) -> 
     answers = await cell.answer(*requests)
     for request, answer in zip(requests, answers, strict=True):
         assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
-    await cell.freed(*(request.rid for request in requests))
+    await cell.freed(*(request.sequence_id for request in requests))
     await cell.prefilled(*cell.jobs)
     cell.check_idle()
 
@@ -118,19 +119,21 @@ async def finish(cell: ThreadCell, model: Path, prefills: Sequence[Prefill]) -> 
 async def reserved(cell: ThreadCell, *prompts: Prompt) -> list[Prefill]:
     decode = range(cell.decode.instances)
     prefills = [
-        Prefill(Request(rid=rid, prompt=prompt, shares=even_shares(len(prompt), decode)))
-        for rid, prompt in enumerate(prompts, start=1)
+        Prefill(
+            Request(sequence_id=sequence_id, prompt=prompt, slices=even_shares(len(prompt), decode))
+        )
+        for sequence_id, prompt in enumerate(prompts, start=1)
     ]
     for prefill in prefills:
         await cell.reserve(prefill.request)
     return prefills
 
 
-def place(*shares: tuple[int, int, int]) -> list[KvShare]:
+def place(*slices: tuple[int, int, int]) -> list[KvSlice]:
     """(instance, start, stop) triples."""
     return [
-        KvShare(instance=instance, span=Span(start=start, stop=stop))
-        for instance, start, stop in shares
+        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        for instance, start, stop in slices
     ]
 
 
@@ -138,13 +141,13 @@ async def test_a_group_grows_and_history_is_rebalanced_over_it(tiny_llama: Path)
     """Tetris: each chunk's group contains the last one's, and history spreads over it."""
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         (it,) = await reserved(cell, prompt_of(90))
-        run_job(cell, [it], [it.piece(20)], [2])
+        run_job(cell, [it], [it.chunk(20)], [2])
         halves = place((2, 0, 10), (0, 10, 20), (2, 20, 30), (0, 30, 40))
-        run_job(cell, [it], [it.piece(40, halves)], [2, 0])
+        run_job(cell, [it], [it.chunk(40, halves)], [2, 0])
         quarters = place((2, 0, 15), (0, 15, 30), (1, 30, 50), (3, 50, 70))
-        await cell.prefilled(run_job(cell, [it], [it.piece(70, quarters)], [2, 0, 1, 3]))
+        await cell.prefilled(run_job(cell, [it], [it.chunk(70, quarters)], [2, 0, 1, 3]))
         check_holdings(cell, it)
-        run_job(cell, [it], [it.piece(90)], [3, 1, 0, 2])
+        run_job(cell, [it], [it.chunk(90)], [3, 1, 0, 2])
         await finish(cell, tiny_llama, [it])
 
 
@@ -153,17 +156,17 @@ async def test_a_smaller_group_keeps_the_kv_of_a_larger_one(tiny_llama: Path) ->
     async with thread_cell(tiny_llama, prefill=3, decode=2) as cell:
         (it,) = await reserved(cell, prompt_of(60))
         odd_and_even = laid_out("striped", 0, 40, [0, 1])
-        await cell.prefilled(run_job(cell, [it], [it.piece(40, odd_and_even)], [2, 1, 0]))
+        await cell.prefilled(run_job(cell, [it], [it.chunk(40, odd_and_even)], [2, 1, 0]))
         check_holdings(cell, it)
-        run_job(cell, [it], [it.piece(60)], [0, 1])
+        run_job(cell, [it], [it.chunk(60)], [0, 1])
         await finish(cell, tiny_llama, [it])
 
 
 async def test_members_without_rows_lend_their_history(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
         (it,) = await reserved(cell, prompt_of(50))
-        run_job(cell, [it], [it.piece(20)], [0, 2])
-        run_job(cell, [it], [it.piece(50)], [1, 2, 0], [0, 30, 30, 30])
+        run_job(cell, [it], [it.chunk(20)], [0, 2])
+        run_job(cell, [it], [it.chunk(50)], [1, 2, 0], [0, 30, 30, 30])
         await finish(cell, tiny_llama, [it])
 
 
@@ -172,8 +175,8 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
         long, short, tiny = prefills = await reserved(
             cell, prompt_of(50), prompt_of(9, 1), prompt_of(1, 2)
         )
-        run_job(cell, [long], [long.piece(30)], [0, 1])
-        run_job(cell, prefills, [it.piece(len(it.request.prompt)) for it in prefills], [0, 1])
+        run_job(cell, [long], [long.chunk(30)], [0, 1])
+        run_job(cell, prefills, [it.chunk(len(it.request.prompt)) for it in prefills], [0, 1])
         assert long.holders | short.holders | tiny.holders == {0, 1}
         await finish(cell, tiny_llama, prefills)
 
@@ -181,7 +184,7 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
 async def test_kv_that_is_not_sent_stays_until_it_is_cancelled(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         (it,) = await reserved(cell, prompt_of(30))
-        await cell.prefilled(run_job(cell, [it], [it.piece(20)], [0, 1]))
+        await cell.prefilled(run_job(cell, [it], [it.chunk(20)], [0, 1]))
         check_holdings(cell, it)
         cell.cancel(1)
         await cell.freed(1)
@@ -209,9 +212,9 @@ async def run_random_plan(model: Path, seed: int) -> None:
         waits = rng.random() < 0.5
         while unfinished := [it for it in prefills if it.done < len(it.request.prompt)]:
             chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-            job_id = random_job(cell, chosen, instances, rng)
+            step_id = random_job(cell, chosen, instances, rng)
             if waits:
-                await cell.prefilled(job_id)
+                await cell.prefilled(step_id)
                 for it in unfinished:
                     if it.done < len(it.request.prompt):
                         check_holdings(cell, it)
@@ -226,20 +229,20 @@ def random_job(
     others = [i for i in range(instances) if i not in needed]
     group = [*needed, *rng.sample(others, rng.randint(0 if needed else 1, len(others)))]
     rng.shuffle(group)
-    pieces, anywhere = [], rng.random() < 0.4
+    chunks, anywhere = [], rng.random() < 0.4
     for it in chosen:
         stop = rng.randint(it.done + 1, len(it.request.prompt))
         placement = random_placement(rng.choice([0, it.done]), stop, group, rng)
         computing = rng.sample(group, rng.randint(1, len(group)))
         rows = laid_out(rng.choice(LAYOUTS), it.done, stop, computing) if anywhere else ()
-        pieces.append(it.piece(stop, placement if rng.random() < 0.6 else (), rng, rows))
-    total = sum(piece.length for piece in pieces)
+        chunks.append(it.chunk(stop, placement if rng.random() < 0.6 else (), rng, rows))
+    total = sum(chunk.length for chunk in chunks)
     inner = sorted(rng.randint(0, total) for _ in group[1:])
     bounds = [0, *inner, total]
     strategy = random_strategy(bounds, rng)
     if anywhere:
         strategy = {"strategy": rng.choice(ANY_ROWS)}
-    return run_job(cell, chosen, pieces, group, bounds, **strategy)
+    return run_job(cell, chosen, chunks, group, bounds, **strategy)
 
 
 def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]:
@@ -260,7 +263,7 @@ def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]
 
 def random_placement(
     start: int, stop: int, group: Sequence[int], rng: random.Random
-) -> list[KvShare]:
+) -> list[KvSlice]:
     if rng.random() < 0.4:
         keeping = rng.sample(group, rng.randint(1, len(group)))
         return list(laid_out(rng.choice(LAYOUTS), start, stop, keeping))

@@ -1,4 +1,6 @@
-"""Conversations whose turns begin with KV that earlier ones have left: the model's own tokens.
+"""What a gang has kept of one conversation: where the KV of each of its positions lies.
+
+Conversations whose turns begin with KV that earlier ones have left: the model's own tokens.
 
 Where it lies is drawn anew in each turn, and how much of it is reused, so that a prompt's beginning
 lies under several sequences on any instances of either gang.
@@ -8,35 +10,73 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import (
-    LAYOUTS,
-    Prompt,
-    Request,
-    job_of,
-    laid_out,
-    prompt_of,
-    shares_at,
-)
+from gang_driver import LAYOUTS, Prompt, Request, job_of, laid_out, prompt_of, shares_at
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_kv import KnownKv, held_by
+from piggyback_requests import reserve_riding, ride
 from property_examples import examples
-from riders import reserve_riding, ride
 
-from csps.actors.process_group import GroupMaker
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import Keep, Release
-from csps.protocols.placement import KvShare, round_robin
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.actors.comm.process_group import GroupMaker
+from csps.protocols.core.placement import KvSlice, Span, round_robin
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import EvictKv, RetainKv, Sampling
+
+
+class KnownKv:
+    """By position, the sequence that has computed it and the instance where it lies."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @property
+    def prefix(self) -> int:
+        """Positions from the first on that are known without a gap."""
+        length = 0
+        while length in self._places:
+            length += 1
+        return length
+
+    def learn(self, sequence_id: int, slices: Iterable[KvSlice], stop: int) -> None:
+        """A sequence has computed these, of which those before `stop` are kept."""
+        for share in slices:
+            if share.source is None:
+                kept = (it for it in share.span.positions if it < stop)
+                self._places.update(dict.fromkeys(kept, (sequence_id, share.instance)))
+
+    def forget(self, sequence_id: int, spans: Iterable[Span] = (Span(0, 2**62),)) -> None:
+        """What a sequence has computed is not kept any more."""
+        gone = [at for at, (source, _) in self._places.items() if source == sequence_id]
+        for position in gone:
+            if any(Span(position, position + 1).intersection(it).length for it in spans):
+                del self._places[position]
+
+    def before(self, stop: int) -> tuple[KvSlice, ...]:
+        """Where the positions before one lie."""
+        cuts = [0, *(p for p in range(1, stop) if self._places[p] != self._places[p - 1]), stop]
+        return tuple(
+            KvSlice(instance=self._places[a][1], span=Span(a, b), source=self._places[a][0])
+            for a, b in pairwise(cuts)
+            if a < b
+        )
+
+    def origins(self) -> set[int]:
+        """Sequences that have computed some of it."""
+        return {source for source, _ in self._places.values()}
+
+
+def held_by(slices: Sequence[KvSlice]) -> set[int]:
+    """Instances that hold some."""
+    return {share.instance for share in slices if share.span.length}
+
 
 ANY_ROWS = ("ulysses", "gathered_weights")
 STRATEGIES = (*ANY_ROWS, "sp_tp_flat")
@@ -62,7 +102,7 @@ class Talk:
     cell: ThreadCell
     plan: Plan
     text: Prompt
-    rids: list[int]
+    sequence_ids: list[int]
     """For its turns."""
     prefilled: KnownKv = field(default_factory=KnownKv)
     decoded: KnownKv = field(default_factory=KnownKv)
@@ -77,37 +117,37 @@ class Talk:
 
     async def go_through(self, model: Path) -> None:
         """All turns."""
-        for rid in self.rids:
+        for sequence_id in self.sequence_ids:
             tokens = self.rng.randint(1, 5)
-            request = self._request(rid, tokens)
+            request = self._request(sequence_id, tokens)
             if self.rng.random() < 0.15:
                 await self._give_up(request)
                 continue
             answer = await self._turn(request)
             assert answer == greedy_tokens(model, self.text.tolist(), tokens)
             await self._keep(request, len(self.text) + tokens - 1)
-            new = prompt_of(self.rng.randint(1, 20), rid)
+            new = prompt_of(self.rng.randint(1, 20), sequence_id)
             self.text = np.concatenate([self.text, np.array(answer, "<i4"), new]).astype("<i4")
 
-    def _request(self, rid: int, tokens: int) -> Request:
+    def _request(self, sequence_id: int, tokens: int) -> Request:
         length, instances = len(self.text), range(self.cell.decode.instances)
         reused = self._reused(self.decoded)
         holders = self.rng.sample(instances, self.rng.randint(1, len(instances)))
         master = self.rng.choice(instances)
-        answer: tuple[KvShare, ...] = ()
+        answer: tuple[KvSlice, ...] = ()
         if self.rng.random() < 0.5:
             kept = round_robin(length, length + tokens, holders)
             answer = tuple(
-                KvShare(instance=it, span=span) for it, span in kept.items() if span.length
+                KvSlice(instance=it, span=span) for it, span in kept.items() if span.length
             )
         return Request(
-            rid=rid,
+            sequence_id=sequence_id,
             prompt=self.text,
-            shares=(*self.decoded.before(reused), *self._laid_out(reused, length, holders)),
+            slices=(*self.decoded.before(reused), *self._laid_out(reused, length, holders)),
             master=master,
             answer=answer,
             sampling=Sampling(temperature=0, max_tokens=tokens),
-            stays=True,
+            retain=True,
         )
 
     def _reused(self, known: KnownKv) -> int:
@@ -115,7 +155,7 @@ class Talk:
         most = min(known.prefix, len(self.text) - 1)
         return most if self.rng.random() < 0.5 else self.rng.randint(0, most)
 
-    def _laid_out(self, start: int, stop: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+    def _laid_out(self, start: int, stop: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
         if self.rng.random() < 0.5:
             return laid_out(self.rng.choice(LAYOUTS), start, stop, instances)
         cuts = sorted(self.rng.randint(start, stop) for _ in instances[1:])
@@ -130,10 +170,10 @@ class Talk:
         else:
             await cell.reserve(request)
             await cell.prefilled(*self._submit(request))
-            if request.piece().decoded:
+            if request.chunk().decoded:
                 await cell.join(request)
-        await cell.until(lambda: cell.finished(request.rid))
-        return cell.tokens(request.rid)
+        await cell.until(lambda: cell.finished(request.sequence_id))
+        return cell.tokens(request.sequence_id)
 
     async def _give_up(self, request: Request) -> None:
         """A turn whose prompt nobody waits for."""
@@ -142,10 +182,10 @@ class Talk:
         job_ids = self._submit(request)
         if self.rng.random() < 0.5:
             await cell.prefilled(*job_ids)
-        cell.cancel(request.rid)
+        cell.cancel(request.sequence_id)
         await cell.prefilled(*job_ids)
-        await cell.freed(request.rid)
-        self.prefilled.forget(request.rid)
+        await cell.freed(request.sequence_id)
+        self.prefilled.forget(request.sequence_id)
 
     def _submit(self, request: Request) -> list[int]:
         """The steps of the prompt: one, or two at once."""
@@ -154,26 +194,26 @@ class Talk:
         starts = sorted({reused, self.rng.randint(reused, length - 1)})
         history, jobs = self.prefilled.before(reused), []
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
-            job_id, computed = self._chunk(request, start, stop, history)
-            jobs.append(job_id)
+            step_id, computed = self._chunk(request, start, stop, history)
+            jobs.append(step_id)
             history = (*history, *computed)
             if self.in_place:
-                history = within(request.shares, stop)
+                history = within(request.slices, stop)
             else:
-                self.prefilled.learn(request.rid, computed, stop)
+                self.prefilled.learn(request.sequence_id, computed, stop)
         return jobs
 
     def _in_place(self, request: Request) -> int:
         """What is reserved elsewhere than where it is known may move there."""
         known = self.decoded.before(self.decoded.prefix)
-        reused = sum(it.span.length for it in request.shares if it.origin is not None)
+        reused = sum(it.span.length for it in request.slices if it.source is not None)
         if self.rng.random() < 0.5:
             return reused
         while reused < min(self.decoded.prefix, len(self.text) - 1):
             next_one = Span(reused, reused + 1)
             places = [
-                {it.instance for it in shares if it.span.intersection(next_one).length}
-                for shares in (known, request.shares)
+                {it.instance for it in slices if it.span.intersection(next_one).length}
+                for slices in (known, request.slices)
             ]
             if places[0] == places[1]:
                 break
@@ -181,44 +221,44 @@ class Talk:
         return reused
 
     def _chunk(
-        self, request: Request, start: int, stop: int, history: tuple[KvShare, ...]
-    ) -> tuple[int, tuple[KvShare, ...]]:
+        self, request: Request, start: int, stop: int, history: tuple[KvSlice, ...]
+    ) -> tuple[int, tuple[KvSlice, ...]]:
         """A step's number, and what it computes where."""
         instances = range(self.cell.prefill.instances)
         needed = held_by(history)
         if self.in_place:
-            needed |= held_by(request.shares)
+            needed |= held_by(request.slices)
         group = list(needed | set(self.rng.sample(instances, self.rng.randint(1, len(instances)))))
         self.rng.shuffle(group)
-        rows: tuple[KvShare, ...] = ()
+        rows: tuple[KvSlice, ...] = ()
         cuts = [start, *sorted(self.rng.randint(start, stop) for _ in group[1:]), stop]
         computed = shares_at(cuts, group)
         if any_rows := self.rng.random() < 0.5:
             computing = self.rng.sample(group, self.rng.randint(1, len(group)))
             rows = computed = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
-        piece = request.piece(start, stop, history=history, rows=rows)
+        chunk = request.chunk(start, stop, history=history, rows=rows)
         strategy = self.rng.choice(ANY_ROWS if any_rows else STRATEGIES)
-        job = job_of([piece], group, [cut - start for cut in cuts], strategy=strategy)
+        job = job_of([chunk], group, [cut - start for cut in cuts], strategy=strategy)
         return self.cell.submit(job, self.text[start:stop]), computed
 
     async def _keep(self, request: Request, stop: int) -> None:
         """All that was computed, or a part of it."""
-        cell, rid = self.cell, request.rid
+        cell, sequence_id = self.cell, request.sequence_id
         keepers = request.answer or (
-            KvShare(instance=request.master, span=Span(len(self.text), max(len(self.text), stop))),
+            KvSlice(instance=request.master, span=Span(len(self.text), max(len(self.text), stop))),
         )
         kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
-        if not (self.in_place or self.rode or request.piece().decoded):
+        if not (self.in_place or self.rode or request.chunk().decoded):
             kept = Span(0, 0)  # it was not sent
-        own = [it for it in (*request.shares, *keepers) if it.origin is None]
-        self.decoded.learn(rid, own, kept.stop)
-        left = await cell.keep(cell.decode, Keep(rid=rid, spans=(kept,)))
+        own = [it for it in (*request.slices, *keepers) if it.source is None]
+        self.decoded.learn(sequence_id, own, kept.stop)
+        left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
         expected = sum(it.span.intersection(kept).length for it in own)
         assert left == expected * cell.decode.tp
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
-            self.prefilled.forget(rid, [released])
-            await cell.keep(cell.prefill, Release(rid=rid, spans=(released,)))
+            self.prefilled.forget(sequence_id, [released])
+            await cell.keep(cell.prefill, EvictKv(sequence_id=sequence_id, spans=(released,)))
         for rank in cell.ranks:
             rank.engine.pool.slots.check_integrity()
 
@@ -228,13 +268,13 @@ class Talk:
         if not self.in_place:
             gangs.append(self.cell.prefill)
         for gang in gangs:
-            for rid in self.rids:
-                assert await self.cell.keep(gang, Release(rid=rid)) == 0
+            for sequence_id in self.sequence_ids:
+                assert await self.cell.keep(gang, EvictKv(sequence_id=sequence_id)) == 0
 
 
-def within(shares: Sequence[KvShare], stop: int) -> tuple[KvShare, ...]:
+def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
     """Those of the positions before one."""
-    cuts = (replace(it, span=it.span.intersection(Span(0, stop))) for it in shares)
+    cuts = (replace(it, span=it.span.intersection(Span(0, stop))) for it in slices)
     return tuple(it for it in cuts if it.span.length)
 
 

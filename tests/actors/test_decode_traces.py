@@ -6,14 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gang_cell import Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import Request, even_shares, job_of, laid_out, prompt_of
 from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from test_cancelled_traces import TIMELINE
 
-from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
-from csps.actors.timeline_export import (
+from csps.actors.engine.decode_batch import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
+from csps.actors.engine.step_trace import (
     COMMUNICATION_S,
     EXCHANGE_S,
     LAST_LAYER_S,
@@ -22,9 +22,8 @@ from csps.actors.timeline_export import (
     PLACING_WAITED_S,
     RANK,
 )
-from csps.protocols.placement import KvShare
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import Sampling
 
 LENGTH, DRAWN, FIRST = 60, 24, 10
 """Of an answer's tokens, those that lie where the prompt does."""
@@ -37,13 +36,13 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     later tokens is not asked before."""
     last = LENGTH + DRAWN - 1
     answer = (
-        KvShare(instance=1, span=Span(LENGTH, LENGTH + FIRST)),
-        KvShare(instance=2, span=Span(LENGTH + FIRST, last)),
+        KvSlice(instance=1, span=Span(LENGTH, LENGTH + FIRST)),
+        KvSlice(instance=2, span=Span(LENGTH + FIRST, last)),
     )
     request = Request(
-        rid=1,
+        sequence_id=1,
         prompt=prompt_of(LENGTH),
-        shares=even_shares(LENGTH, [1]),
+        slices=even_shares(LENGTH, [1]),
         master=1,
         sampling=Sampling(temperature=0, max_tokens=DRAWN),
         answer=answer,
@@ -54,8 +53,8 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
         ranks = cell.prefill_gang.ranks
         await cell.reserve(request)
         rows = laid_out("striped", 0, LENGTH, [0, 1, 2])
-        piece = request.piece(rows=rows)
-        job = job_of([piece], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
+        chunk = request.chunk(rows=rows)
+        job = job_of([chunk], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
         await cell.prefilled(cell.submit(job, request.prompt))
         before = [list(rank.engine.mesh.bytes_sent) for rank in ranks]
         assert await cell.answer(request) == [

@@ -12,32 +12,30 @@ from weakref import ref
 import pytest
 import torch
 from device_budget import DEVICE, Device, DeviceBudget, device
-from gang_cell import bounds_of_rows, laid_out
+from gang_driver import bounds_of_rows, laid_out
 from strategy_ranks import job_of
 from test_launch_logs import STRATEGIES as STRATEGIES_OF_GANGS
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
-from csps.actors.engine.choice import ANY_ROWS
-from csps.actors.engine.engine import Engine
-from csps.actors.engine.forward import forward
-from csps.actors.engine.stream import Stream
-from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import KvPool
-from csps.actors.layout import GangLayout
-from csps.actors.mesh import BegunExchange, Expected, Mesh, Tag
-from csps.actors.process_group import Pending
-from csps.actors.sampling import draw_batch
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.ulysses import Ulysses
-from csps.actors.token_sampler import TokenSampler
-from csps.models.loading import load_network
-from csps.protocols.log_entries import Change
-from csps.protocols.messages import Reserve
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.choice import ANY_ROWS
+from csps.actors.attention.ulysses import Ulysses
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import BegunExchange, Expected, Mesh, Tag
+from csps.actors.comm.process_group import Pending
+from csps.actors.engine.decode_batch import DecodeBatch
+from csps.actors.engine.iteration import forward
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.sampling.batch_sampler import sample_batch
+from csps.actors.sampling.token_sampler import TokenSampler
+from csps.actors.timing.timeline import StepClock
+from csps.models.checkpoints.loading import load_network
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import ReserveKv, Sampling
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.sequencer.log_entries import Change
 
 __all__ = ["device"]
 LAYERS, MORE_LAYERS, PROMPT, VOCAB = 3, 2, 40, 512
@@ -101,40 +99,40 @@ def engine_of(model: Path) -> Engine:
     )
 
 
-def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> Stream:
+def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> DecodeBatch:
     """As it is on a rank that masters `own` rows, of whose prompts a peer holds half, that holds
     half of `foreign` rows of that peer's, and takes part in pieces of `riding` prompts, every
     second of which the peer computes."""
-    stream = Stream(engine, lambda *told: None, lambda: None)
+    batch = DecodeBatch(engine, lambda *told: None, lambda: None)
     joined: list[tuple[int, int | None]] = []
-    for rid in range(own + foreign + riding):
-        rides, length = rid >= own + foreign, PROMPT + rid
+    for sequence_id in range(own + foreign + riding):
+        rides, length = sequence_id >= own + foreign, PROMPT + sequence_id
         halves = Span(start=0, stop=length // 2), Span(start=length // 2, stop=length)
-        request = Reserve(
-            rid=rid,
+        request = ReserveKv(
+            sequence_id=sequence_id,
             epoch="",
-            shares=tuple(KvShare(instance=at, span=half) for at, half in enumerate(halves)),
-            master=int(own <= rid < own + foreign + riding // 2),
+            slices=tuple(KvSlice(instance=at, span=half) for at, half in enumerate(halves)),
+            master=int(own <= sequence_id < own + foreign + riding // 2),
             prompt_length=length,
             sampling=Sampling(temperature=0, max_tokens=9),
             prompt=bytes(4 * length) if rides else b"",
         )
-        stream.reservations.reserve(request, owner=1)
+        batch.reservations.reserve(request, owner=1)
         shape = halves[0].length, engine.pool.kv_heads, engine.pool.head_dim
         k_thd = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
         for layer in range(0 if rides else engine.spec.layers):
-            engine.pool.write(layer, rid, halves[0], k_thd, k_thd)
-        joined.append((rid, None if rides else 7))
-    stream.change(Change(stream=0, version=1, joined=tuple(joined), budget=1000))
-    return stream
+            engine.pool.write(layer, sequence_id, halves[0], k_thd, k_thd)
+        joined.append((sequence_id, None if rides else 7))
+    batch.change(Change(batch=0, version=1, joined=tuple(joined), budget=1000))
+    return batch
 
 
 def iteration(device: Device, model: Path, *rows: int) -> DeviceBudget:
     """The layers of one iteration, without drawing."""
     engine = engine_of(model)
-    stream = stream_of(engine, *rows)
+    batch = stream_of(engine, *rows)
     with torch.inference_mode(), device.counting() as budget:
-        forward(engine, stream._next_batch(()))
+        forward(engine, batch._next_batch(()))
     return budget
 
 
@@ -186,7 +184,7 @@ def test_more_layers_need_no_more_buffers(
 def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> DeviceBudget:
     engine = engine_of(model)
     job = job_of([0, sum(lengths)], lengths)
-    group = SpGroup(engine.mesh, engine.layout, job, 0, JobClock())
+    group = SpGroup(engine.mesh, engine.layout, job, 0, StepClock())
     strategy = Ulysses(
         group,
         engine.pool,
@@ -197,9 +195,9 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
     rotary = engine.network.rotary(torch.zeros(sum(lengths), dtype=torch.int64, device=DEVICE))
     x_td = torch.empty(sum(lengths), engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
 
-    spans = {it.rid: Span(start=it.start, stop=it.start + it.length) for it in job.pieces}
-    for rid, span in spans.items():
-        engine.pool.slots.allocate(rid, [span])
+    spans = {it.sequence_id: Span(start=it.start, stop=it.start + it.length) for it in job.chunks}
+    for sequence_id, span in spans.items():
+        engine.pool.slots.allocate(sequence_id, [span])
 
     def keep(
         index: int,
@@ -210,8 +208,8 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
         *,
         member: int | None = None,
     ) -> None:
-        for rid, span in spans.items():
-            engine.pool.write(index, rid, span, k_thd[: span.length], v_thd[: span.length])
+        for sequence_id, span in spans.items():
+            engine.pool.write(index, sequence_id, span, k_thd[: span.length], v_thd[: span.length])
 
     layer = engine.network.layers[0]
     with device.counting() as budget:
@@ -256,7 +254,7 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
             job = striped_job(job)
         layout = GangLayout(world_size=4, tp=1)
         engine = replace(engine, layout=layout)
-        group = SpGroup(engine.mesh, layout, job, member, JobClock())
+        group = SpGroup(engine.mesh, layout, job, member, StepClock())
         with torch.inference_mode(), STRATEGIES[strategy](group, engine) as it:
             rows = job.bounds[member + 1] - job.bounds[member]
             rotary = engine.network.rotary(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
@@ -270,12 +268,12 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
         assert budget.kernels.total() <= 250
 
 
-def striped_job(job: PrefillJob) -> PrefillJob:
-    pieces = [
+def striped_job(job: PrefillStep) -> PrefillStep:
+    chunks = [
         replace(it, rows=laid_out("striped", it.start, it.start + it.length, job.group))
-        for it in job.pieces
+        for it in job.chunks
     ]
-    return replace(job, pieces=tuple(pieces), bounds=tuple(bounds_of_rows(pieces, job.group)))
+    return replace(job, chunks=tuple(chunks), bounds=tuple(bounds_of_rows(chunks, job.group)))
 
 
 def _keep(
@@ -313,7 +311,7 @@ def draws(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceB
     # Penalties count tokens, and are moved once.
     patch.setattr(TokenSampler, "observe", lambda sampler, token: None)
     with torch.inference_mode(), device.counting() as budget:
-        draw_batch(samplers, logits_bv, [3] * rows)
+        sample_batch(samplers, logits_bv, [3] * rows)
     return budget, waits
 
 

@@ -11,20 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang_cell import ANSWER_S, Request, even_shares, job_of, laid_out, prompt_of, shares_at
+from gang_driver import ANSWER_S, Request, even_shares, job_of, laid_out, prompt_of, shares_at
 from gang_threads import ThreadCell, elastic_cell
 from greedy_reference import greedy_tokens
-from held_positions import held_positions
-from test_moving_rows import check_answer, decode, on, placed, turns
+from rank_kv import held_positions
+from test_moving_sequences import check_answer, decode, on, placed, turns
 from tiny_checkpoints import make_checkpoint
 
 from csps.actors.engine.step_run import StepRun
-from csps.actors.slot_allocator import OutOfSlots
-from csps.protocols.messages import KvLanded
-from csps.protocols.placement import KvShare
-from csps.protocols.row_move import RowPlacement
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.actors.kv_cache.slot_allocator import OutOfSlots
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import RankKvReceived, Sampling
+from csps.protocols.gang.step_messages import SequencePlacement
 
 EVERYONE = (0, 1, 2)
 
@@ -34,9 +32,11 @@ async def filled(cell: ThreadCell, free: tuple[int, ...], slots: int) -> None:
     for instance, left in enumerate(free):
         taken = slots - left
         if taken:
-            shares = even_shares(taken, [instance])
+            slices = even_shares(taken, [instance])
             one = Sampling(temperature=0, max_tokens=1)
-            it = Request(rid=100 + instance, prompt=prompt_of(taken), shares=shares, sampling=one)
+            it = Request(
+                sequence_id=100 + instance, prompt=prompt_of(taken), slices=slices, sampling=one
+            )
             await cell.reserve(it)
 
 
@@ -47,20 +47,20 @@ async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int)
     async with elastic_cell(tiny_llama, 3, tp=tp, kv_slots=401) as cell:
         await filled(cell, (100, 200, 401), 401)
         prompt, rows = prompt_of(600), laid_out("striped", 0, 600, EVERYONE)
-        reactive = Request(rid=1, prompt=prompt, shares=rows, master=2)
+        reactive = Request(sequence_id=1, prompt=prompt, slices=rows, master=2)
         with pytest.raises(OutOfSlots):
             await cell.reserve(reactive)
         cell.cancel(1)
         await cell.freed(1)
         two = Sampling(temperature=0, max_tokens=2)
-        shares = shares_at([0, 100, 200, 600], (1, 0, 2))
-        proactive = Request(rid=2, prompt=prompt, shares=shares, master=2, sampling=two)
+        slices = shares_at([0, 100, 200, 600], (1, 0, 2))
+        proactive = Request(sequence_id=2, prompt=prompt, slices=slices, master=2, sampling=two)
         await cell.reserve(proactive)
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         assert [pool.slots.free for pool in pools] == [it for it in (0, 100, 0) for _ in range(tp)]
-        job = job_of([proactive.piece(rows=rows)], EVERYONE, strategy="ring_kv")
+        job = job_of([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
         cell.submit(job, prompt)
-        await cell.told(3 * tp, KvLanded, rid=2)
+        await cell.told(3 * tp, RankKvReceived, sequence_id=2)
         kept = [held_positions(pool.slots, 2, 600) for pool in pools[::tp]]
         assert kept == [[*range(100, 200)], [*range(100)], [*range(200, 600)]]
         assert await cell.answer(proactive) == [greedy_tokens(tiny_llama, prompt.tolist(), 2)]
@@ -76,17 +76,17 @@ async def test_the_six_slots_of_figure_4(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2, kv_slots=3) as cell:
         await filled(cell, (1, 2), 3)
         request = Request(
-            rid=1,
+            sequence_id=1,
             prompt=prompt_of(2),
-            shares=even_shares(2, [1]),
+            slices=even_shares(2, [1]),
             master=1,
             sampling=Sampling(temperature=0, max_tokens=2),
-            answer=(KvShare(instance=0, span=Span(2, 3)),),
+            answer=(KvSlice(instance=0, span=Span(2, 3)),),
         )
         await cell.reserve(request)
         assert all(rank.engine.pool.slots.free == 0 for rank in cell.prefill_gang.ranks)
         rows = laid_out("striped", 0, 2, (0, 1))
-        cell.submit(job_of([request.piece(rows=rows)], (0, 1), strategy="ring_kv"), request.prompt)
+        cell.submit(job_of([request.chunk(rows=rows)], (0, 1), strategy="ring_kv"), request.prompt)
         expected = greedy_tokens(tiny_llama, request.prompt.tolist(), 2)
         assert await cell.answer(request) == [expected]
         cell.cancel(100)
@@ -128,42 +128,47 @@ EVENTS = ("nothing more", "cancel it", "cancel another", "migrate", "scale up", 
 """What happens while a prompt is computed by all, which scales down and preempts two rows."""
 
 
-def row(rids: Iterator[int], length: int, tokens: int, *instances: int) -> Request:
+def row(sequence_ids: Iterator[int], length: int, tokens: int, *instances: int) -> Request:
     """One whose prompt is the same in each story."""
     return Request(
-        rid=next(rids),
+        sequence_id=next(sequence_ids),
         prompt=prompt_of(length, length),
-        shares=even_shares(length, instances),
+        slices=even_shares(length, instances),
         master=instances[-1],
         sampling=Sampling(temperature=0, max_tokens=tokens),
     )
 
 
 async def story(
-    cell: ThreadCell, model: Path, held: HeldLayer, rids: Iterator[int], layer: int, event: str
+    cell: ThreadCell,
+    model: Path,
+    held: HeldLayer,
+    sequence_ids: Iterator[int],
+    layer: int,
+    event: str,
 ) -> None:
-    first, second = row(rids, 20, 60, 0), row(rids, 21, 60, 2)
-    joining, long = row(rids, 15, 10, 0, 2), row(rids, 48, 8, 1)
+    first, second = row(sequence_ids, 20, 60, 0), row(sequence_ids, 21, 60, 2)
+    joining, long = row(sequence_ids, 15, 10, 0, 2), row(sequence_ids, 48, 8, 1)
     answer = shares_at([0, 3, 7], (1, 2))
     shifted = (replace(it, span=Span(it.span.start + 48, it.span.stop + 48)) for it in answer)
     long = replace(long, answer=tuple(shifted))
     for it in (first, second):
         await decode(cell, it)
     await cell.reserve(joining)
-    cell.submit(job_of([joining.piece()], [0, 2]), joining.prompt)
-    await cell.told(2 * cell.decode.tp, KvLanded, rid=joining.rid)
+    cell.submit(job_of([joining.chunk()], [0, 2]), joining.prompt)
+    await cell.told(2 * cell.decode.tp, RankKvReceived, sequence_id=joining.sequence_id)
     await cell.reserve(long)
     held.arm(layer)
-    piece = long.piece(rows=laid_out("striped", 0, 48, EVERYONE))
-    job = cell.submit(job_of([piece], EVERYONE, strategy="ring_kv"), long.prompt)
+    chunk = long.chunk(rows=laid_out("striped", 0, 48, EVERYONE))
+    job = cell.submit(job_of([chunk], EVERYONE, strategy="ring_kv"), long.prompt)
     await held.reached()
     cancelled = {"cancel it": long, "cancel another": first}.get(event)
     if cancelled is not None:
-        cell.cancel(cancelled.rid)
+        cell.cancel(cancelled.sequence_id)
     elif event == "migrate":
         cell.move(first, placed(first), on(first, 2, 1))
     elif event == "scale up":
-        wider = RowPlacement(shares=first.shares, master=0, answer=turns(20, 60, (0, 1)))
+        wider = SequencePlacement(slices=first.slices, master=0, answer=turns(20, 60, (0, 1)))
         cell.move(first, placed(first), wider)
     elif event == "merge":
         await cell.join(joining)
@@ -176,7 +181,7 @@ async def story(
         await cell.join(long)
     for it in (first, second, joining, long):
         if it is cancelled:
-            await cell.freed(it.rid)
+            await cell.freed(it.sequence_id)
         else:
             await check_answer(cell, model, it)
 
@@ -189,9 +194,9 @@ async def test_tokens_are_the_models_whatever_happens_at_a_layers_beginning(
 ) -> None:
     """A prompt that three instances compute is kept by one and decoded by two, beside rows that it
     preempts, which move, grow, merge, or end."""
-    model, rids = make_checkpoint(tmp_path, num_hidden_layers=LAYERS), itertools.count(1)
+    model, sequence_ids = make_checkpoint(tmp_path, num_hidden_layers=LAYERS), itertools.count(1)
     async with elastic_cell(model, 3, tp=tp, quantum_ms=0.0) as cell:
         held = HeldLayer(monkeypatch)
         for layer, event in itertools.product(range(LAYERS), EVENTS):
-            await story(cell, model, held, rids, layer, event)
+            await story(cell, model, held, sequence_ids, layer, event)
             cell.check_idle()

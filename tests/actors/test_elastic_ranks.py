@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gang_cell import (
+from gang_driver import (
     GREEDY,
     LAYOUTS,
     Request,
@@ -25,23 +25,21 @@ from gang_cell import (
 )
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
-from held_stream import HeldStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paused_ranks import HeldStream
+from piggyback_requests import reserve_riding, ride
 from property_examples import examples
-from riders import reserve_riding, ride
 from torch import Tensor
 
-from csps.actors.engine.moves import KvMover
-from csps.actors.process_group import GroupMaker
-from csps.kernels import cpu_decode
-from csps.kernels.decode_attention import SlotRuns
-from csps.protocols.conducting.streams import LEASES
-from csps.protocols.errors import ProtocolError
-from csps.protocols.messages import KvLanded
-from csps.protocols.placement import KvShare, round_robin
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
+from csps.actors.comm.process_group import GroupMaker
+from csps.actors.engine.kv_mover import KvMover
+from csps.kernels import cpu_attention as cpu_decode
+from csps.kernels.arguments import SlotRuns
+from csps.protocols.core.errors import ProtocolError
+from csps.protocols.core.placement import KvSlice, Span, round_robin
+from csps.protocols.gang.messages import RankKvReceived, Sampling
+from csps.protocols.sequencer.decode_batches import GRANTS
 
 STRATEGIES = ("ulysses", "gathered_weights", "ring_kv", "ring_q", "sp_tp_flat")
 ANY_ROWS = ("ulysses", "gathered_weights", "ring_kv", "ring_q")
@@ -53,12 +51,14 @@ def greedy(tokens: int) -> Sampling:
 
 async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 3) as cell:
-        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [2, 0]), master=1)
+        request = Request(
+            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [2, 0]), master=1
+        )
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         await cell.reserve(request)
         taken = [pool.slots.used for pool in pools]
-        cell.submit(job_of([request.piece()], [2, 0]), request.prompt)
-        await cell.told(2, KvLanded, rid=1)
+        cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
+        await cell.told(2, RankKvReceived, sequence_id=1)
         assert [pool.slots.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
         assert not any(cell.prefill_gang.ranks[0].engine.mesh.bytes_sent[3:])
@@ -69,10 +69,10 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
 async def _striped_and_kept_by_one(cell: ThreadCell) -> Request:
     """A prompt that three instances compute in a ring, and the second keeps; its first token is
     there."""
-    request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
+    request = Request(sequence_id=1, prompt=prompt_of(48), slices=even_shares(48, [1]), master=1)
     await cell.reserve(request)
-    piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
-    job = job_of([piece], [0, 1, 2], strategy="ring_kv")
+    chunk = request.chunk(rows=laid_out("striped", 0, 48, [0, 1, 2]))
+    job = job_of([chunk], [0, 1, 2], strategy="ring_kv")
     await cell.prefilled(cell.submit(job, request.prompt))
     return request
 
@@ -125,16 +125,19 @@ async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
     """On the same ranks, an iteration between two parts."""
     async with elastic_cell(tiny_llama, 2, quantum_ms=0.0) as cell:
         talking = Request(
-            rid=1, prompt=prompt_of(20), shares=even_shares(20, [0, 1]), sampling=greedy(1500)
+            sequence_id=1,
+            prompt=prompt_of(20),
+            slices=even_shares(20, [0, 1]),
+            sampling=greedy(1500),
         )
-        long = Request(rid=2, prompt=prompt_of(800, 2), shares=even_shares(800, [0, 1]))
+        long = Request(sequence_id=2, prompt=prompt_of(800, 2), slices=even_shares(800, [0, 1]))
         for it in (talking, long):
             await cell.reserve(it)
-        cell.submit(job_of([talking.piece()], [0, 1]), talking.prompt)
+        cell.submit(job_of([talking.chunk()], [0, 1]), talking.prompt)
         await cell.join(talking)
         await cell.until(lambda: len(cell.tokens(1)) > 3)
         before = len(cell.tokens(1))
-        cell.submit(job_of([long.piece()], [0, 1]), long.prompt)
+        cell.submit(job_of([long.chunk()], [0, 1]), long.prompt)
         await cell.until(lambda: cell.tokens(2))
         assert len(cell.tokens(1)) > before + 2
         assert await cell.answer(long) == [greedy_tokens(tiny_llama, long.prompt.tolist(), 6)]
@@ -148,14 +151,14 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
 ) -> None:
     """One that has run ahead would wait for the other as soon as both have a row in common."""
     async with elastic_cell(tiny_llama, 2) as cell:
-        quick, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
+        quick, slow = (rank.loop.decode_batch for rank in cell.prefill_gang.ranks)
         held = HeldStream(monkeypatch, slow)
         request = Request(
-            rid=1, prompt=prompt_of(20), shares=even_shares(20, [0]), sampling=greedy(200)
+            sequence_id=1, prompt=prompt_of(20), slices=even_shares(20, [0]), sampling=greedy(200)
         )
         await reserve_riding(cell, request)
         ride(cell, request, 20)
-        await eventually(lambda: quick.iterations == LEASES)
+        await eventually(lambda: quick.iterations == GRANTS)
         held.go_on.set()
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 200)
@@ -168,23 +171,23 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
     """Decode groups: while one stands still, the other draws its whole answer; and both go on
     together with a row that joins them."""
     async with elastic_cell(tiny_llama, 2) as cell:
-        _, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
+        _, slow = (rank.loop.decode_batch for rank in cell.prefill_gang.ranks)
         held = HeldStream(monkeypatch, slow)
         on = [
             Request(
-                rid=rid,
-                prompt=prompt_of(20, rid),
-                shares=even_shares(20, instances),
+                sequence_id=sequence_id,
+                prompt=prompt_of(20, sequence_id),
+                slices=even_shares(20, instances),
                 master=instances[0],
                 sampling=greedy(40),
             )
-            for rid, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
+            for sequence_id, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
         ]
         jobs = []
         for it in on:
             await cell.reserve(it)
-            group = sorted({s.instance for s in it.shares})
-            jobs.append(cell.submit(job_of([it.piece()], group), it.prompt))
+            group = sorted({s.instance for s in it.slices})
+            jobs.append(cell.submit(job_of([it.chunk()], group), it.prompt))
         await cell.prefilled(*jobs)  # one of them needs the instance that is to stand still
         await cell.join(on[1])
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
@@ -192,15 +195,15 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
         await cell.join(on[2])
         held.go_on.set()
         for it in on[1:]:
-            await cell.until(lambda it=it: cell.finished(it.rid))  # type: ignore[misc]
-            assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 40)
+            await cell.until(lambda it=it: cell.finished(it.sequence_id))  # type: ignore[misc]
+            assert cell.tokens(it.sequence_id) == greedy_tokens(tiny_llama, it.prompt.tolist(), 40)
         await cell.freed(1, 2, 3)
         cell.check_idle()
 
 
-def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvShare, ...]:
+def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvSlice, ...]:
     kept = round_robin(start, start + tokens, keepers)
-    return tuple(KvShare(instance=i, span=span) for i, span in kept.items() if span.length)
+    return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
 
 
 async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
@@ -209,18 +212,18 @@ async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         requests = [
             Request(
-                rid=rid,
-                prompt=prompt_of(11 * rid, rid),
-                shares=laid_out("striped", 0, 11 * rid, [0, 1]),
-                master=rid % 3,
+                sequence_id=sequence_id,
+                prompt=prompt_of(11 * sequence_id, sequence_id),
+                slices=laid_out("striped", 0, 11 * sequence_id, [0, 1]),
+                master=sequence_id % 3,
                 sampling=greedy(12),
-                answer=turns_of(11 * rid, 12, [2, 1]),
+                answer=turns_of(11 * sequence_id, 12, [2, 1]),
             )
-            for rid in (1, 2, 3)
+            for sequence_id in (1, 2, 3)
         ]
         for it in requests:
             await cell.reserve(it)
-            cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
+            cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
         assert [pool.slots.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
         for it, answer in zip(requests, await cell.answer(*requests), strict=True):
             assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), 12)
@@ -230,8 +233,10 @@ async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
 
 async def test_an_answer_that_nobody_keeps_is_refused(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1) as cell:
-        gap = (KvShare(instance=0, span=Span(5, 9, 2)),)
-        request = Request(rid=1, prompt=prompt_of(5), shares=even_shares(5, [0]), answer=gap)
+        gap = (KvSlice(instance=0, span=Span(5, 9, 2)),)
+        request = Request(
+            sequence_id=1, prompt=prompt_of(5), slices=even_shares(5, [0]), answer=gap
+        )
         with pytest.raises(ProtocolError, match="without a keeper"):
             await cell.reserve(request)
         cell.check_idle()
@@ -246,7 +251,7 @@ class Plan:
     chunks: tuple[int, ...]
     """Where the prompt is cut, as percentages; none lets it ride."""
     seed: int
-    urgent: bool
+    high_priority: bool
     cancelled: bool
 
 
@@ -256,7 +261,7 @@ PLANS = st.builds(
     tokens=st.integers(1, 5),
     chunks=st.lists(st.integers(0, 100), max_size=3).map(tuple),
     seed=st.integers(0, 10**6),
-    urgent=st.booleans(),
+    high_priority=st.booleans(),
     cancelled=st.sampled_from([False, False, False, True]),
 )
 
@@ -264,27 +269,27 @@ PLANS = st.builds(
 class Story:
     """One request's steps, on groups of their own."""
 
-    def __init__(self, rid: int, plan: Plan, instances: int) -> None:
+    def __init__(self, sequence_id: int, plan: Plan, instances: int) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed)
         holders = self.rng.sample(range(instances), self.rng.randint(1, instances))
         self.request = Request(
-            rid=rid,
-            prompt=prompt_of(plan.length, rid),
-            shares=self._shares(holders),
+            sequence_id=sequence_id,
+            prompt=prompt_of(plan.length, sequence_id),
+            slices=self._shares(holders),
             master=self.rng.randrange(instances),
             sampling=greedy(plan.tokens),
             answer=self._turns(instances),
         )
         self._instances = instances
 
-    def _shares(self, holders: list[int]) -> tuple[KvShare, ...]:
+    def _shares(self, holders: list[int]) -> tuple[KvSlice, ...]:
         length = self.plan.length
         if self.rng.random() < 0.5:
             return laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
         cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
         return shares_at([0, *cuts, length], holders)
 
-    def _turns(self, instances: int) -> tuple[KvShare, ...]:
+    def _turns(self, instances: int) -> tuple[KvSlice, ...]:
         """Keepers of the answer, in turn."""
         if self.rng.random() < 0.5:
             return ()
@@ -309,52 +314,52 @@ class Story:
         group = list(needed | set(self.rng.sample(range(self._instances), 1)))
         self.rng.shuffle(group)
         cuts = sorted(self.rng.randint(0, stop - start) for _ in group[1:])
-        rows: tuple[KvShare, ...] = ()
+        rows: tuple[KvSlice, ...] = ()
         strategies: tuple[str, ...] = STRATEGIES
         if self.rng.random() < 0.5:
             computing = self.rng.sample(group, self.rng.randint(1, len(group)))
             rows = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
             strategies = ANY_ROWS
-        piece = self.request.piece(start, stop, history=tuple(history), rows=rows)
+        chunk = self.request.chunk(start, stop, history=tuple(history), rows=rows)
         job = job_of(
-            [piece],
+            [chunk],
             group,
             [0, *cuts, stop - start],
             strategy=self.rng.choice(strategies),
-            urgent=self.plan.urgent,
+            high_priority=self.plan.high_priority,
         )
         cell.submit(job, self.request.prompt[start:stop])
 
-    def _within(self, start: int, stop: int) -> list[KvShare]:
+    def _within(self, start: int, stop: int) -> list[KvSlice]:
         span = Span(start=start, stop=stop)
         cuts = [
-            KvShare(instance=it.instance, span=it.span.intersection(span)) for it in self.shares
+            KvSlice(instance=it.instance, span=it.span.intersection(span)) for it in self.slices
         ]
         return [cut for cut in cuts if cut.span.length]
 
     @property
-    def shares(self) -> Sequence[KvShare]:
-        return self.request.shares
+    def slices(self) -> Sequence[KvSlice]:
+        return self.request.slices
 
     async def end(self, cell: ThreadCell, model: Path) -> None:
         """The answer is right, or was given up."""
-        rid = self.request.rid
+        sequence_id = self.request.sequence_id
         if self.plan.cancelled:
-            cell.cancel(rid)
+            cell.cancel(sequence_id)
         else:
             if self.plan.chunks:
                 await cell.join(self.request)
-            await cell.until(lambda: cell.finished(rid))
+            await cell.until(lambda: cell.finished(sequence_id))
             expected = greedy_tokens(model, self.request.prompt.tolist(), self.plan.tokens)
-            assert cell.tokens(rid) == expected
-        await cell.freed(rid)
+            assert cell.tokens(sequence_id) == expected
+        await cell.freed(sequence_id)
 
 
 async def check(
     model: Path, plans: list[Plan], instances: int, tp: int, data_group: GroupMaker | None
 ) -> None:
     async with elastic_cell(model, instances, tp=tp, quantum_ms=0.0, data_group=data_group) as cell:
-        stories = [Story(rid, plan, instances) for rid, plan in enumerate(plans, 1)]
+        stories = [Story(sequence_id, plan, instances) for sequence_id, plan in enumerate(plans, 1)]
         for story in stories:
             await story.begin(cell)
         await asyncio.gather(*(story.end(cell, model) for story in stories))

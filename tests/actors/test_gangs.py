@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang_cell import Request, even_shares, job_of, prompt_of, shares_at
+from gang_driver import Request, even_shares, job_of, prompt_of, shares_at
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy, greedy_tokens
 from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
 
-from csps.protocols.messages import KvLanded
-from csps.protocols.sampling import Sampling
+from csps.protocols.gang.messages import RankKvReceived, Sampling
 
 TOKENS = 5
 EVERYTHING = Sampling(temperature=0, max_tokens=TOKENS, logprobs=VOCAB)
@@ -80,13 +79,13 @@ async def check_layout(model: Path, layout: Layout) -> None:
     prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
     requests = [
         Request(
-            rid=rid,
+            sequence_id=sequence_id,
             prompt=prompt,
-            shares=even_shares(len(prompt), range(layout.decode)),
-            master=rid % layout.decode,
+            slices=even_shares(len(prompt), range(layout.decode)),
+            master=sequence_id % layout.decode,
             sampling=EVERYTHING,
         )
-        for rid, prompt in enumerate(prompts)
+        for sequence_id, prompt in enumerate(prompts)
     ]
     async with thread_cell(
         model,
@@ -100,25 +99,25 @@ async def check_layout(model: Path, layout: Layout) -> None:
             expected, logprobs = greedy(model, request.prompt.tolist(), TOKENS)
             assert answer == expected
             torch.testing.assert_close(
-                distribution(cell, request.rid), logprobs, atol=1e-4, rtol=0.0
+                distribution(cell, request.sequence_id), logprobs, atol=1e-4, rtol=0.0
             )
         await cell.freed(*range(len(requests)))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
 
 
-def distribution(cell: ThreadCell, rid: int) -> torch.Tensor:
+def distribution(cell: ThreadCell, sequence_id: int) -> torch.Tensor:
     """(tokens, vocab) log-probabilities that a request's tokens were drawn from."""
-    table = torch.full((len(cell.tokens(rid)), VOCAB), torch.nan)
-    for draw in cell.draws(rid):
+    table = torch.full((len(cell.tokens(sequence_id)), VOCAB), torch.nan)
+    for draw in cell.draws(sequence_id):
         for it in draw.top_logprobs:
             table[draw.index, it.token] = it.logprob
     return table
 
 
-def has_begun(cell: ThreadCell, rid: int) -> bool:
+def has_begun(cell: ThreadCell, sequence_id: int) -> bool:
     """Whether the request decodes."""
-    return len(cell.tokens(rid)) >= 3
+    return len(cell.tokens(sequence_id)) >= 3
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ async def test_any_group_in_any_order_with_any_bounds(
 ) -> None:
     prompt = prompt_of(40)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
-        request = Request(rid=1, prompt=prompt, shares=even_shares(40, [0]))
+        request = Request(sequence_id=1, prompt=prompt, slices=even_shares(40, [0]))
         answers = await cell.generate(request, group=group, bounds=bounds)
         assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6)]
         await cell.freed(1)
@@ -153,8 +152,10 @@ async def test_kv_shares_are_uneven_and_in_any_order(tiny_llama: Path) -> None:
     ]
     async with thread_cell(tiny_llama, prefill=2, decode=3) as cell:
         requests = [
-            Request(rid=rid, prompt=prompt, shares=shares, master=master)
-            for rid, (prompt, (shares, master)) in enumerate(zip(prompts, placements, strict=True))
+            Request(sequence_id=sequence_id, prompt=prompt, slices=slices, master=master)
+            for sequence_id, (prompt, (slices, master)) in enumerate(
+                zip(prompts, placements, strict=True)
+            )
         ]
         answers = await cell.generate(*requests, group=(0, 1))
         assert answers == [greedy_tokens(tiny_llama, it.tolist(), 6) for it in prompts]
@@ -168,21 +169,21 @@ async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> 
     prompts = [prompt_of(20 + seed, seed) for seed in range(4)]
     lengths = [30, 20, 12, 5]
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
-        for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        for sequence_id, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             request = Request(
-                rid=rid,
+                sequence_id=sequence_id,
                 prompt=prompt,
-                shares=even_shares(len(prompt), [0, 1]),
-                master=rid % 2,
+                slices=even_shares(len(prompt), [0, 1]),
+                master=sequence_id % 2,
                 sampling=Sampling(temperature=0, max_tokens=length),
             )
             await cell.reserve(request)
-            cell.submit(job_of([request.piece()], [0]), prompt)
+            cell.submit(job_of([request.chunk()], [0]), prompt)
             await cell.join(request)
-            await cell.until(partial(has_begun, cell, rid))
-        await cell.until(lambda: all(cell.finished(rid) for rid in range(4)))
-        for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), length)
+            await cell.until(partial(has_begun, cell, sequence_id))
+        await cell.until(lambda: all(cell.finished(sequence_id) for sequence_id in range(4)))
+        for sequence_id, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            assert cell.tokens(sequence_id) == greedy_tokens(tiny_llama, prompt.tolist(), length)
         await cell.freed(*range(4))
         cell.check_idle()
 
@@ -191,13 +192,15 @@ async def test_kv_that_nobody_decodes_is_not_sent(tiny_llama: Path) -> None:
     """The first token is the last one."""
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         one = Sampling(temperature=0, max_tokens=1)
-        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0]), sampling=one)
+        request = Request(
+            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]), sampling=one
+        )
         await cell.reserve(request)
-        job_id = cell.submit(job_of([request.piece()], [0, 1]), request.prompt)
-        await cell.prefilled(job_id)
+        step_id = cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
+        await cell.prefilled(step_id)
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 1)
         assert cell.finished(1)
         cell.cancel(1)
         await cell.freed(1)
-        assert not cell.about(KvLanded)
+        assert not cell.about(RankKvReceived)
         cell.check_idle()

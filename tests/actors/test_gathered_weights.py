@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from small_blocks import blocks_of
-from strategy_gangs import LAYERS, Gangs, check_scattered_history
-from strategy_ranks import job_of
+from strategy_ranks import LAYERS, Gangs, check_scattered_history, job_of
 
-from csps.actors.engine.engine import Engine
-from csps.actors.job_clock import JobClock
-from csps.actors.strategies.gathered_layers import GatheredLayers
-from csps.actors.strategies.gathered_weights import GatheredWeights
-from csps.actors.strategies.group import SpGroup
-from csps.actors.timeline import Timeline
-from csps.actors.transfers import Transfers
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.sp_tp.gathered_weights import GatheredLayers, GatheredWeights
+from csps.actors.comm.transfers import Transfers
+from csps.actors.timing.timeline import PhaseTimeline, StepClock
 
 MODELS = ("gqa", "mqa", "biased", "qk-norm")
 ATTENTION = ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm")
@@ -27,7 +24,7 @@ def test_gathered_layers_are_the_whole_ones(gangs: Gangs, model: str, tp: int) -
 
     def weights(rank: int) -> list[dict[str, torch.Tensor | None]]:
         engine = gang.engines[rank]
-        with Transfers(engine.mesh, JobClock()) as transfers:
+        with Transfers(engine.mesh, StepClock()) as transfers:
             layers = GatheredLayers(engine, transfers)
             layers.prefetch(1)
             whole = [layers.layer(1), layers.layer(0)]
@@ -73,7 +70,7 @@ def test_weights_travel_while_the_layer_before_computes(
     gloo_gangs: Gangs, instances: int, tp: int
 ) -> None:
     def noted(group: SpGroup, engine: Engine) -> GatheredWeights:
-        group.clock.timeline = Timeline(on=True)
+        group.clock.timeline = PhaseTimeline(on=True)
         return GatheredWeights(group, engine)
 
     job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])

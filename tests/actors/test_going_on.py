@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import Request, even_shares, prompt_of
+from gang_driver import Request, even_shares, prompt_of
 from gang_threads import thread_cell
 
-from csps.protocols.sampling import Sampling
+from csps.protocols.gang.messages import Sampling
 
 TOKENS = 8
 GREEDY = Sampling(temperature=0, max_tokens=TOKENS)
@@ -25,24 +25,24 @@ async def test_the_rest_of_an_answer_is_that_of_an_undisturbed_one(
     tiny_llama: Path, sampling: Sampling
 ) -> None:
     prompt = prompt_of(41)
-    whole = Request(rid=1, prompt=prompt, sampling=sampling, shares=even_shares(41, (0, 1)))
+    whole = Request(sequence_id=1, prompt=prompt, sampling=sampling, slices=even_shares(41, (0, 1)))
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         [tokens] = await cell.generate(whole, group=(0, 1))
         assert len(tokens) == TOKENS
-        for rid, before in enumerate((1, 3, TOKENS - 1), 2):
+        for sequence_id, before in enumerate((1, 3, TOKENS - 1), 2):
             again = np.concatenate((prompt, np.array(tokens[:before], "<i4")))
             rest = Request(
-                rid=rid,
+                sequence_id=sequence_id,
                 prompt=again,
-                drawn=tuple(tokens[:before]),
+                generated_tokens=tuple(tokens[:before]),
                 sampling=sampling,
                 master=1,
-                shares=even_shares(len(again), (0, 1)),
+                slices=even_shares(len(again), (0, 1)),
             )
             assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
-            assert [it.index for it in cell.draws(rid)] == list(range(before, TOKENS))
-            assert cell.draws(rid)[-1].finish_reason == "length"
-            await cell.freed(rid)
+            assert [it.index for it in cell.draws(sequence_id)] == list(range(before, TOKENS))
+            assert cell.draws(sequence_id)[-1].finish_reason == "length"
+            await cell.freed(sequence_id)
         await cell.freed(1)
         await cell.prefilled(*cell.jobs)
         cell.check_idle()

@@ -1,29 +1,109 @@
-"""Tetris on ranks: chains of chunks on growing groups give the tokens of one chunk, history lies
-evenly before each layer's attention, and only what is displaced moves."""
+"""Chunks of a prompt on groups that grow, with history moved as Tetris' policy wants it.
+
+Tetris on ranks: chains of chunks on growing groups give the tokens of one chunk, history lies
+evenly before each layer's attention, and only what is displaced moves.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gang_cell import Request, even_shares, prompt_of
-from gang_threads import eventually, thread_cell
+from gang_driver import Request, even_shares, laid_out, prompt_of
+from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from growing_chain import MovedBytes, grown, random_chain, run_chunk
-from held_positions import held_positions
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rank_kv import held_positions
 from test_cancelled_traces import TIMELINE
-from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_job
+from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_job, spans_of
 from test_yielding import sending_goes_on
 
-from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
-from csps.protocols.span import Span
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.actors.engine.step_trace import BYTES, LAYER, PHASE, RANK
+from csps.protocols.core.placement import KvSlice, Span
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.policies.tetris.policy import balancing_moves
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is computed next, and by whom."""
+
+    stop: int
+    group: tuple[int, ...]
+
+
+def random_chain(rng: random.Random, length: int, instances: int) -> list[Chunk]:
+    """Each group contains the ones before it."""
+    order = rng.sample(range(instances), instances)
+    count = rng.randint(2, 4)
+    sizes = sorted(rng.randint(1, instances) for _ in range(count))
+    stops = [*sorted(rng.sample(range(1, length), count - 1)), length]
+    return [
+        Chunk(stop, tuple(rng.sample(order[:size], size)))
+        for stop, size in zip(stops, sizes, strict=True)
+    ]
+
+
+def run_chunk(
+    cell: ThreadCell, it: Prefill, planned: Chunk, layout: str, **fields: Any
+) -> tuple[int, Counter[tuple[int, int]]]:
+    """Send a chunk to the ranks; returns its job, and the tokens of history that it is to move,
+    from instance to instance."""
+    before = it.owners[: it.done].copy()
+    held = [
+        PlacedSlice.of(share.instance, share.span)
+        for share in spans_of(before)
+        if share.span.length
+    ]
+    moves = [
+        KvSlice(instance=move.instance, span=move.span)
+        for move in balancing_moves(held, planned.group)
+    ]
+    rows = laid_out(layout, it.done, planned.stop, planned.group)
+    chunk = it.chunk(planned.stop, (*rows, *moves) if moves else (), rows=rows)
+    job = run_job(cell, [it], [chunk], planned.group, **fields)
+    after = it.owners[: len(before)]
+    counts = np.bincount(after, minlength=max(planned.group) + 1)[list(planned.group)]
+    assert counts.max() - counts.min() <= 1, "history is not even"
+    changed = np.flatnonzero(before != after)
+    pairs = zip(before[changed].tolist(), after[changed].tolist(), strict=True)
+    return job, Counter(pairs)
+
+
+class MovedBytes:
+    """What ranks send to move KV, from rank to rank."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sent: Counter[tuple[int, int]] = Counter()
+        counting, start = threading.Lock(), Mesh.start_exchange
+
+        def counted(mesh: Mesh, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Any:
+            if tag == Tag.KV_MOVE:
+                with counting:
+                    for peer, tensor in sends:
+                        self.sent[mesh.rank, peer] += tensor.nbytes
+            return start(mesh, sends, recvs, tag)
+
+        patch.setattr(Mesh, "start_exchange", counted)
+
+
+def grown(length: int, groups: Sequence[Sequence[int]]) -> list[Chunk]:
+    """Even chunks."""
+    return [
+        Chunk(length * number // len(groups), tuple(group))
+        for number, group in enumerate(groups, 1)
+    ]
+
 
 __all__ = ["sending_goes_on"]
 OTHER = 10**6
@@ -69,21 +149,21 @@ async def check_chain(
             strategy = rng.choice(("ring_kv", "ring_q", "ulysses"))
             for chunk in random_chain(rng, len(prompt), instances):
                 if it is given_up and it.done:
-                    cell.cancel(it.request.rid)
+                    cell.cancel(it.request.sequence_id)
                     break
                 job, tokens = run_chunk(cell, it, chunk, layout, strategy=strategy)
                 await cell.prefilled(job)
                 displaced += tokens
                 if it.done < len(prompt):
                     check_holdings(cell, it)
-        run_job(cell, [whole], [whole.piece(len(prompt))], range(instances))
-        await cell.freed(given_up.request.rid)
+        run_job(cell, [whole], [whole.chunk(len(prompt))], range(instances))
+        await cell.freed(given_up.request.sequence_id)
         await finish(cell, model, [chained, whole])
-        assert cell.tokens(chained.request.rid) == cell.tokens(whole.request.rid)
+        assert cell.tokens(chained.request.sequence_id) == cell.tokens(whole.request.sequence_id)
     by_instance = Counter[tuple[int, int]]()
-    for (source, target), sent in moved.sent.items():
-        assert source % tp == target % tp
-        by_instance[source // tp, target // tp] += sent
+    for (sender, receiver), sent in moved.sent.items():
+        assert sender % tp == receiver % tp
+        by_instance[sender // tp, receiver // tp] += sent
     assert by_instance == {pair: it * LAYERS * TOKEN_BYTES for pair, it in displaced.items()}
 
 
@@ -92,7 +172,7 @@ async def test_a_layers_history_travels_during_the_one_before(
 ) -> None:
     """By its own trace: of each layer what moves has arrived when attention begins, and what the
     next one needs is on its way. KV leaves for the decode gang by layer as well."""
-    it = Prefill(Request(rid=1, prompt=prompt_of(60), shares=even_shares(60, [0])))
+    it = Prefill(Request(sequence_id=1, prompt=prompt_of(60), slices=even_shares(60, [0])))
     async with thread_cell(tiny_llama, prefill=2, decode=1, data_group=None) as cell:
         await cell.reserve(it.request)
         for chunk in grown(60, ([1], [1, 0])):
@@ -117,7 +197,7 @@ async def test_what_has_moved_but_not_been_sent_keeps_its_slots(
     tiny_llama: Path, sending_goes_on: threading.Event
 ) -> None:
     """Others take all slots that are free, and write into them, before any KV leaves."""
-    it = Prefill(Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0])))
+    it = Prefill(Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0])))
     async with thread_cell(tiny_llama, prefill=2, decode=1, kv_slots=64) as cell:
         await cell.reserve(it.request)
         for chunk in grown(40, ([0], [0, 1])):

@@ -15,13 +15,18 @@ from property_examples import examples
 from rank_world import RankWorld, rank_world
 from torch import Tensor
 
-from csps.actors.collectives.row_gather import RowGather, all_gather
-from csps.actors.collectives.row_reduce import RowReduce
-from csps.actors.collectives.row_shards import RowShards
-from csps.actors.collectives.row_tree import MakeTree, flat_tree, server_tree
-from csps.actors.job_clock import JobClock
-from csps.actors.mesh import Mesh
-from csps.actors.transfers import Transfers
+from csps.actors.comm.mesh import Mesh
+from csps.actors.comm.row_collectives import (
+    MakeTree,
+    RowGather,
+    RowReduce,
+    RowShards,
+    all_gather,
+    flat_tree,
+    server_tree,
+)
+from csps.actors.comm.transfers import Transfers
+from csps.actors.timing.timeline import StepClock
 
 T = TypeVar("T")
 
@@ -91,7 +96,7 @@ def world() -> Iterator[RankWorld]:
 
 
 def transfers(mesh: Mesh, *, overlap: bool = True) -> Transfers:
-    return Transfers(mesh, JobClock(), overlap=overlap)
+    return Transfers(mesh, StepClock(), overlap=overlap)
 
 
 def rows_of(case: Case) -> Tensor:
@@ -120,7 +125,7 @@ def test_gathered_rows_are_the_owners_bit_for_bit(
     def gather(mesh: Mesh) -> Tensor:
         shards = case.shards(mesh, tree)
         cut, line = tuple(shards.parts(parts)), transfers(mesh, overlap=overlap)
-        with line, RowGather(shards, rows[shards.held], cut, line) as stream:
+        with line, RowGather(shards, rows[shards.resident], cut, line) as stream:
             if shards.member in case.takers:
                 for part in reversed(cut):
                     stream.wait(part)
@@ -166,7 +171,7 @@ def gather_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:
     def gather(mesh: Mesh) -> None:
         shards = case.shards(mesh, tree)
         with transfers(mesh) as line:
-            all_gather(shards, rows[shards.held], line)
+            all_gather(shards, rows[shards.resident], line)
 
     case.on_members(world, gather)
 
@@ -249,9 +254,9 @@ def test_replicas_do_not_send_each_other_what_they_hold(world: RankWorld) -> Non
     def gather(mesh: Mesh) -> Tensor:
         plain = case.shards(mesh, server_tree)
         shards = RowShards(**{**vars(plain), "replicas": (0, 0, 1, 1)})
-        assert shards.held == (slice(0, 6) if mesh.rank < 2 else slice(6, 10))
+        assert shards.resident == (slice(0, 6) if mesh.rank < 2 else slice(6, 10))
         with transfers(mesh) as line:
-            return all_gather(shards, rows[shards.held], line)
+            return all_gather(shards, rows[shards.resident], line)
 
     assert all(torch.equal(gathered, rows) for gathered in case.on_members(world, gather))
     row_bytes = WIDTH * rows.element_size()
@@ -270,7 +275,10 @@ def test_near_rows_are_there_before_far_members_have_begun(world: RankWorld) -> 
         parts = tuple(shards.parts(2))
         if shards.member == 2:
             near_done.wait()
-        with transfers(mesh) as line, RowGather(shards, rows[shards.held], parts, line) as stream:
+        with (
+            transfers(mesh) as line,
+            RowGather(shards, rows[shards.resident], parts, line) as stream,
+        ):
             if shards.member != 2:
                 for part in parts[:4]:
                     stream.wait(part)
@@ -289,7 +297,7 @@ def test_dead_peer_is_an_error_and_not_a_hang() -> None:
         try:
             if mesh.rank != dead:
                 with pytest.raises(RuntimeError), transfers(mesh) as line:
-                    all_gather(shards, rows[shards.held], line)
+                    all_gather(shards, rows[shards.resident], line)
         finally:
             mesh.close()
 

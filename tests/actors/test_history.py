@@ -7,20 +7,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from csa_jobs import locations, scattered
+from csa_cases import locations, scattered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import LAYERS, Gangs
-from strategy_ranks import StrategyRanks, job_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
 from uniform_plan import uniform_plan
 
-from csps.actors.engine.choice import strategy_of
-from csps.protocols.csa import CsaPlan
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.span import Span
-from csps.protocols.topology import Topology
+from csps.actors.attention.choice import strategy_of
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.topology import Topology
+from csps.protocols.gang.step_messages import PrefillStep
 
 STRATEGIES = ["ulysses", "gathered_weights", "ring_kv", "ring_q", "levels", "sp_tp", "sp_tp_flat"]
 
@@ -40,7 +38,7 @@ def exact_plans(draw: st.DrawFn, members: int, longest: int) -> CsaPlan:
 
 
 @st.composite
-def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillJob:
+def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
     """Of chunks in the middle of their prompts, on a group of which some may have no rows."""
     lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     starts = [draw(st.integers(0, 15)) for _ in lengths]
@@ -60,15 +58,15 @@ def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillJob:
     )
 
 
-def check(gang: StrategyRanks, job: PrefillJob) -> None:
+def check(gang: StrategyRanks, job: PrefillStep) -> None:
     forwards = gang.forwards(job)
     gang.hold_history(job, forwards)
     try:
         gang.check(job, gang.run(job, strategy_of), forwards)
     finally:
         for engine in gang.engines:
-            for piece in job.pieces:
-                engine.pool.slots.free_request(piece.rid)
+            for chunk in job.chunks:
+                engine.pool.slots.free_request(chunk.sequence_id)
 
 
 def on_gangs(
@@ -98,10 +96,10 @@ def test_every_strategy_merges_it(
 @pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
 def test_members_without_heads_hold_it(gangs: Gangs, strategy: str) -> None:
     """Two of six members own no query head, and have the history."""
-    shares = [
-        KvShare(instance=5, span=Span(start=0, stop=7)),
-        KvShare(instance=4, span=Span(start=7, stop=9)),
+    slices = [
+        KvSlice(instance=5, span=Span(start=0, stop=7)),
+        KvSlice(instance=4, span=Span(start=7, stop=9)),
     ]
     bounds = [0, 9, 14, 30, 30, 40, 48]
-    job = job_of(bounds, [48], starts=[9], history=[shares], strategy=strategy)
+    job = job_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)
     check(gangs("gqa", 6, 1), job)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from csps.actors.job_clock import JobClock
+from csps.actors.timing.timeline import StepClock
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_times_add_up(seconds: list[float]) -> None:
-    clock = JobClock(received=seconds[0])
+    clock = StepClock(received=seconds[0])
     seconds[0] = 103.0
     clock.started = seconds[0]
     with clock.communicating():
@@ -36,7 +36,7 @@ def test_times_add_up(seconds: list[float]) -> None:
 
 
 def test_the_last_layer_is_timed_without_what_interrupts_it(seconds: list[float]) -> None:
-    clock = JobClock()
+    clock = StepClock()
     with clock.yielding():
         seconds[0] += 5.0
     clock.begin_last_layer()
@@ -49,7 +49,7 @@ def test_the_last_layer_is_timed_without_what_interrupts_it(seconds: list[float]
 
 
 def test_what_fails_is_counted_all_the_same(seconds: list[float]) -> None:
-    clock = JobClock()
+    clock = StepClock()
 
     def lose_the_peer() -> None:
         with clock.communicating():

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from gang_cell import (
+from gang_driver import (
     GREEDY,
     Cell,
     GangPlan,
@@ -20,35 +20,34 @@ from gang_cell import (
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
-from held_steps import HeldSteps
+from paused_ranks import HeldSteps
 
-from csps.protocols.messages import RequestFailed
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.sampling import Sampling
+from csps.protocols.gang.messages import RequestFailed, Sampling
+from csps.protocols.gang.step_messages import PrefillStep
 
 LASTING = Sampling(temperature=0, max_tokens=300)
 ENDLESS = Sampling(temperature=0, max_tokens=1500)
 
 
-def request(rid: int, sampling: Sampling = GREEDY, length: int = 40) -> Request:
+def request(sequence_id: int, sampling: Sampling = GREEDY, length: int = 40) -> Request:
     return Request(
-        rid=rid,
-        prompt=prompt_of(length, rid),
-        shares=even_shares(length, [0, 1]),
-        master=rid % 2,
+        sequence_id=sequence_id,
+        prompt=prompt_of(length, sequence_id),
+        slices=even_shares(length, [0, 1]),
+        master=sequence_id % 2,
         sampling=sampling,
     )
 
 
-def job(it: Request) -> PrefillJob:
-    return job_of([it.piece()], [0, 1])
+def job(it: Request) -> PrefillStep:
+    return job_of([it.chunk()], [0, 1])
 
 
-async def check_serves(cell: Cell, model: Path, rid: int) -> None:
-    it = request(rid)
+async def check_serves(cell: Cell, model: Path, sequence_id: int) -> None:
+    it = request(sequence_id)
     answers = await cell.generate(it, group=[0, 1])
     assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
-    await cell.freed(rid)
+    await cell.freed(sequence_id)
     await cell.prefilled(max(cell.jobs))
 
 
@@ -81,7 +80,7 @@ async def test_a_prefill_rank_is_killed_before_or_in_the_middle_of_a_job(
         await cell.connect()
         cell.cancel(2)
         await cell.freed(2)
-        await check_serves(cell, tiny_llama, rid=3)
+        await check_serves(cell, tiny_llama, sequence_id=3)
         await cell.until(lambda: cell.finished(1))  # decode did not care
         assert cell.tokens(1) == greedy_tokens(
             tiny_llama, decoding.prompt.tolist(), LASTING.max_tokens
@@ -108,11 +107,11 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         await cell.until(lambda: cell.tokens(2))  # prefill is done with computing
 
         victim.kill()
-        await cell.until(lambda: cell.about(RequestFailed, rid=2, code="TransferError"))
+        await cell.until(lambda: cell.about(RequestFailed, sequence_id=2, code="TransferError"))
         await eventually(lambda: is_broken(cell.decode_gang.ranks[0]))  # it was decoding
         await cell.prefilled(sent)
         after = cell.submit(job(late), late.prompt)  # the router may not know yet
-        await cell.until(lambda: cell.about(RequestFailed, rid=3, code="TransferError"))
+        await cell.until(lambda: cell.about(RequestFailed, sequence_id=3, code="TransferError"))
         await cell.prefilled(after)
         for rank in cell.prefill_gang.ranks:
             rank.check_health()
@@ -123,7 +122,7 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         cell.decode_gang = await later.enter_async_context(thread_gang(plan))
         cell.decode = await cell.attach(cell.decode_gang.members, "decode")
         await cell.connect()
-        await check_serves(cell, tiny_llama, rid=4)
+        await check_serves(cell, tiny_llama, sequence_id=4)
         cell.check_idle()
 
 
@@ -149,5 +148,5 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
 @pytest.mark.slow
 async def test_gangs_of_processes_answer_as_gangs_of_threads_do(tiny_llama: Path) -> None:
     async with process_cell(tiny_llama, prefill=2, decode=2) as cell:
-        await check_serves(cell, tiny_llama, rid=1)
+        await check_serves(cell, tiny_llama, sequence_id=1)
         assert await cell.used_slots() == {0}

@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 from torch import Tensor
 
-from csps.actors.kv_pool import KvPool
-from csps.actors.slot_allocator import NotHeld, OutOfSlots, PinnedSpan
-from csps.protocols.span import Span
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.kv_cache.slot_allocator import NotResident, OutOfSlots, PinnedSpan
+from csps.protocols.core.placement import Span
 
 KV_HEADS, HEAD_DIM = 2, 4
 
@@ -47,11 +47,13 @@ def rows_of(values: list[float]) -> tuple[Tensor, Tensor]:
     return k_thd, -k_thd
 
 
-def contents(pool: KvPool, layer: int, rid: int, positions: Iterable[int]) -> dict[int, float]:
+def contents(
+    pool: KvPool, layer: int, sequence_id: int, positions: Iterable[int]
+) -> dict[int, float]:
     """Position → value of what a request has; every element of a row must agree."""
     seen: dict[int, float] = {}
     for position in positions:
-        k_thd, v_thd = pool.read(layer, rid, span(position, position + 1))
+        k_thd, v_thd = pool.read(layer, sequence_id, span(position, position + 1))
         value = float(k_thd[0, 0, 0])
         assert (k_thd == value).all()
         assert (v_thd == -value).all()
@@ -59,8 +61,8 @@ def contents(pool: KvPool, layer: int, rid: int, positions: Iterable[int]) -> di
     return seen
 
 
-def slots_in_use(pool: KvPool, rid: int) -> list[int]:
-    return [slot for run in pool.slots.runs(rid) for slot in run]
+def slots_in_use(pool: KvPool, sequence_id: int) -> list[int]:
+    return [slot for run in pool.slots.runs(sequence_id) for slot in run]
 
 
 # --- single calls -----------------------------------------------------------------------
@@ -76,10 +78,10 @@ def test_neighbours_are_read_where_they_lie() -> None:
 
 def test_fragmented_pool_is_filled_to_the_last_slot() -> None:
     pool = make_pool(10)
-    for rid in range(10):
-        pool.slots.allocate(rid, [span(rid, rid + 1)])
-    for rid in range(0, 10, 2):
-        pool.slots.free_request(rid)
+    for sequence_id in range(10):
+        pool.slots.allocate(sequence_id, [span(sequence_id, sequence_id + 1)])
+    for sequence_id in range(0, 10, 2):
+        pool.slots.free_request(sequence_id)
     pool.slots.allocate(99, [span(0, 5)])
     assert pool.slots.free == 0
     pool.write(0, 99, span(0, 5), *rows_of([0.0, 1.0, 2.0, 3.0, 4.0]))
@@ -129,7 +131,7 @@ def test_what_is_shared_is_free_when_the_last_one_lets_go() -> None:
     pool = make_pool(16)
     pool.slots.allocate(1, [span(0, 6)])
     pool.write(0, 1, span(0, 6), *rows_of([float(i) for i in range(6)]))
-    pool.slots.share(2, 1, span(0, 4))
+    pool.slots.share_slots(2, 1, span(0, 4))
     pool.slots.allocate(2, [span(4, 7)])
     assert pool.slots.used == 9
     assert pool.slots.free_request(1) == 6
@@ -183,69 +185,69 @@ class PoolMachine(RuleBasedStateMachine):
         self.pins: list[Pin] = []
         self.numbers = itertools.count(1)
 
-    @rule(rid=RIDS, spans=st.lists(SPANS, max_size=4))
-    def allocate(self, rid: int, spans: list[Span]) -> None:
+    @rule(sequence_id=RIDS, spans=st.lists(SPANS, max_size=4))
+    def allocate(self, sequence_id: int, spans: list[Span]) -> None:
         asked = [position for s in spans for position in s.positions]
         fits = len(asked) <= self.SLOTS - len(self.cells())
-        new = len(set(asked)) == len(asked) and not self.owned[rid].keys() & set(asked)
+        new = len(set(asked)) == len(asked) and not self.owned[sequence_id].keys() & set(asked)
         if fits and new:
-            self.pool.slots.allocate(rid, spans)
-            self.owned[rid].update({position: Cell() for position in asked})
+            self.pool.slots.allocate(sequence_id, spans)
+            self.owned[sequence_id].update({position: Cell() for position in asked})
         else:
             with pytest.raises(AssertionError if fits else OutOfSlots):
-                self.pool.slots.allocate(rid, spans)
+                self.pool.slots.allocate(sequence_id, spans)
 
-    @rule(rid=RIDS, origin=RIDS, s=SPANS)
-    def share(self, rid: int, origin: int, s: Span) -> None:
-        has, theirs = self.owned[rid], self.owned[origin]
-        if self.shared[rid] >= set(s.positions):
-            self.pool.slots.share(rid, origin, s)
+    @rule(sequence_id=RIDS, source=RIDS, s=SPANS)
+    def share(self, sequence_id: int, source: int, s: Span) -> None:
+        has, theirs = self.owned[sequence_id], self.owned[source]
+        if self.shared[sequence_id] >= set(s.positions):
+            self.pool.slots.share_slots(sequence_id, source, s)
             return
         others = [p for p in s.positions if p in has and has[p] is not theirs.get(p)]
         if others or not theirs.keys() >= set(s.positions):
-            with pytest.raises(NotHeld):
-                self.pool.slots.share(rid, origin, s)
+            with pytest.raises(NotResident):
+                self.pool.slots.share_slots(sequence_id, source, s)
             return
-        self.pool.slots.share(rid, origin, s)
-        self.shared[rid] |= set(s.positions) - has.keys()
+        self.pool.slots.share_slots(sequence_id, source, s)
+        self.shared[sequence_id] |= set(s.positions) - has.keys()
         has.update({position: theirs[position] for position in s.positions})
 
-    @rule(rid=RIDS)
-    def drop_shared(self, rid: int) -> None:
-        self.pool.slots.drop_shared(rid)
-        self.forget(rid, set(self.shared[rid]))
+    @rule(sequence_id=RIDS)
+    def drop_shared(self, sequence_id: int) -> None:
+        self.pool.slots.drop_shared(sequence_id)
+        self.forget(sequence_id, set(self.shared[sequence_id]))
 
-    @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
-    def write(self, rid: int, s: Span, layer: int) -> None:
+    @rule(sequence_id=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
+    def write(self, sequence_id: int, s: Span, layer: int) -> None:
         numbers = [float(next(self.numbers)) for _ in range(s.length)]
-        if not self.owned[rid].keys() >= set(s.positions):
+        if not self.owned[sequence_id].keys() >= set(s.positions):
             with pytest.raises(AssertionError):
-                self.pool.write(layer, rid, s, *rows_of(numbers))
+                self.pool.write(layer, sequence_id, s, *rows_of(numbers))
             return
-        self.pool.write(layer, rid, s, *rows_of(numbers))
+        self.pool.write(layer, sequence_id, s, *rows_of(numbers))
         for position, number in zip(s.positions, numbers, strict=True):
-            self.owned[rid][position].value[layer] = number
+            self.owned[sequence_id][position].value[layer] = number
 
-    @rule(rid=RIDS, s=SPANS)
-    def free_span(self, rid: int, s: Span) -> None:
-        gone = self.owned[rid].keys() & set(s.positions)
-        assert self.pool.slots.free_span(rid, s) == len(gone)
-        self.forget(rid, gone)
+    @rule(sequence_id=RIDS, s=SPANS)
+    def free_span(self, sequence_id: int, s: Span) -> None:
+        gone = self.owned[sequence_id].keys() & set(s.positions)
+        assert self.pool.slots.free_span(sequence_id, s) == len(gone)
+        self.forget(sequence_id, gone)
 
-    @rule(rid=RIDS)
-    def free_request(self, rid: int) -> None:
-        gone = set(self.owned[rid])
-        assert self.pool.slots.free_request(rid) == len(gone)
-        self.forget(rid, gone)
+    @rule(sequence_id=RIDS)
+    def free_request(self, sequence_id: int) -> None:
+        gone = set(self.owned[sequence_id])
+        assert self.pool.slots.free_request(sequence_id) == len(gone)
+        self.forget(sequence_id, gone)
 
-    @rule(rid=RIDS, s=SPANS)
-    def pin(self, rid: int, s: Span) -> None:
-        if not self.owned[rid].keys() >= set(s.positions):
+    @rule(sequence_id=RIDS, s=SPANS)
+    def pin(self, sequence_id: int, s: Span) -> None:
+        if not self.owned[sequence_id].keys() >= set(s.positions):
             with pytest.raises(AssertionError, match="is not allocated"):
-                self.pool.slots.pin(rid, s)
+                self.pool.slots.pin(sequence_id, s)
             return
-        cells = {position: self.owned[rid][position] for position in s.positions}
-        self.pins.append(Pin(self.pool.slots.pin(rid, s), cells))
+        cells = {position: self.owned[sequence_id][position] for position in s.positions}
+        self.pins.append(Pin(self.pool.slots.pin(sequence_id, s), cells))
 
     @rule(random=st.randoms(use_true_random=False))
     def unpin(self, random: random.Random) -> None:
@@ -265,12 +267,12 @@ class PoolMachine(RuleBasedStateMachine):
                     assert (k_thd[row] == expected).all()
                     assert (v_thd[row] == -expected).all()
 
-    @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
-    def read_span(self, rid: int, s: Span, layer: int) -> None:
-        if self.owned[rid].keys() >= set(s.positions):
-            k_thd, _ = self.pool.read(layer, rid, s)
+    @rule(sequence_id=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
+    def read_span(self, sequence_id: int, s: Span, layer: int) -> None:
+        if self.owned[sequence_id].keys() >= set(s.positions):
+            k_thd, _ = self.pool.read(layer, sequence_id, s)
             read = dict(zip(s.positions, k_thd[:, 0, 0].tolist(), strict=True))
-            assert read | self.written(layer, rid, s.positions) == read
+            assert read | self.written(layer, sequence_id, s.positions) == read
 
     @invariant()
     def owners_match(self) -> None:
@@ -278,26 +280,28 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.slots.used == len(self.cells())
         assert self.pool.slots.free + self.pool.slots.used == self.pool.slots.capacity
         slot_of: dict[Cell, int] = {}
-        for rid, cells in self.owned.items():
-            assert sorted(slots_in_use(self.pool, rid)) == sorted(
-                self.pool.slots.by_position(rid, span(p, p + 1))[0] for p in cells
+        for sequence_id, cells in self.owned.items():
+            assert sorted(slots_in_use(self.pool, sequence_id)) == sorted(
+                self.pool.slots.by_position(sequence_id, span(p, p + 1))[0] for p in cells
             )
             for position, cell in cells.items():
-                (slot,) = self.pool.slots.by_position(rid, span(position, position + 1)).tolist()
+                (slot,) = self.pool.slots.by_position(
+                    sequence_id, span(position, position + 1)
+                ).tolist()
                 assert slot_of.setdefault(cell, slot) == slot
         assert len(set(slot_of.values())) == len(slot_of)
 
     @invariant()
     def reads_give_back_what_was_written(self) -> None:
-        for layer, rid in itertools.product(range(self.LAYERS), self.owned):
-            written = self.written(layer, rid, self.owned[rid])
-            assert contents(self.pool, layer, rid, written) == written
+        for layer, sequence_id in itertools.product(range(self.LAYERS), self.owned):
+            written = self.written(layer, sequence_id, self.owned[sequence_id])
+            assert contents(self.pool, layer, sequence_id, written) == written
 
     def teardown(self) -> None:
         for pin in self.pins[::2]:
             self.pool.slots.unpin(pin.pinned)
-        for rid in self.owned:
-            self.pool.slots.free_request(rid)
+        for sequence_id in self.owned:
+            self.pool.slots.free_request(sequence_id)
         for pin in self.pins[1::2]:
             self.pool.slots.unpin(pin.pinned)
         self.pool.slots.check_integrity()
@@ -310,14 +314,14 @@ class PoolMachine(RuleBasedStateMachine):
         owned = [cell for cells in self.owned.values() for cell in cells.values()]
         return {*owned, *(cell for pin in self.pins for cell in pin.cells.values())}
 
-    def written(self, layer: int, rid: int, positions: Iterable[int]) -> dict[int, float]:
-        cells = {p: self.owned[rid][p] for p in positions}
+    def written(self, layer: int, sequence_id: int, positions: Iterable[int]) -> dict[int, float]:
+        cells = {p: self.owned[sequence_id][p] for p in positions}
         return {p: cell.value[layer] for p, cell in cells.items() if layer in cell.value}
 
-    def forget(self, rid: int, positions: set[int]) -> None:
-        self.shared[rid] -= positions
+    def forget(self, sequence_id: int, positions: set[int]) -> None:
+        self.shared[sequence_id] -= positions
         for position in positions:
-            del self.owned[rid][position]
+            del self.owned[sequence_id][position]
 
 
 TestAnySequence = PoolMachine.TestCase
@@ -327,30 +331,34 @@ TestAnySequence.settings = settings(max_examples=examples(100), stateful_step_co
 # --- several threads -------------------------------------------------------------------------
 
 
-def lives(rng: random.Random, rids: Iterator[int]) -> Iterator[tuple[int, int, int]]:
+def lives(rng: random.Random, sequence_ids: Iterator[int]) -> Iterator[tuple[int, int, int]]:
     for _ in range(20):
-        yield next(rids), rng.randint(1, 40), rng.randint(1, 10)
+        yield next(sequence_ids), rng.randint(1, 40), rng.randint(1, 10)
 
 
 def test_threads_never_see_each_others_tokens() -> None:
-    pool, rids, errors = make_pool(256, layers=2), itertools.count(), list[BaseException]()
+    pool, sequence_ids, errors = make_pool(256, layers=2), itertools.count(), list[BaseException]()
 
-    def live(rid: int, prompt: int, answer: int) -> None:
-        pool.slots.allocate(rid, [span(0, prompt), span(prompt, prompt + answer)])
+    def live(sequence_id: int, prompt: int, answer: int) -> None:
+        pool.slots.allocate(sequence_id, [span(0, prompt), span(prompt, prompt + answer)])
         try:
             for layer in range(2):
-                pool.write(layer, rid, span(0, prompt), *rows_of([float(rid)] * prompt))
+                pool.write(
+                    layer, sequence_id, span(0, prompt), *rows_of([float(sequence_id)] * prompt)
+                )
             for position, layer in itertools.product(range(prompt, prompt + answer), range(2)):
-                pool.write(layer, rid, span(position, position + 1), *rows_of([float(rid)]))
-                expected = dict.fromkeys(range(position + 1), float(rid))
-                assert contents(pool, layer, rid, range(position + 1)) == expected
+                pool.write(
+                    layer, sequence_id, span(position, position + 1), *rows_of([float(sequence_id)])
+                )
+                expected = dict.fromkeys(range(position + 1), float(sequence_id))
+                assert contents(pool, layer, sequence_id, range(position + 1)) == expected
         finally:
-            assert pool.slots.free_request(rid) == prompt + answer
+            assert pool.slots.free_request(sequence_id) == prompt + answer
 
     def work(seed: int) -> None:
         try:
-            for rid, prompt, answer in lives(random.Random(seed), rids):
-                live(rid, prompt, answer)
+            for sequence_id, prompt, answer in lives(random.Random(seed), sequence_ids):
+                live(sequence_id, prompt, answer)
         except BaseException as error:
             errors.append(error)
 

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from gang_cell import Request, even_shares, prompt_of
-from gang_cell import job_of as step_of
+from gang_driver import Request, even_shares, prompt_of
+from gang_driver import job_of as step_of
 from gang_threads import thread_cell
 from launch_log import Deadlock, Launch, LaunchLog, replay
 from small_blocks import blocks_of
@@ -18,23 +18,22 @@ from strategy_ranks import MakeStrategy, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
-from csps.actors.csa.strategy import Csa
-from csps.actors.levels.schedule import DropSchedule
-from csps.actors.strategies.gathered_weights import GatheredWeights
-from csps.actors.strategies.ring_kv import RingKv
-from csps.actors.strategies.ring_q import RingQ
-from csps.actors.strategies.sp_tp import SpTp
-from csps.actors.strategies.ulysses import Ulysses
-from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup
-from csps.protocols.placement import KvShare
-from csps.protocols.span import Span
+from csps.actors.attention.base.levels import DropSchedule
+from csps.actors.attention.csa.strategy import Csa
+from csps.actors.attention.ring.ring_kv import RingKv
+from csps.actors.attention.ring.ring_q import RingQ
+from csps.actors.attention.sp_tp.gathered_weights import GatheredWeights
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.actors.attention.ulysses import Ulysses
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup
+from csps.protocols.core.placement import KvSlice, Span
 
 TIMINGS = 10
 LAYERS = 3
 PLACES = {2: ("0-0-0", "0-1-0"), 4: ("0-0-0", "0-0-1", "0-1-0", "0-1-1")}
 SHARES = [
-    KvShare(instance=1, span=Span(start=0, stop=7)),
-    KvShare(instance=0, span=Span(start=7, stop=19)),
+    KvSlice(instance=1, span=Span(start=0, stop=7)),
+    KvSlice(instance=0, span=Span(start=7, stop=19)),
 ]
 
 
@@ -209,14 +208,18 @@ async def test_steps_that_interrupt_each_other_and_iterations_end_whatever_they_
         logs=(prefilled, decoded),
     ) as cell:
         requests = [
-            Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, [0, 1]))
-            for rid, length in enumerate((90, 20, 30, 50, 70))
+            Request(
+                sequence_id=sequence_id,
+                prompt=prompt_of(length, sequence_id),
+                slices=even_shares(length, [0, 1]),
+            )
+            for sequence_id, length in enumerate((90, 20, 30, 50, 70))
         ]
         for request in requests:
             await cell.reserve(request)
         with blocks_of(8):
-            for request, (group, urgent) in zip(requests, groups, strict=True):
-                step = step_of([request.piece()], group, urgent=urgent)
+            for request, (group, high_priority) in zip(requests, groups, strict=True):
+                step = step_of([request.chunk()], group, high_priority=high_priority)
                 cell.submit(step, request.prompt)
             await cell.answer(*requests)
             await cell.prefilled(*cell.jobs)

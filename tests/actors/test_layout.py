@@ -7,16 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from gang_cell import LAYOUTS, job_of, laid_out
+from gang_driver import LAYOUTS, job_of, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.job_clock import JobClock
-from csps.actors.layout import GangLayout, local_pieces
-from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.attention.base.group import HeadSplit, SpGroup
+from csps.actors.comm.layout import GangLayout, local_chunks
+from csps.actors.timing.timeline import StepClock
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 
 @given(instances=st.integers(1, 5), tp=st.integers(1, 4))
@@ -36,25 +35,29 @@ def test_worlds_that_cannot_be_cut_are_refused(world_size: int, tp: int) -> None
 
 
 @st.composite
-def cut_batches(draw: st.DrawFn) -> tuple[list[PrefillPiece], list[int]]:
-    pieces = [
-        PrefillPiece(rid=rid, start=draw(st.integers(0, 20)), length=length)
-        for rid, length in enumerate(draw(st.lists(st.integers(1, 12), min_size=1, max_size=5)))
+def cut_batches(draw: st.DrawFn) -> tuple[list[PrefillChunk], list[int]]:
+    chunks = [
+        PrefillChunk(sequence_id=sequence_id, start=draw(st.integers(0, 20)), length=length)
+        for sequence_id, length in enumerate(
+            draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+        )
     ]
-    total = sum(piece.length for piece in pieces)
+    total = sum(chunk.length for chunk in chunks)
     inner = draw(st.lists(st.integers(0, total), max_size=6))
-    return pieces, [0, *sorted(inner), total]
+    return chunks, [0, *sorted(inner), total]
 
 
 @given(cut_batches())
-def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillPiece], list[int]]) -> None:
+def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillChunk], list[int]]) -> None:
     """Every token of every piece is one row of one member, and the other way round."""
-    pieces, bounds = batch
-    laid_out = [(piece.rid, piece.start + i) for piece in pieces for i in range(piece.length)]
+    chunks, bounds = batch
+    laid_out = [
+        (chunk.sequence_id, chunk.start + i) for chunk in chunks for i in range(chunk.length)
+    ]
     for member, (begin, end) in enumerate(pairwise(bounds)):
         rows: dict[int, tuple[int, int]] = {}
-        for part in local_pieces(pieces, bounds, member):
-            tokens = [(part.piece.rid, p) for p in range(part.span.start, part.span.stop)]
+        for part in local_chunks(chunks, bounds, member):
+            tokens = [(part.chunk.sequence_id, p) for p in range(part.span.start, part.span.stop)]
             rows.update(zip(range(part.rows.start, part.rows.stop), tokens, strict=True))
         assert [rows[row] for row in range(end - begin)] == laid_out[begin:end]
         assert len(rows) == end - begin
@@ -66,49 +69,54 @@ def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillPiece], list[int]
     st.data(),
 )
 def test_rows_in_any_layout_are_one_members_each(
-    chunks: list[tuple[int, int]], group: list[int], data: st.DataObject
+    extents: list[tuple[int, int]], group: list[int], data: st.DataObject
 ) -> None:
     """Against the members' positions, piece by piece; the two orders undo each other."""
-    pieces = []
-    for rid, (start, length) in enumerate(chunks):
+    chunks = []
+    for sequence_id, (start, length) in enumerate(extents):
         computing = group[: data.draw(st.integers(1, 4))]
         rows = laid_out(data.draw(st.sampled_from(LAYOUTS)), start, start + length, computing)
-        pieces.append(PrefillPiece(rid=rid, start=start, length=length, rows=rows))
-    job, layout = job_of(pieces, group), GangLayout(world_size=4, tp=1)
-    groups = [SpGroup(cast(Any, None), layout, job, member, JobClock()) for member in range(4)]
-    tokens = [(it.rid, it.start + i) for it in pieces for i in range(it.length)]
+        chunks.append(PrefillChunk(sequence_id=sequence_id, start=start, length=length, rows=rows))
+    job, layout = job_of(chunks, group), GangLayout(world_size=4, tp=1)
+    groups = [SpGroup(cast(Any, None), layout, job, member, StepClock()) for member in range(4)]
+    tokens = [(it.sequence_id, it.start + i) for it in chunks for i in range(it.length)]
     in_batch_T = torch.arange(len(tokens))
     in_turn_T = groups[0].in_member_order(in_batch_T)
     assert torch.equal(groups[0].in_batch_order(in_turn_T), in_batch_T)
     for instance, it in zip(group, groups, strict=True):
         own = [
-            (piece.rid, position)
-            for piece in pieces
-            for share in piece.rows
+            (chunk.sequence_id, position)
+            for chunk in chunks
+            for share in chunk.rows
             if share.instance == instance
             for position in share.span.positions
         ]
         assert [tokens[at] for at in in_turn_T[it.rows_of(it.member)].tolist()] == own
         assert it.positions.tolist() == [position for _, position in own]
-        for piece in pieces:
-            member, row = it.last_row_of(piece)
+        for chunk in chunks:
+            member, row = it.last_row_of(chunk)
             begin = job.bounds[member]
-            assert tokens[in_turn_T[begin + row]] == (piece.rid, piece.start + piece.length - 1)
+            assert tokens[in_turn_T[begin + row]] == (
+                chunk.sequence_id,
+                chunk.start + chunk.length - 1,
+            )
 
 
 @pytest.mark.parametrize("rows", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 4)], [(0, 0, 3), (1, 4, 5)]])
 def test_rows_that_miss_or_repeat_positions_are_refused(rows: list[tuple[int, int, int]]) -> None:
-    shares = tuple(KvShare(instance=i, span=Span(start, stop)) for i, start, stop in rows)
+    slices = tuple(KvSlice(instance=i, span=Span(start, stop)) for i, start, stop in rows)
     with pytest.raises(ValueError, match="each once"):
-        PrefillPiece(rid=1, start=0, length=4, rows=shares)
+        PrefillChunk(sequence_id=1, start=0, length=4, rows=slices)
 
 
 def test_bounds_that_are_not_those_of_the_rows_are_refused() -> None:
-    pieces = (PrefillPiece(rid=1, start=0, length=4, rows=laid_out("striped", 0, 4, [1, 0])),)
+    chunks = (
+        PrefillChunk(sequence_id=1, start=0, length=4, rows=laid_out("striped", 0, 4, [1, 0])),
+    )
     with pytest.raises(ValueError, match=r"bounds \(0, 1, 4\) are not those of the rows"):
-        PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 4), pieces=pieces)
+        PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 4), chunks=chunks)
     with pytest.raises(ValueError, match="instance 1 has rows and is not in the group"):
-        PrefillJob(job_id=1, group=(0,), bounds=(0, 2), pieces=pieces)
+        PrefillStep(step_id=1, group=(0,), bounds=(0, 2), chunks=chunks)
 
 
 @st.composite

@@ -10,12 +10,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from csps.actors.engine.log_end import ConductorEnd, MemberEnd
-from csps.protocols.conducting.steps import StepTask
-from csps.protocols.conductor import Conductor
-from csps.protocols.errors import ConnectionLost, ProtocolError
-from csps.protocols.log_connection import LogSocket
-from csps.protocols.log_entries import Entry, Op, Prepared, Ran, Run, Shutdown
+from csps.actors.engine.log_end import MemberEnd, SequencerEnd
+from csps.protocols.core.errors import ConnectionLost, ProtocolError
+from csps.protocols.sequencer.log_connection import LogSocket
+from csps.protocols.sequencer.log_entries import (
+    Entry,
+    Op,
+    Prepared,
+    RanQuantum,
+    RunQuantum,
+    Shutdown,
+)
+from csps.protocols.sequencer.sequencer import Sequencer
+from csps.protocols.sequencer.steps import StepSpec
 
 WAIT_S, OWNER = 60.0, 1
 
@@ -32,17 +39,24 @@ class Gang:
                     MemberEnd(LogSocket(socket.create_connection(server.getsockname())))
                 )
                 connections[rank] = LogSocket(server.accept()[0])
-        self.leader = ConductorEnd(Conductor(ranks), connections)
+        self.leader = SequencerEnd(Sequencer(ranks), connections)
         self._threads = threads
         self.conducting: Future[None] = threads.submit(self.leader.run)
 
     @property
-    def ends(self) -> list[ConductorEnd | MemberEnd]:
+    def ends(self) -> list[SequencerEnd | MemberEnd]:
         return [self.leader, *self.members]
 
-    def submit(self, step: int, *ranks: int, parts: int = 1) -> None:
-        task = StepTask(id=step, ranks=ranks, urgent=False, parts=parts, sequences=(), owner=OWNER)
-        self.leader.tell(lambda conductor: conductor.submit(task))
+    def submit(self, step: int, *ranks: int, yield_points: int = 1) -> None:
+        task = StepSpec(
+            id=step,
+            ranks=ranks,
+            high_priority=False,
+            yield_points=yield_points,
+            sequences=(),
+            owner=OWNER,
+        )
+        self.leader.post(lambda sequencer: sequencer.submit(task))
 
     def next(self, rank: int) -> Entry:
         return self._threads.submit(self.ends[rank].next).result(WAIT_S)
@@ -67,17 +81,17 @@ def gang(ranks: int) -> Iterator[Gang]:
 
 def test_a_step_goes_around() -> None:
     with gang(3) as it:
-        it.submit(7, 1, 2, parts=2)
+        it.submit(7, 1, 2, yield_points=2)
         for rank in (1, 2):
             it.ends[rank].report(Prepared(rank, 7))
         first = it.next(1)
-        assert first.op == Run(7, 1)
-        assert it.ops(1, 1) == [Run(7, 2)]
-        assert it.ops(2, 2) == [Run(7, 1), Run(7, 2)]
-        it.ends[1].report(Ran(1, first.seq, 7, 1, 1000))
+        assert first.op == RunQuantum(7, 1)
+        assert it.ops(1, 1) == [RunQuantum(7, 2)]
+        assert it.ops(2, 2) == [RunQuantum(7, 1), RunQuantum(7, 2)]
+        it.ends[1].report(RanQuantum(1, first.seq, 7, 1, 1000))
         it.submit(8, 0)
         it.leader.report(Prepared(0, 8))
-        assert it.ops(0, 1) == [Run(8, 1)]
+        assert it.ops(0, 1) == [RunQuantum(8, 1)]
 
 
 def test_what_many_threads_tell_is_all_heard() -> None:
@@ -94,15 +108,15 @@ def test_what_many_threads_tell_is_all_heard() -> None:
             it.submit(step, 0)
         for step in range(200):
             entry = it.next(0)
-            assert entry.op == Run(step, 1)
-            it.leader.report(Ran(0, entry.seq, step, 1, 1000))
+            assert entry.op == RunQuantum(step, 1)
+            it.leader.report(RanQuantum(0, entry.seq, step, 1, 1000))
         for teller in tellers:
             teller.join(WAIT_S)
 
 
 def test_the_others_have_the_last_entry_before_its_own_rank_can_hang_up() -> None:
     with gang(3) as it:
-        it.leader.tell(Conductor.shutdown)
+        it.leader.post(Sequencer.shutdown)
         assert it.ops(0, 1) == [Shutdown()]
         it.leader.close()
         assert it.ops(1, 1) == it.ops(2, 1) == [Shutdown()]
@@ -125,11 +139,11 @@ def test_a_member_that_leaves_ends_the_log_in_order() -> None:
 def test_closing_in_the_middle_of_an_entry_is_no_fault() -> None:
     with gang(2) as it:
 
-        def end(conductor: Conductor) -> None:
-            conductor.shutdown()
+        def end(sequencer: Sequencer) -> None:
+            sequencer.shutdown()
             it.leader.close()
 
-        it.leader.tell(end)
+        it.leader.post(end)
         it.conducting.result(WAIT_S)
 
 
@@ -152,7 +166,7 @@ def test_a_report_that_nobody_asked_for_ends_the_conductor() -> None:
         it.submit(7, 0, 1)
         for rank in (0, 1):
             it.ends[rank].report(Prepared(rank, 7))
-        it.members[0].report(Ran(1, it.next(1).seq, 7, 1, 0))  # it does not lead
+        it.members[0].report(RanQuantum(1, it.next(1).seq, 7, 1, 0))  # it does not lead
         with pytest.raises(ProtocolError, match="unasked"):
             it.conducting.result(WAIT_S)
 
@@ -166,4 +180,4 @@ def test_closing_ends_who_waits_and_does_so_twice() -> None:
             waiting.result(WAIT_S)
         with pytest.raises(ConnectionLost):
             it.leader.next()
-        it.leader.tell(Conductor.shutdown)
+        it.leader.post(Sequencer.shutdown)

@@ -12,11 +12,18 @@ import torch
 from mesh_threads import on_ranks
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors import process_group
-from csps.actors.instance_group import InstanceGroup
-from csps.actors.mesh import Mesh, Tag
-from csps.actors.process_group import IDLE, PEER_DEADLINE, Group, Pending
-from csps.actors.rendezvous import JOIN_DEADLINE, host_store, join_store
+from csps.actors.comm import process_group
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.actors.comm.process_group import (
+    IDLE,
+    JOIN_DEADLINE,
+    PEER_DEADLINE,
+    InstanceGroup,
+    Pending,
+    TorchGroup,
+    host_store,
+    join_store,
+)
 
 JOIN_S = 60.0
 
@@ -123,7 +130,7 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
     deadlines: list[timedelta] = []
     make = process_group.gloo_group
 
-    def noted(*arguments: Any) -> Group:
+    def noted(*arguments: Any) -> TorchGroup:
         group = make(*arguments)
         deadlines.append(cast(Any, group).options._timeout)
         return group

@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_cell import LAYOUTS, Request, job_of, laid_out, prompt_of
+from gang_driver import LAYOUTS, Request, job_of, laid_out, prompt_of
 from gang_threads import ThreadCell, elastic_cell, eventually
 from greedy_reference import greedy_tokens
-from held_positions import held_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
+from rank_kv import held_positions
 from tiny_checkpoints import make_checkpoint
 
-from csps.protocols.messages import KvLanded, PrefillDone
-from csps.protocols.placement import KvShare
-from csps.protocols.sampling import Sampling
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import PrefillDone, RankKvReceived, Sampling
 
 LAYERS = 3
 INSTANCES = 3
@@ -44,15 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory, kv_heads: int) -> Path:
     )
 
 
-def owners(length: int, shares: tuple[KvShare, ...]) -> Owners:
+def owners(length: int, slices: tuple[KvSlice, ...]) -> Owners:
     table = np.full(length, -1)
-    for share in shares:
+    for share in slices:
         table[share.span.positions] = share.instance
     return table
 
 
 async def bytes_of_a_step(
-    cell: ThreadCell, request: Request, rows: tuple[KvShare, ...], strategy: str
+    cell: ThreadCell, request: Request, rows: tuple[KvSlice, ...], strategy: str
 ) -> npt.NDArray[np.int64]:
     """From instance to instance, of a step after which the request is held as it was reserved."""
     ranks, tp = cell.prefill_gang.ranks, cell.decode.tp
@@ -60,21 +59,25 @@ async def bytes_of_a_step(
     before = np.array([rank.engine.mesh.bytes_sent for rank in ranks])
     await cell.reserve(request)
     taken = [rank.engine.pool.slots.used for rank in ranks]
-    kept = [int((owners(length, request.shares) == i).sum()) for i in range(INSTANCES)]
+    kept = [int((owners(length, request.slices) == i).sum()) for i in range(INSTANCES)]
     assert taken == np.repeat(kept, tp).tolist()
     group = list(range(INSTANCES))
-    cell.submit(job_of([request.piece(rows=rows)], group, strategy=strategy), request.prompt)
-    await cell.told(tp * len({it.instance for it in request.shares}), KvLanded, rid=request.rid)
-    await cell.until(lambda: len(cell.heard[PrefillDone]) == len(ranks) * request.rid)
+    cell.submit(job_of([request.chunk(rows=rows)], group, strategy=strategy), request.prompt)
+    await cell.told(
+        tp * len({it.instance for it in request.slices}),
+        RankKvReceived,
+        sequence_id=request.sequence_id,
+    )
+    await cell.until(lambda: len(cell.heard[PrefillDone]) == len(ranks) * request.sequence_id)
     assert [rank.engine.pool.slots.used for rank in ranks] == taken
     for rank in ranks:
-        held = held_positions(rank.engine.pool.slots, request.rid, length)
-        keeps = owners(length, request.shares) == rank.engine.instance
+        held = held_positions(rank.engine.pool.slots, request.sequence_id, length)
+        keeps = owners(length, request.slices) == rank.engine.instance
         assert held == np.flatnonzero(keeps).tolist()
         rank.engine.pool.slots.check_integrity()
     sent = np.array([rank.engine.mesh.bytes_sent for rank in ranks]) - before
-    cell.cancel(request.rid)
-    await cell.freed(request.rid)
+    cell.cancel(request.sequence_id)
+    await cell.freed(request.sequence_id)
     await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
     return sent.reshape(INSTANCES, tp, INSTANCES, tp).sum((1, 3))
 
@@ -88,8 +91,8 @@ async def check(
     async with elastic_cell(model, INSTANCES, tp=tp, kv_slots=length) as cell:
         prompt = prompt_of(length, seed)
         in_place, moved = (
-            Request(rid=rid, prompt=prompt, shares=shares, sampling=ONE_TOKEN)
-            for rid, shares in ((1, rows), (2, keep))
+            Request(sequence_id=sequence_id, prompt=prompt, slices=slices, sampling=ONE_TOKEN)
+            for sequence_id, slices in ((1, rows), (2, keep))
         )
         without = await bytes_of_a_step(cell, in_place, rows, strategy)
         sent = await bytes_of_a_step(cell, moved, rows, strategy)
@@ -99,11 +102,11 @@ async def check(
     # In the last layer, which is computed by rows, nothing comes by.
     moving_layers = 1 if all_comes_by(strategy, kv_heads) else LAYERS
     computed, kept = owners(length, rows), owners(length, keep)
-    for source in range(INSTANCES):
-        for target in range(INSTANCES):
-            tokens = int(((computed == source) & (kept == target)).sum()) * (source != target)
+    for sender in range(INSTANCES):
+        for receiver in range(INSTANCES):
+            tokens = int(((computed == sender) & (kept == receiver)).sum()) * (sender != receiver)
             expected = tokens * moving_layers * 2 * kv_heads * tp * head_dim * 4
-            assert sent[source, target] - without[source, target] == expected
+            assert sent[sender, receiver] - without[sender, receiver] == expected
 
 
 def all_comes_by(strategy: str, kv_heads: int) -> bool:

@@ -8,16 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from csps.actors.attention import step_points as parts
 from csps.actors.engine.step_run import StepRun
-from csps.actors.job_clock import JobClock
-from csps.actors.strategies import parts
-from csps.actors.timeline_export import LAYER, PHASE
-from csps.models.network import Layer
+from csps.actors.engine.step_trace import LAYER, PHASE
+from csps.actors.timing.timeline import StepClock
+from csps.models.network.network import Layer
 
 TIMELINE = {
     "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
@@ -35,10 +35,10 @@ async def test_mlp_and_last_rows(
 ) -> None:
     """The MLP in blocks of rows, but where ranks sum their parts."""
     monkeypatch.setattr(parts, "MLP_ROWS", 10)
-    request = Request(rid=1, prompt=prompt_of(30), shares=even_shares(30, [0]))
+    request = Request(sequence_id=1, prompt=prompt_of(30), slices=even_shares(30, [0]))
     async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:
         await cell.reserve(request)
-        cell.submit(job_of([request.piece()], [0], trace=TIMELINE), request.prompt)
+        cell.submit(job_of([request.chunk()], [0], trace=TIMELINE), request.prompt)
         await cell.answer(request)
         await cell.freed(1)
     phases = Counter(
@@ -58,7 +58,7 @@ def test_a_gpu_is_handed_the_mlp_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, device: str, blocks: list[int]
 ) -> None:
     monkeypatch.setattr(parts, "MLP_ROWS", 10)
-    layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=JobClock())
+    layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=StepClock())
     layer.mlp.side_effect = torch.clone
     with FakeTensorMode():
         StepRun._mlp(run, 0, layer, torch.empty(25, 8, device=device))

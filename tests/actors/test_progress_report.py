@@ -7,13 +7,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell, thread_cell
-from riders import reserve_riding, ride
+from piggyback_requests import reserve_riding, ride
 
-from csps.actors import progress_report
-from csps.actors.progress_report import REPORT_S, ProgressReport
-from csps.protocols.messages import PrefillProgress
+from csps.actors.sampling import notifications as progress_report
+from csps.actors.sampling.notifications import REPORT_S, ProgressReport
+from csps.protocols.gang.messages import PrefillProgress
 
 
 def test_steps_are_told_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,10 +32,10 @@ async def test_every_rank_of_a_group_speaks_at_every_layer(
 ) -> None:
     monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
-        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]))
         await cell.reserve(request)
-        job_id = cell.submit(job_of([request.piece()], [2, 0]), request.prompt)
-        await cell.prefilled(job_id)
+        step_id = cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
+        await cell.prefilled(step_id)
         spoken = [len(cell.about(PrefillProgress, rank=rank)) for rank in range(3)]
         layers = cell.prefill_gang.ranks[0].engine.spec.layers
         assert min(spoken[0], spoken[2]) >= layers
@@ -48,7 +48,7 @@ async def test_every_rank_speaks_while_a_prompt_rides(
     """There are no tokens yet that would tell."""
     monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
     async with elastic_cell(tiny_llama, 2) as cell:
-        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
         await reserve_riding(cell, request)
         ride(cell, request, budget=4)
         await cell.until(lambda: cell.finished(1))

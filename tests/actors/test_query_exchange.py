@@ -17,13 +17,13 @@ from mesh_threads import FINISH_S, on_ranks
 from property_examples import examples
 from torch import Tensor
 
-from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.query_exchange import (
-    ExchangeTimes,
-    Meeting,
+from csps.actors.attention.query_exchange import (
+    QueryExchange,
+    QueryExchangeTimes,
     QueryRoutes,
     exchange_queries,
 )
+from csps.actors.comm.mesh import Mesh, Tag
 from csps.kernels.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -61,15 +61,15 @@ class Case:
         held = [row for row, request in enumerate(rows) if rank in self.holders[request]]
         routes = QueryRoutes(
             rows=len(rows),
-            held_here=held,
+            resident_here=held,
             outgoing=outgoing,
             incoming={peer: len(it) for peer, it in incoming.items() if peer is not None},
         )
         return routes, rows, {None: [rows[row] for row in held], **incoming}
 
 
-def meeting(mesh: Mesh, routes: QueryRoutes) -> Meeting:
-    return Meeting(mesh, routes, torch.empty(0), heads=HEADS, head_dim=HEAD_DIM, tags=TAGS)
+def meeting(mesh: Mesh, routes: QueryRoutes) -> QueryExchange:
+    return QueryExchange(mesh, routes, torch.empty(0), heads=HEADS, head_dim=HEAD_DIM, tags=TAGS)
 
 
 @st.composite
@@ -125,7 +125,7 @@ def routed(queries: Mapping[int, int], rank: int) -> QueryRoutes:
     rows = range(0 if asked is None else 1)
     outgoing = {} if asked is None else {asked: rows}
     incoming = dict.fromkeys(asking, 1)
-    return QueryRoutes(rows=len(rows), held_here=rows, outgoing=outgoing, incoming=incoming)
+    return QueryRoutes(rows=len(rows), resident_here=rows, outgoing=outgoing, incoming=incoming)
 
 
 def anything(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,21 +138,21 @@ def test_the_own_part_is_computed_while_queries_travel_and_are_answered() -> Non
     it has begun it."""
     asked, begun = Event(), Event()
 
-    def body(mesh: Mesh) -> ExchangeTimes:
+    def body(mesh: Mesh) -> QueryExchangeTimes:
         def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
             mine, others = (begun, asked) if peer is None else (asked, begun)
             mine.set()
             assert others.wait(FINISH_S), "nothing is on its way beside the own part"
             return anything(q)
 
-        routes, times = routed({0: 1}, mesh.rank), ExchangeTimes()
+        routes, times = routed({0: 1}, mesh.rank), QueryExchangeTimes()
         q = torch.ones(routes.rows, HEADS, HEAD_DIM)
         exchange_queries(q, meeting(mesh, routes), partial, times)
         return times
 
     asking, answering = on_ranks(2, body)
     assert 0 < asking.waited_s < asking.under_way_s
-    assert answering == ExchangeTimes(), "who asks nobody has nothing to hide"
+    assert answering == QueryExchangeTimes(), "who asks nobody has nothing to hide"
 
 
 def test_answers_travel_while_those_to_others_are_computed() -> None:

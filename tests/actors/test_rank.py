@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang_cell import (
+from gang_driver import (
     ANSWER_S,
     GREEDY,
     SECRET,
@@ -24,15 +24,15 @@ from gang_cell import (
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
-from csps.actors.engine import stream as stream_module
-from csps.actors.rank import Rank
-from csps.actors.rank_config import RankConfig
-from csps.actors.rendezvous import host_store
-from csps.models.errors import CheckpointError
-from csps.models.network import Layer
-from csps.protocols.errors import DeadlineExceeded, FaultError, ProtocolError
-from csps.protocols.messages import JoinBatch, PrefillDone
-from csps.protocols.schema import pack
+from csps.actors.comm.process_group import host_store
+from csps.actors.engine import decode_batch as stream_module
+from csps.actors.worker.rank import Rank
+from csps.actors.worker.rank_config import RankConfig
+from csps.models.network.checkpoint_json import CheckpointError
+from csps.models.network.network import Layer
+from csps.protocols.core.errors import DeadlineExceeded, FaultError, ProtocolError
+from csps.protocols.gang.messages import JoinBatch, PrefillDone
+from csps.protocols.rpc.schema import pack
 
 
 def alone(model: Path, **fields: object) -> Rank:
@@ -69,9 +69,9 @@ async def test_closing_ends_who_waits_for_kv_or_for_its_peers(tiny_llama: Path) 
     """Also in the middle of a step whose other half nobody computes."""
     before = set(threading.enumerate())
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
         await cell.reserve(it)
-        cell.submit(job_of([it.piece()], [0, 1]), it.prompt, ranks=[0])
+        cell.submit(job_of([it.chunk()], [0, 1]), it.prompt, ranks=[0])
         await cell.prefill.stats()
     kinds = ("kv-", "engine", "conductor", "rpc")
     left = [thread for thread in threading.enumerate() if thread.name.startswith(kinds)]
@@ -107,14 +107,14 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
 ) -> None:
     """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]), master=1)
+        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]), master=1)
         await cell.reserve(it)
         gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
         other = cell.decode_gang if role == "prefill" else cell.prefill_gang
         patient = gang.ranks[1]
 
         monkeypatch.setattr(Layer, "qkv", failing_on(patient))
-        cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
+        cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
         if role == "decode":
             await cell.join(it)
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
@@ -155,9 +155,9 @@ async def test_an_iteration_that_does_not_end_is_noticed(
             return qkv(self, *arguments)
 
         monkeypatch.setattr(Layer, "qkv", patient_qkv)
-        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
         await cell.reserve(it)
-        cell.submit(job_of([it.piece()], [0]), it.prompt)
+        cell.submit(job_of([it.chunk()], [0]), it.prompt)
         await cell.join(it)
         await eventually(iterating.is_set)
         leader.check_health()
@@ -173,11 +173,11 @@ async def test_an_iteration_that_does_not_end_is_noticed(
 
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
-        it = Request(rid=1, prompt=prompt_of(10), shares=even_shares(10, [0]))
-        job = replace(job_of([it.piece()], [0]), job_id=1)
+        it = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
+        job = replace(job_of([it.chunk()], [0]), step_id=1)
         with pytest.raises(ProtocolError, match="runs no prefill jobs"):
             await cell.decode.call(0, "prefill", pack(job))
-        join = JoinBatch(rid=1, first_token=0)
+        join = JoinBatch(sequence_id=1, first_token=0)
         with pytest.raises(ProtocolError, match="decodes nothing"):
             await cell.prefill.call(0, "join", pack(join))
 
@@ -194,24 +194,24 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
         cell.decode = await cell.attach(elastic.members, "decode")
         await cell.connect()
         long = Request(
-            rid=1,
+            sequence_id=1,
             prompt=prompt_of(40),
-            shares=even_shares(40, [0, 1]),
+            slices=even_shares(40, [0, 1]),
             sampling=replace(GREEDY, max_tokens=60),
         )
         await cell.reserve(long)
-        cell.submit(job_of([long.piece()], [0, 1]), long.prompt)
+        cell.submit(job_of([long.chunk()], [0, 1]), long.prompt)
         await cell.join(long)
         beside.prefill = cell.decode  # its notifications come to `cell`
-        for rid in range(2, 8):
-            prompt = prompt_of(30, rid)
-            here = Request(rid=rid, prompt=prompt, shares=())
-            job = replace(job_of([here.piece()], [0, 1]), job_id=100 + rid)
+        for sequence_id in range(2, 8):
+            prompt = prompt_of(30, sequence_id)
+            here = Request(sequence_id=sequence_id, prompt=prompt, slices=())
+            job = replace(job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id)
             beside.submit(job, prompt)
-            await cell.told(2, PrefillDone, job_id=job.job_id)
-            assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
-            assert all(rank.engine.pool.slots.tokens(rid) for rank in elastic.ranks)
-            cell.cancel(rid)
+            await cell.told(2, PrefillDone, step_id=job.step_id)
+            assert cell.tokens(sequence_id) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
+            assert all(rank.engine.pool.slots.tokens(sequence_id) for rank in elastic.ranks)
+            cell.cancel(sequence_id)
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, long.prompt.tolist(), 60)
         await cell.freed(*range(1, 8))

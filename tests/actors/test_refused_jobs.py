@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang_cell import GREEDY, Cell, Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import GREEDY, Cell, Request, even_shares, job_of, laid_out, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.errors import ConfigError
-from csps.protocols.messages import PrefillDone, RequestFailed
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.schema import pack
+from csps.protocols.attention.csa import CsaPlan, LayerGroup
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.messages import PrefillDone, RequestFailed
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.schema import pack
 
 GROUP = (0, 1)
 UNKNOWN = "unknown strategy 'ulises'; did you mean 'ulysses'?"
@@ -27,8 +27,10 @@ CONTIGUOUS = (
 )
 
 
-def request(rid: int) -> Request:
-    return Request(rid=rid, prompt=prompt_of(40, rid), shares=even_shares(40, [0]))
+def request(sequence_id: int) -> Request:
+    return Request(
+        sequence_id=sequence_id, prompt=prompt_of(40, sequence_id), slices=even_shares(40, [0])
+    )
 
 
 def plan(*drop_ratios: float) -> CsaPlan:
@@ -37,16 +39,16 @@ def plan(*drop_ratios: float) -> CsaPlan:
     return CsaPlan(locations=("0-0-0", "0-0-1"), levels=2, layer_groups=(group,))
 
 
-def bad_jobs(it: Request) -> list[tuple[PrefillJob, str]]:
+def bad_jobs(it: Request) -> list[tuple[PrefillStep, str]]:
     """Well-formed messages that ask for what is not there, and what is said of them."""
-    pieces = [it.piece()]
-    striped = [it.piece(rows=laid_out("striped", 0, 40, GROUP))]
+    chunks = [it.chunk()]
+    striped = [it.chunk(rows=laid_out("striped", 0, 40, GROUP))]
     return [
-        (job_of(pieces, GROUP, strategy="ulises"), UNKNOWN),
-        (job_of(pieces, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
-        (job_of(pieces, GROUP, strategy="gathered_weights", csa=plan(0.5)), "is exact and takes"),
-        (job_of(pieces, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
-        (job_of(pieces, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (job_of(chunks, GROUP, strategy="ulises"), UNKNOWN),
+        (job_of(chunks, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
+        (job_of(chunks, GROUP, strategy="gathered_weights", csa=plan(0.5)), "is exact and takes"),
+        (job_of(chunks, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (job_of(chunks, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
         (job_of(striped, GROUP, strategy="csa", csa=plan(0.5)), f"strategy 'csa' {CONTIGUOUS}"),
         (job_of(striped, GROUP, strategy="sp_tp"), f"strategy 'sp_tp' {CONTIGUOUS}"),
     ]
@@ -55,9 +57,9 @@ def bad_jobs(it: Request) -> list[tuple[PrefillJob, str]]:
 async def test_a_job_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         cell.failures_expected = True
-        for rid, (_, what) in enumerate(bad_jobs(request(1)), start=1):
-            it = request(rid)
-            job, _ = bad_jobs(it)[rid - 1]
+        for sequence_id, (_, what) in enumerate(bad_jobs(request(1)), start=1):
+            it = request(sequence_id)
+            job, _ = bad_jobs(it)[sequence_id - 1]
             await check_asked(cell, job, what)
             await check_told(cell, it, job, what)
         await check_serves(cell, tiny_llama)
@@ -68,12 +70,12 @@ async def test_an_elastic_gang_keeps_what_decode_is_to_see_whole(tiny_llama: Pat
         cell.failures_expected = True
         it = request(1)
         job = job_of(
-            [it.piece()], GROUP, strategy="csa", csa=replace(plan(0.5), decode_kept_only=True)
+            [it.chunk()], GROUP, strategy="csa", csa=replace(plan(0.5), decode_kept_only=True)
         )
         await check_asked(cell, job, "an elastic gang decodes where the prompt's KV lies")
 
 
-async def check_asked(cell: Cell, job: PrefillJob, what: str) -> None:
+async def check_asked(cell: Cell, job: PrefillStep, what: str) -> None:
     """A call has an error for its answer."""
     for rank in range(cell.prefill.world_size):
         with pytest.raises(ConfigError) as refused:
@@ -81,19 +83,19 @@ async def check_asked(cell: Cell, job: PrefillJob, what: str) -> None:
         assert what in str(refused.value)
 
 
-async def check_told(cell: Cell, it: Request, job: PrefillJob, what: str) -> None:
+async def check_told(cell: Cell, it: Request, job: PrefillStep, what: str) -> None:
     """The router sends jobs as notifications: it learns that the job is over and why."""
     await cell.reserve(it)
-    job_id = cell.submit(job, it.prompt)
-    await cell.prefilled(job_id)
-    assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
-    failures = cell.about(RequestFailed, rid=it.rid)
+    step_id = cell.submit(job, it.prompt)
+    await cell.prefilled(step_id)
+    assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
+    failures = cell.about(RequestFailed, sequence_id=it.sequence_id)
     assert {(failed.rank, failed.code) for failed in failures} == {
         (rank, "ConfigError") for rank in GROUP
     }
     assert all(what in failed.message for failed in failures)
-    cell.cancel(it.rid)
-    await cell.freed(it.rid)
+    cell.cancel(it.sequence_id)
+    await cell.freed(it.sequence_id)
 
 
 async def check_serves(cell: Cell, model: Path) -> None:

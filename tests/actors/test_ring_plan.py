@@ -7,27 +7,26 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_cell import bounds_of_rows
+from gang_driver import bounds_of_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from test_rings import Case, cases
 
-from csps.actors.strategies.ring_blocks import RingBlock
-from csps.actors.strategies.ring_plan import RingPlan, with_history
-from csps.protocols.placement import place, striped, zigzag
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, with_history
+from csps.protocols.core.placement import place, striped, zigzag
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 Counts = npt.NDArray[np.int64]
 
 
-def plan_of(job: PrefillJob) -> RingPlan:
+def plan_of(job: PrefillStep) -> RingPlan:
     return RingPlan(job, with_history(job))
 
 
-def positions(plan: RingPlan, member: int, piece: int) -> Counts:
+def positions(plan: RingPlan, member: int, chunk: int) -> Counts:
     """Of a member's rows of a piece."""
-    parts = plan.parts[member][piece]
+    parts = plan.parts[member][chunk]
     return np.concatenate([np.array(it.span.positions) for it in parts] or [np.array([], int)])
 
 
@@ -45,12 +44,12 @@ def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
     for asker in range(plan.size):
         for holder in range(plan.size):
             blocks = plan.blocks(asker, holder)
-            for index, rows in enumerate(plan.piece_rows(asker)):
+            for index, rows in enumerate(plan.chunk_rows(asker)):
                 queries, keys = positions(plan, asker, index), positions(plan, holder, index)
                 count = np.zeros((len(queries), len(keys)), int)
                 tokens = plan.history[holder].get(index, 0)
                 history = np.zeros(len(queries), int)
-                first_key = plan.piece_rows(holder)[index].start
+                first_key = plan.chunk_rows(holder)[index].start
                 for block in blocks.get(index, []):
                     at = slice(block.queries.start - rows.start, block.queries.stop - rows.start)
                     if block.history:
@@ -66,7 +65,7 @@ def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
                 assert (answered == ((count.sum(1) + history) > 0)).all()
 
 
-def work(job: PrefillJob) -> Counts:
+def work(job: PrefillStep) -> Counts:
     """By member, pairs of a query and a key that it computes in all rounds of pass-KV."""
     plan = plan_of(job)
     return np.array(
@@ -82,26 +81,29 @@ def work(job: PrefillJob) -> Counts:
     )
 
 
-def job_in(layout: str, lengths: list[int], members: int) -> PrefillJob:
+def job_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
     order = tuple(range(members))
-    pieces = [PrefillPiece(rid=rid, start=0, length=n) for rid, n in enumerate(lengths)]
+    chunks = [
+        PrefillChunk(sequence_id=sequence_id, start=0, length=n)
+        for sequence_id, n in enumerate(lengths)
+    ]
     bounds = [sum(lengths) * member // members for member in range(members + 1)]
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        pieces = [replace(it, rows=place(order, cut(it.length, members))) for it in pieces]
-        bounds = bounds_of_rows(pieces, order)
-    return PrefillJob(job_id=1, group=order, bounds=tuple(bounds), pieces=tuple(pieces))
+        chunks = [replace(it, rows=place(order, cut(it.length, members))) for it in chunks]
+        bounds = bounds_of_rows(chunks, order)
+    return PrefillStep(step_id=1, group=order, bounds=tuple(bounds), chunks=tuple(chunks))
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
 @pytest.mark.parametrize("lengths", [[2048], [1500, 700, 1100]])
 def test_zigzag_and_striped_share_the_work_evenly(members: int, lengths: list[int]) -> None:
     for layout in ("zigzag", "striped"):
-        shares = work(job_in(layout, lengths, members))
-        assert shares.sum() == sum(n * (n + 1) // 2 for n in lengths)
-        assert shares.max() <= 1.02 * shares.mean()
-    shares = work(job_in("contiguous", [2048], members))
-    assert shares.max() >= 1.4 * shares.mean()
+        slices = work(job_in(layout, lengths, members))
+        assert slices.sum() == sum(n * (n + 1) // 2 for n in lengths)
+        assert slices.max() <= 1.02 * slices.mean()
+    slices = work(job_in("contiguous", [2048], members))
+    assert slices.max() >= 1.4 * slices.mean()
 
 
 @settings(max_examples=examples(100))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from counted_overlaps import counted
-from csa_jobs import scattered
+from csa_cases import scattered
 from dense_reference import dense_attention
-from gang_cell import bounds_of_rows
+from exchange_counter import counted
+from gang_driver import bounds_of_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
@@ -21,19 +21,17 @@ from small_blocks import blocks_of
 from strict_group import strict
 from torch import Tensor
 
-from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import KvPool
-from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh, Tag
-from csps.actors.process_group import GroupMaker
-from csps.actors.strategies import ring
-from csps.actors.strategies.group import SpGroup, span_positions
-from csps.actors.strategies.ring_kv import RingKv
-from csps.actors.strategies.ring_q import RingQ
-from csps.actors.timeline import Event, Timeline
-from csps.protocols.placement import KvShare, place, striped, zigzag
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.attention.base.group import SpGroup, span_positions
+from csps.actors.attention.ring import ring
+from csps.actors.attention.ring.ring_kv import RingKv
+from csps.actors.attention.ring.ring_q import RingQ
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.actors.comm.process_group import GroupMaker
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.timing.timeline import Event, PhaseTimeline, StepClock
+from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 HEAD_DIM = 8
 RINGS = ("ring_kv", "ring_q")
@@ -45,20 +43,20 @@ class Case:
 
     heads: int
     kv_heads: int
-    pieces: tuple[PrefillPiece, ...]
+    chunks: tuple[PrefillChunk, ...]
     bounds: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype = torch.float64
-    withdrawn: frozenset[int] = frozenset()
+    cancelled: frozenset[int] = frozenset()
 
     @property
-    def job(self) -> PrefillJob:
-        return PrefillJob(job_id=1, group=self.order, bounds=self.bounds, pieces=self.pieces)
+    def job(self) -> PrefillStep:
+        return PrefillStep(step_id=1, group=self.order, bounds=self.bounds, chunks=self.chunks)
 
-    def tensors(self, piece: PrefillPiece) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self, chunk: PrefillChunk) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of all positions of a piece, history included."""
-        generator = torch.Generator().manual_seed(piece.rid)
-        stop = piece.start + piece.length
+        generator = torch.Generator().manual_seed(chunk.sequence_id)
+        stop = chunk.start + chunk.length
 
         def random(heads: int) -> Tensor:
             return torch.randn(stop, heads, HEAD_DIM, generator=generator).to(self.dtype)
@@ -87,9 +85,9 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
         exchanges = noted_exchanges(mesh)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
         member = case.order.index(mesh.rank)
-        clock = JobClock()
-        clock.timeline = Timeline(on=True)
-        group = SpGroup(mesh, layout, case.job, member, clock, withdrawn=set(case.withdrawn))
+        clock = StepClock()
+        clock.timeline = PhaseTimeline(on=True)
+        group = SpGroup(mesh, layout, case.job, member, clock, cancelled=set(case.cancelled))
         q, k, v = (own_rows(case, group, which) for which in range(3))
         pool, keep = pool_with_history(case, mesh.rank), Kept(case, group, k)
         before = list(mesh.bytes_sent)
@@ -107,12 +105,16 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
 
     results = on_ranks(len(case.order), body, data_group)
     outs = {
-        piece.rid: torch.full((piece.length, case.heads, HEAD_DIM), torch.nan, dtype=case.dtype)
-        for piece in case.pieces
+        chunk.sequence_id: torch.full(
+            (chunk.length, case.heads, HEAD_DIM), torch.nan, dtype=case.dtype
+        )
+        for chunk in case.chunks
     }
     for out, group, *_ in results:
         for part in group.local:
-            outs[part.piece.rid][span_positions([part.span]) - part.piece.start] = out[part.rows]
+            outs[part.chunk.sequence_id][span_positions([part.span]) - part.chunk.start] = out[
+                part.rows
+            ]
     _, _, sent, exchanges, events = zip(*results, strict=True)
     return Ran(outs, list(sent), list(exchanges), list(events))
 
@@ -158,7 +160,7 @@ def own_rows(case: Case, group: SpGroup, which: int) -> Tensor:
     """A member's q, k or v, in the order of its rows."""
     heads = case.heads if which == 0 else case.kv_heads
     empty = torch.empty(0, heads, HEAD_DIM, dtype=case.dtype)
-    parts = [case.tensors(it.piece)[which][span_positions([it.span])] for it in group.local]
+    parts = [case.tensors(it.chunk)[which][span_positions([it.span])] for it in group.local]
     return torch.cat([empty, *parts])
 
 
@@ -171,34 +173,34 @@ def pool_with_history(case: Case, instance: int) -> KvPool:
         dtype=case.dtype,
         device="cpu",
     )
-    for piece in case.pieces:
-        _, k, v = case.tensors(piece)
-        for share in piece.history:
+    for chunk in case.chunks:
+        _, k, v = case.tensors(chunk)
+        for share in chunk.history:
             if share.instance == instance:
                 at = span_positions([share.span])
-                pool.slots.allocate(piece.rid, [share.span])
-                pool.write(0, piece.rid, share.span, k[at], v[at])
+                pool.slots.allocate(chunk.sequence_id, [share.span])
+                pool.write(0, chunk.sequence_id, share.span, k[at], v[at])
     return pool
 
 
-def dense(case: Case, piece: PrefillPiece) -> Tensor:
-    q, k, v = case.tensors(piece)
+def dense(case: Case, chunk: PrefillChunk) -> Tensor:
+    q, k, v = case.tensors(chunk)
     positions = torch.arange(len(q))
-    rows = slice(piece.start, None)
+    rows = slice(chunk.start, None)
     out, _ = dense_attention(q[rows], k, v, q_positions=positions[rows], k_positions=positions)
-    return torch.zeros_like(out) if piece.rid in case.withdrawn else out
+    return torch.zeros_like(out) if chunk.sequence_id in case.cancelled else out
 
 
 def check(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
     ran = run(case, strategy, data_group)
-    for piece in case.pieces:
-        expected = dense(case, piece)
-        torch.testing.assert_close(ran.outs[piece.rid], expected, atol=1e-10, rtol=0.0)
+    for chunk in case.chunks:
+        expected = dense(case, chunk)
+        torch.testing.assert_close(ran.outs[chunk.sequence_id], expected, atol=1e-10, rtol=0.0)
     return ran
 
 
 @st.composite
-def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvShare, ...]:
+def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvSlice, ...]:
     """Who computes what: over some of the members, in a layout, or each position anywhere."""
     chosen = draw(st.permutations(range(members)))[: draw(st.integers(1, members))]
     layout = draw(st.sampled_from(("zigzag", "striped", "scattered")))
@@ -207,7 +209,7 @@ def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvS
         return place(chosen, cut(length, len(chosen)), start=start)
     owners = [draw(st.sampled_from(chosen)) for _ in range(length)]
     found = (
-        KvShare(instance=owner, span=Span(start + at, start + at + 1))
+        KvSlice(instance=owner, span=Span(start + at, start + at + 1))
         for at, owner in enumerate(owners)
     )
     return tuple(draw(st.permutations(list(found))))
@@ -220,15 +222,15 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
     starts = [draw(st.sampled_from((0, 0, 1, 7, 40))) for _ in lengths]
     contiguous = draw(st.booleans())
-    pieces = tuple(
-        PrefillPiece(
-            rid=rid,
+    chunks = tuple(
+        PrefillChunk(
+            sequence_id=sequence_id,
             start=start,
             length=length,
             rows=() if contiguous else draw(rows_of(start, length, members)),
             history=draw(scattered(start, members)),
         )
-        for rid, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        for sequence_id, (start, length) in enumerate(zip(starts, lengths, strict=True))
     )
     order = tuple(draw(st.permutations(range(members))))
     total = sum(lengths)
@@ -236,12 +238,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         heads=kv_heads * draw(st.sampled_from((1, 2, 3))),
         kv_heads=kv_heads,
-        pieces=pieces,
+        chunks=chunks,
         bounds=(0, *sorted(draw(cuts)), total)
         if contiguous
-        else tuple(bounds_of_rows(pieces, order)),
+        else tuple(bounds_of_rows(chunks, order)),
         order=order,
-        withdrawn=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
+        cancelled=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
     )
 
 
@@ -289,17 +291,17 @@ def one_prompt(
     """In one layout over all members, after a history that lies striped over them."""
     order = tuple(range(members))
     bounds = tuple(index * length // members for index in range(members + 1))
-    piece = PrefillPiece(
-        rid=1,
+    chunk = PrefillChunk(
+        sequence_id=1,
         start=history,
         length=length,
         history=place(order, striped(history, members)) if history else (),
     )
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        piece = replace(piece, rows=place(order, cut(length, members), start=history))
-        bounds = tuple(bounds_of_rows([piece], order))
-    return Case(*heads, (piece,), bounds, order, dtype)
+        chunk = replace(chunk, rows=place(order, cut(length, members), start=history))
+        bounds = tuple(bounds_of_rows([chunk], order))
+    return Case(*heads, (chunk,), bounds, order, dtype)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -318,11 +320,11 @@ def test_layouts(layout: str, members: int, length: int) -> None:
 def test_fp32_and_bf16_keep_their_precision(strategy: str, members: int, length: int) -> None:
     """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
     case = one_prompt(length, members, history=30, dtype=torch.float32)
-    (piece,) = case.pieces
+    (chunk,) = case.chunks
     out = run(case, strategy).outs[1]
-    torch.testing.assert_close(out.double(), dense(case, piece), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(out.double(), dense(case, chunk), atol=1e-5, rtol=0.0)
     rounded = replace(case, dtype=torch.bfloat16)
-    exact = dense(rounded, piece)
+    exact = dense(rounded, chunk)
     single = one_prompt(length, 1, history=30, dtype=torch.bfloat16)
     alone = (run(single, strategy).outs[1].double() - exact).abs().max()
     error = (run(rounded, strategy).outs[1].double() - exact).abs().max()
@@ -353,9 +355,9 @@ def test_history_goes_round_where_that_moves_less(length: int, history: int) -> 
     around = 2 * kv_heads * HEAD_DIM * members * (members - 1) * -(-history // members)
     asking = heads * (2 * HEAD_DIM + 1) * length * (members - 1)
     goes = 0 < around < asking
-    shares = [-(-length // members)] * (length >= 2 * members) or [1]
+    slices = [-(-length // members)] * (length >= 2 * members) or [1]
     sent = sizes(ran, Tag.RING)[0][0] // (2 * kv_heads * HEAD_DIM * 8)
-    assert sent == shares[0] + (-(-history // members) if goes else 0)
+    assert sent == slices[0] + (-(-history // members) if goes else 0)
     assert any(map(sum, sizes(ran, Tag.HISTORY))) == (bool(history) and not goes)
 
 
@@ -397,11 +399,16 @@ def test_all_rounds_but_the_last_are_computed_while_a_share_travels(strategy: st
 def test_all_sequences_are_one_message_a_round() -> None:
     """Each in zigzag of its own."""
     members, order = 3, (2, 0, 1)
-    pieces = tuple(
-        PrefillPiece(rid=rid, start=0, length=length, rows=place(order, zigzag(length, members)))
-        for rid, length in enumerate((30, 11))
+    chunks = tuple(
+        PrefillChunk(
+            sequence_id=sequence_id,
+            start=0,
+            length=length,
+            rows=place(order, zigzag(length, members)),
+        )
+        for sequence_id, length in enumerate((30, 11))
     )
-    case = Case(4, 2, pieces, tuple(bounds_of_rows(pieces, order)), order)
+    case = Case(4, 2, chunks, tuple(bounds_of_rows(chunks, order)), order)
     for strategy in RINGS:
         ran = check(case, strategy)
         assert all(len(noted) == members - 1 for noted in sizes(ran, Tag.RING))

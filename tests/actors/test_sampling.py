@@ -15,11 +15,11 @@ from property_examples import examples
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from csps.actors.sampling import Draw, draw_batch, edited, uniform
-from csps.actors.token_sampler import BadLogits, TokenSampler
-from csps.kernels.draw import candidates
-from csps.protocols.errors import CspsError, InvalidRequest
-from csps.protocols.sampling import Sampling
+from csps.actors.sampling.batch_sampler import Sample, edited, sample_batch, uniform
+from csps.actors.sampling.token_sampler import BadLogits, TokenSampler
+from csps.kernels.sampling import candidates
+from csps.protocols.core.errors import CspsError, InvalidRequest
+from csps.protocols.gang.messages import Sampling
 
 VOCAB = 12
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
@@ -30,9 +30,9 @@ def logits_of(seed: int, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def drawn_by(sampler: TokenSampler, logits_v: Tensor, index: int) -> Draw:
+def drawn_by(sampler: TokenSampler, logits_v: Tensor, index: int) -> Sample:
     """A batch of one; raises what it has in place of a draw."""
-    (drawn,) = draw_batch([sampler], logits_v[None], [index])
+    (drawn,) = sample_batch([sampler], logits_v[None], [index])
     if isinstance(drawn, CspsError):
         raise drawn
     return drawn
@@ -302,10 +302,10 @@ def test_draw_depends_on_seed_and_index_only() -> None:
     for index, logits_v in enumerate(logits_bv):
         turn = index % 3
         bystander = TokenSampler(replace(RANDOM, seed=index), VOCAB)
-        _, draw = draw_batch(
+        _, draw = sample_batch(
             [bystander, moved[turn]], torch.stack([logits_v, logits_v]), [5, index]
         )
-        assert isinstance(draw, Draw)
+        assert isinstance(draw, Sample)
         assert draw.token == expected[index]
         for rank in {0, 1, 2} - {turn}:
             moved[rank].observe(draw.token)
@@ -327,7 +327,7 @@ def test_greedy_takes_the_first_of_equals(temperature: float) -> None:
     logits_v[[5, 3, 9]] = 2.0
     sampling = replace(GREEDY, temperature=temperature, top_k=1, top_p=0.1)
     assert drawn_by(TokenSampler(sampling, VOCAB), logits_v, 0).token == 3
-    assert draw_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Draw(token=3)]
+    assert sample_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Sample(token=3)]
 
 
 def test_batch_draws_what_single_requests_draw() -> None:
@@ -339,7 +339,9 @@ def test_batch_draws_what_single_requests_draw() -> None:
             drawn_by(TokenSampler(s, VOCAB), row, index)
             for s, row, index in zip(samplings, logits_bv, indices, strict=True)
         ]
-        assert draw_batch([TokenSampler(s, VOCAB) for s in samplings], logits_bv, indices) == singly
+        assert (
+            sample_batch([TokenSampler(s, VOCAB) for s in samplings], logits_bv, indices) == singly
+        )
 
 
 # --- reports -----------------------------------------------------------------------------------
@@ -414,16 +416,16 @@ def test_forbidding_every_token_is_the_clients_mistake(sampling: Sampling) -> No
     with pytest.raises(InvalidRequest, match="every token is forbidden"):
         drawn_by(TokenSampler(unending, VOCAB), logits_of(0), 1)
     samplers = [TokenSampler(it, VOCAB) for it in (sampling, unending)]
-    draws = draw_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
-    assert [type(draw) for draw in draws] == [Draw, InvalidRequest]
+    draws = sample_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
+    assert [type(draw) for draw in draws] == [Sample, InvalidRequest]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_bad_row_of_a_batch_spoils_no_other(sampling: Sampling) -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(3)])
     logits_bv[1, 0] = math.nan
-    draws = draw_batch([TokenSampler(sampling, VOCAB) for _ in range(3)], logits_bv, [0, 1, 2])
-    assert [type(draw) for draw in draws] == [Draw, BadLogits, Draw]
+    draws = sample_batch([TokenSampler(sampling, VOCAB) for _ in range(3)], logits_bv, [0, 1, 2])
+    assert [type(draw) for draw in draws] == [Sample, BadLogits, Sample]
     assert str(draws[1]) == "the logits of token 1 hold NaN"
 
 
@@ -504,15 +506,15 @@ def test_every_row_of_a_batch_is_drawn_as_if_it_were_alone(
     together = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
     alone = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
     indices = [index + row for row in range(len(kinds))]
-    draws = draw_batch(together, logits_bv, indices)
+    draws = sample_batch(together, logits_bv, indices)
     for row, draw in enumerate(draws):
-        (expected,) = draw_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
+        (expected,) = sample_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
         assert repr(draw) == repr(expected)
     assert torch.equal(logits_bv, untouched)
     # What was remembered is the same as well.
-    again = draw_batch(together, logits_bv, indices)
+    again = sample_batch(together, logits_bv, indices)
     for row, draw in enumerate(again):
-        (expected,) = draw_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
+        (expected,) = sample_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
         assert repr(draw) == repr(expected)
 
 
@@ -522,5 +524,5 @@ def test_a_long_list_of_stop_tokens_is_a_mask() -> None:
     sampling = replace(GREEDY, stop_token_ids=tuple(range(1, vocab)), min_tokens=2)
     sampler = TokenSampler(sampling, vocab)
     logits_v = logits_of(0, vocab)
-    assert drawn_by(sampler, logits_v, 0) == Draw(token=0)
+    assert drawn_by(sampler, logits_v, 0) == Sample(token=0)
     assert drawn_by(sampler, logits_v, 2).finish_reason == "stop"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from csps.actors.sent_bytes import SentBytes
+from csps.actors.engine.step_trace import SentBytes
 
 
 class CountingMesh:
@@ -15,11 +15,11 @@ def test_what_is_sent_while_it_stands_still_is_not_the_steps() -> None:
     step = SentBytes(mesh)  # type: ignore[arg-type]
     mesh.bytes_sent[1] += 5
     for _ in range(2):
-        with step.standing_still():
-            urgent = SentBytes(mesh)  # type: ignore[arg-type]
+        with step.paused():
+            high_priority = SentBytes(mesh)  # type: ignore[arg-type]
             mesh.bytes_sent[1] += 70
-            with urgent.standing_still():
+            with high_priority.paused():
                 mesh.bytes_sent[2] += 900
-            assert urgent.by_rank == (0, 70, 0)
+            assert high_priority.by_rank == (0, 70, 0)
     mesh.bytes_sent[2] += 3
     assert step.by_rank == (0, 5, 3)

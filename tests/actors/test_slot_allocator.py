@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from csps.actors.kv_holding import Place
-from csps.actors.slot_allocator import NotHeld, OutOfSlots, SlotAllocator
-from csps.protocols.errors import from_wire, to_wire
-from csps.protocols.span import Span
+from csps.actors.kv_cache.sequence_slots import SlotRows
+from csps.actors.kv_cache.slot_allocator import NotResident, OutOfSlots, SlotAllocator
+from csps.protocols.core.errors import from_wire, to_wire
+from csps.protocols.core.placement import Span
 
 
 def span(start: int, stop: int) -> Span:
@@ -37,21 +37,21 @@ def test_request_grows_next_to_what_it_has() -> None:
 
 def test_best_fit_takes_the_tightest_run() -> None:
     slots = SlotAllocator(100)
-    for rid, length in enumerate([10, 1, 6, 1, 8, 1]):
-        slots.allocate(rid, [span(0, length)])
+    for sequence_id, length in enumerate([10, 1, 6, 1, 8, 1]):
+        slots.allocate(sequence_id, [span(0, length)])
     tight = slots.runs(2)
-    for rid in (0, 2, 4):
-        slots.free_request(rid)
+    for sequence_id in (0, 2, 4):
+        slots.free_request(sequence_id)
     slots.allocate(9, [span(0, 6)])
     assert slots.runs(9) == tight
 
 
 def test_freed_neighbours_coalesce() -> None:
     slots = SlotAllocator(30)
-    for rid in range(3):
-        slots.allocate(rid, [span(0, 10)])
-    for rid in (0, 2, 1):
-        assert slots.free_request(rid) == 10
+    for sequence_id in range(3):
+        slots.allocate(sequence_id, [span(0, 10)])
+    for sequence_id in (0, 2, 1):
+        assert slots.free_request(sequence_id) == 10
     slots.allocate(5, [span(0, 30)])
     assert slots.runs(5) == [range(30)]
 
@@ -69,7 +69,7 @@ def test_every_fourth_token_of_a_run_belongs_into_one_place() -> None:
     slots.allocate(7, [span(0, 10)])
     slots.allocate(1, [span(0, 64)])
     with slots.places(1, Span(3, 64, 4)) as places:
-        assert places == [Place(slots=slice(13, 74, 4), rows=slice(0, 16, 1))]
+        assert places == [SlotRows(slots=slice(13, 74, 4), rows=slice(0, 16, 1))]
     assert places[0].tokens == 16
 
 
@@ -154,11 +154,11 @@ def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
 def test_what_is_not_there_is_not_shared() -> None:
     slots = SlotAllocator(16)
     slots.allocate(1, [span(0, 4)])
-    for origin, wanted in ((1, span(2, 5)), (3, span(0, 1))):
-        with pytest.raises(NotHeld, match="does not have it"):
-            slots.share(2, origin, wanted)
+    for source, wanted in ((1, span(2, 5)), (3, span(0, 1))):
+        with pytest.raises(NotResident, match="does not have it"):
+            slots.share_slots(2, source, wanted)
     slots.allocate(2, [span(3, 4)])
-    with pytest.raises(NotHeld, match="has slots for it"):
-        slots.share(2, 1, span(0, 4))
+    with pytest.raises(NotResident, match="has slots for it"):
+        slots.share_slots(2, 1, span(0, 4))
     assert slots.tokens(2) == 1
     slots.check_integrity()

@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from counted_overlaps import counted
+from exchange_counter import counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history
-from strategy_ranks import job_of
+from strategy_ranks import LAYERS, MODELS, Gangs, check_scattered_history, job_of
 from uniform_plan import uniform_plan
 
-from csps.actors.engine.engine import Engine
-from csps.actors.strategies import sp_tp_attention
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.sp_tp import SpTp
-from csps.actors.timeline import TRANSFERS, Timeline
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.sp_tp import head_attention as sp_tp_attention
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.actors.timing.timeline import TRANSFERS, PhaseTimeline
 
 TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
@@ -86,7 +85,7 @@ def test_not_pipelined_nothing_is_computed_while_anything_travels(
     plan = uniform_plan(TWO_SERVERS, levels=1, layers=LAYERS, pipelined=False)
 
     def make(group: SpGroup, engine: Engine) -> SpTp:
-        group.clock.timeline = Timeline(on=True)
+        group.clock.timeline = PhaseTimeline(on=True)
         return SpTp(group, engine, plan, hierarchical=hierarchical)
 
     gang, job = gloo_gangs("gqa", 4, 1), job_of([0, 9, 14, 30, 48], [5, 40, 3])
@@ -110,7 +109,7 @@ def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
     make = pipelined(TWO_SERVERS, 2)
 
     def noted(group: SpGroup, engine: Engine) -> SpTp:
-        group.clock.timeline = Timeline(on=True)
+        group.clock.timeline = PhaseTimeline(on=True)
         return make(group, engine)
 
     results = gangs("gqa", 4, 1).run(job_of([0, 12, 24, 36, 48], [48]), noted)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
-from csps.protocols.sampling import Sampling
-from csps.protocols.tokens import TokenDrawn
+from csps.protocols.gang.messages import SampledToken, Sampling
 
 TOKENS, LAYERS = 4, 3
 
@@ -44,17 +43,17 @@ async def test_greedy_tokens(
         plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=micro_partitions)
     requests = [
         Request(
-            rid=rid,
-            prompt=prompt_of(length, rid),
-            shares=even_shares(length, range(1)),
+            sequence_id=sequence_id,
+            prompt=prompt_of(length, sequence_id),
+            slices=even_shares(length, range(1)),
             sampling=Sampling(temperature=0, max_tokens=TOKENS),
         )
-        for rid, length in enumerate((67, 9))
+        for sequence_id, length in enumerate((67, 9))
     ]
     async with thread_cell(model, prefill=prefill, prefill_tp=tp, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
-        pieces = [request.piece() for request in requests]
-        job = job_of(pieces, range(prefill), strategy=strategy, csa=plan)
+        chunks = [request.chunk() for request in requests]
+        job = job_of(chunks, range(prefill), strategy=strategy, csa=plan)
         cell.submit(job, np.concatenate([request.prompt for request in requests]))
         answers = await cell.answer(*requests)
         await cell.freed(*range(len(requests)))
@@ -68,27 +67,33 @@ async def test_an_urgent_job_between_two_layers_while_the_next_ones_weights_trav
 ) -> None:
     """Both gather weights, over the same ranks."""
     requests = [
-        Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, range(1)))
-        for rid, length in enumerate((90, 7), start=1)
+        Request(
+            sequence_id=sequence_id,
+            prompt=prompt_of(length, sequence_id),
+            slices=even_shares(length, range(1)),
+        )
+        for sequence_id, length in enumerate((90, 7), start=1)
     ]
-    long, urgent = (
+    long, high_priority = (
         replace(
-            job_of([request.piece()], group, strategy="gathered_weights", urgent=group == [1]),
-            job_id=request.rid,
+            job_of(
+                [request.chunk()], group, strategy="gathered_weights", high_priority=group == [1]
+            ),
+            step_id=request.sequence_id,
         )
         for request, group in zip(requests, ([0, 1], [1]), strict=True)
     )
     async with thread_cell(model, prefill=2, prefill_tp=2, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
         for ranks in ([0, 1], [2, 3]):  # the long one stands still until all have both
-            for job, request in zip((long, urgent), requests, strict=True):
+            for job, request in zip((long, high_priority), requests, strict=True):
                 cell.submit(job, request.prompt, ranks=ranks)
             await cell.prefill.stats()
         answers = await cell.answer(*requests)
-        await cell.freed(*(request.rid for request in requests))
+        await cell.freed(*(request.sequence_id for request in requests))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
-    drawn = [it.rid for it in cell.order if isinstance(it, TokenDrawn) and it.index == 0]
-    assert drawn == [urgent.job_id, long.job_id]
+    drawn = [it.sequence_id for it in cell.order if isinstance(it, SampledToken) and it.index == 0]
+    assert drawn == [high_priority.step_id, long.step_id]
     for request, answer in zip(requests, answers, strict=True):
         assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))

@@ -8,18 +8,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense_csa import DenseCsa
+from dense_csa_reference import DenseCsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import MODELS, Gangs
-from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of
+from strategy_ranks import MODELS, Forward, Gangs, StrategyRanks, dense_forward, job_of
 from torch import Tensor
 
-from csps.actors.strategies.sp_tp import SpTp
-from csps.protocols.csa import CsaPlan, LayerGroup, halving
-from csps.protocols.even_share import even_share
-from csps.protocols.topology import Topology
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.core.placement import even_share
+from csps.protocols.core.topology import Topology
 
 WINDOW, SINKS, TAIL = 6, 1, 2
 
@@ -84,12 +83,12 @@ def fellows(heads: int, kv_heads: int, instances: int, tp: int) -> Tensor:
     return torch.tensor([[float(a == b) for b in labels] for a in labels], dtype=torch.float64)
 
 
-def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, piece: int) -> Forward:
+def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, chunk: int) -> Forward:
     """A piece's forward pass in which every query head has a KV head of its own, chosen for by the
     query heads that are computed with it."""
     spec = gang.network.spec
-    begin = sum(case.lengths[:piece])
-    owners = [owner_of(case.bounds, begin + t) for t in range(case.lengths[piece])]
+    begin = sum(case.lengths[:chunk])
+    owners = [owner_of(case.bounds, begin + t) for t in range(case.lengths[chunk])]
     alike = fellows(spec.heads, spec.kv_heads, len(case.locations), case.tp)
     judged: list[Tensor | None] = [None]
 
@@ -112,7 +111,7 @@ def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, piece: int) -> F
         return out_thd
 
     with torch.inference_mode():
-        return dense_forward(gang.network, gang.prompt(piece, len(owners)), attend)
+        return dense_forward(gang.network, gang.prompt(chunk, len(owners)), attend)
 
 
 def owner_of(bounds: Sequence[int], row: int) -> int:
@@ -124,8 +123,8 @@ def check(gangs: Gangs, case: Case) -> None:
     gang = gangs(case.model, len(case.locations), case.tp)
     plan, job = case.plan(gang.network.spec.layers), job_of(case.bounds, case.lengths)
     results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
-    pieces = range(len(case.lengths))
-    gang.check(job, results, [brute_force(gang, case, plan, piece) for piece in pieces])
+    chunks = range(len(case.lengths))
+    gang.check(job, results, [brute_force(gang, case, plan, chunk) for chunk in chunks])
 
 
 @pytest.mark.parametrize(

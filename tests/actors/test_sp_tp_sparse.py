@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_csa import DenseCsa
+from dense_csa_reference import DenseCsa
 from dense_reference import dense_attention
 from small_blocks import blocks_of
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
@@ -16,11 +16,10 @@ from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
 
-from csps.actors.strategies.sp_tp import SpTp
-from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
-from csps.protocols.errors import ConfigError
-from csps.protocols.placement import KvShare
-from csps.protocols.span import Span
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.placement import KvSlice, Span
 
 LAYERS = 5
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
@@ -124,11 +123,11 @@ def test_far_keys_are_left_out_as_planned(
 @pytest.mark.parametrize("window", [ALL_QUERIES, 16])
 def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipelined: bool) -> None:
     plan, start = plan_of(3, 0.5, window, pipelined=pipelined), 11
-    shares = [
-        KvShare(instance=2, span=Span(start=0, stop=7)),
-        KvShare(instance=1, span=Span(start=7, stop=start)),
+    slices = [
+        KvSlice(instance=2, span=Span(start=0, stop=7)),
+        KvSlice(instance=1, span=Span(start=7, stop=start)),
     ]
-    job = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[shares, []])
+    job = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
     forwards = [brute_force(gang, plan, start), gang.forwards(job)[1]]
     gang.hold_history(job, forwards)
     try:

@@ -7,19 +7,19 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 
-from csps.actors.engine.step_desk import StepDesk
-from csps.protocols.span import Span
+from csps.actors.engine.pending_steps import PendingSteps
+from csps.protocols.core.placement import Span
 
 
 class Waiting:
     """A step as the desk sees it."""
 
-    def __init__(self, number: int, rids: list[int], fits: bool) -> None:
-        self.number, self.sequences, self.fits = number, rids, fits
+    def __init__(self, number: int, sequence_ids: list[int], fits: bool) -> None:
+        self.step_id, self.sequences, self.fits = number, sequence_ids, fits
 
     def take_slots(self) -> bool:
         return self.fits
@@ -28,13 +28,13 @@ class Waiting:
 def test_a_sequences_steps_take_slots_in_their_order() -> None:
     """Others pass; else the earlier one might wait for what the later one has taken."""
     acknowledged: list[int] = []
-    desk = StepDesk(acknowledged.append)
+    desk = PendingSteps(acknowledged.append)
     first = Waiting(1, [1, 2], fits=False)
     for run in (first, Waiting(2, [2, 3], fits=True), Waiting(3, [3], True), Waiting(4, [4], True)):
         desk.add(cast(Any, run), owner=1)
     assert acknowledged == [4]
     first.fits = True
-    desk.slots_came_back()
+    desk.slots_freed()
     assert acknowledged == [4, 1, 2, 3]
 
 
@@ -46,41 +46,49 @@ async def test_a_step_takes_all_slots_or_none(
         [rank] = cell.prefill_gang.ranks
         pool = rank.engine.pool
         one, other = (
-            Request(rid=rid, prompt=prompt_of(20, rid), shares=even_shares(20, [0]))
-            for rid in (1, 2)
+            Request(
+                sequence_id=sequence_id,
+                prompt=prompt_of(20, sequence_id),
+                slices=even_shares(20, [0]),
+            )
+            for sequence_id in (1, 2)
         )
         allocate = pool.slots.allocate
         thief = [Span(start=0, stop=40)]
 
-        def stolen(rid: int, spans: Any) -> None:
-            allocate(rid, spans)
+        def stolen(sequence_id: int, spans: Any) -> None:
+            allocate(sequence_id, spans)
             if thief:
                 allocate(99, [thief.pop()])
 
         monkeypatch.setattr(pool.slots, "allocate", stolen)
-        job = job_of([one.piece(), other.piece()], [0])
+        job = job_of([one.chunk(), other.chunk()], [0])
         cell.submit(job, np.concatenate([one.prompt, other.prompt]))
         await cell.prefill.stats()
         assert pool.slots.used == 40, "the step holds slots while it waits for others"
         pool.slots.free_request(99)
-        rank.loop._desk.slots_came_back()
+        rank.loop._pending_steps.slots_freed()
         await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
         for it in (one, other):
-            assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 1)
+            assert cell.tokens(it.sequence_id) == greedy_tokens(tiny_llama, it.prompt.tolist(), 1)
         await cell.idle()
 
 
 async def test_rows_that_are_kept_elsewhere_take_no_slots(tiny_llama: Path) -> None:
     """LoongServe §4.1: the instance that helps has no room for what it computes."""
     async with elastic_cell(tiny_llama, 2, kv_slots=100) as cell:
-        full = Request(rid=1, prompt=prompt_of(90, 1), shares=even_shares(90, [0]), master=1)
-        helped = Request(rid=2, prompt=prompt_of(90, 2), shares=even_shares(90, [1]), master=1)
+        full = Request(
+            sequence_id=1, prompt=prompt_of(90, 1), slices=even_shares(90, [0]), master=1
+        )
+        helped = Request(
+            sequence_id=2, prompt=prompt_of(90, 2), slices=even_shares(90, [1]), master=1
+        )
         for it in (full, helped):
             await cell.reserve(it)
-        cell.submit(job_of([full.piece()], [0]), full.prompt)
+        cell.submit(job_of([full.chunk()], [0]), full.prompt)
         here = even_shares(40, [1])
-        cell.submit(job_of([helped.piece(0, 40)], [0, 1]), helped.prompt[:40])
-        rest = helped.piece(40, history=here)
+        cell.submit(job_of([helped.chunk(0, 40)], [0, 1]), helped.prompt[:40])
+        rest = helped.chunk(40, history=here)
         cell.submit(job_of([rest], [1, 0]), helped.prompt[40:])
         answers = await cell.answer(full, helped)
         for it, answer in zip((full, helped), answers, strict=True):

@@ -14,30 +14,29 @@ from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
 
-from csps.actors.csa.strategy import Csa
-from csps.actors.engine.choice import strategy_of
-from csps.actors.engine.engine import Engine
-from csps.actors.instance_group import InstanceGroup
-from csps.actors.levels.schedule import DropSchedule
-from csps.actors.strategies.gathered_weights import GatheredWeights
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.sp_tp import SpTp
-from csps.actors.strategies.strategy import Strategy
-from csps.actors.strategies.ulysses import Ulysses
-from csps.configurator.csa_traffic import csa_traffic, levels_traffic
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.traffic import (
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.levels import DropSchedule
+from csps.actors.attention.base.strategy import Strategy
+from csps.actors.attention.choice import strategy_of
+from csps.actors.attention.csa.strategy import Csa
+from csps.actors.attention.sp_tp.gathered_weights import GatheredWeights
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.actors.attention.ulysses import Ulysses
+from csps.actors.comm.process_group import InstanceGroup
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.model.traffic import (
     Traffic,
+    csa_traffic,
     gathered_weights_traffic,
+    levels_traffic,
     sp_tp_traffic,
     ulysses_traffic,
 )
-from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.placement import contiguous, place, zigzag
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.topology import Topology
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, CsaSettings, LayerGroup, halving
+from csps.protocols.core.placement import contiguous, place, zigzag
+from csps.protocols.core.topology import GroupShape, Topology
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 LAYERS, TOKENS, FP32 = 2, 48, 4
 GANGS = {
@@ -100,7 +99,7 @@ def shape_of(gang: StrategyRanks) -> AttentionShape:
     )
 
 
-def measured(gang: StrategyRanks, make: MakeStrategy, job: PrefillJob | None = None) -> Traffic:
+def measured(gang: StrategyRanks, make: MakeStrategy, step: PrefillStep | None = None) -> Traffic:
     """Elements that a job sends in one layer, sums over instances by a ring among them; but not
     the MLP's sum, which is the same for all strategies."""
     instances, group = gang.engines[0].layout.instances, group_of(gang)
@@ -108,7 +107,7 @@ def measured(gang: StrategyRanks, make: MakeStrategy, job: PrefillJob | None = N
         engine.mesh.bytes_sent[:] = [0] * engine.mesh.world_size
     summed.clear()
     bounds = [TOKENS * index // instances for index in range(instances + 1)]
-    gang.run(job or job_of(bounds, [TOKENS]), make)
+    gang.run(step or job_of(bounds, [TOKENS]), make)
     sums = sum(summed) / LAYERS - TOKENS * gang.network.spec.hidden * group.tp * (group.tp > 1)
     total = Traffic(inside=sums * 2 * (group.tp - 1) / group.tp)
     for engine in gang.engines:
@@ -161,8 +160,8 @@ def test_rings(gang: StrategyRanks, strategy: str, history: int) -> None:
     """Of history as much as goes round, and so much that pass-KV had better ask for it."""
     group = group_of(gang)
     order = tuple(range(group.sp))
-    piece = PrefillPiece(
-        rid=1,
+    chunk = PrefillChunk(
+        sequence_id=1,
         start=history,
         length=TOKENS,
         rows=place(order, zigzag(TOKENS, group.sp), start=history),
@@ -170,17 +169,17 @@ def test_rings(gang: StrategyRanks, strategy: str, history: int) -> None:
             order, contiguous([history * index // group.sp for index in range(group.sp + 1)])
         ),
     )
-    job = PrefillJob(
-        job_id=1,
+    step = PrefillStep(
+        step_id=1,
         group=order,
         bounds=tuple(TOKENS * index // group.sp for index in range(group.sp + 1)),
-        pieces=(piece,),
+        chunks=(chunk,),
         strategy=strategy,
     )
     formula = {"ring_kv": ring_kv_traffic, "ring_q": ring_q_traffic}[strategy]
-    gang.hold_history(job, gang.forwards(job))
+    gang.hold_history(step, gang.forwards(step))
     try:
-        actual = measured(gang, strategy_of, job)
+        actual = measured(gang, strategy_of, step)
     finally:
         for engine in gang.engines:
             engine.pool.slots.free_request(1)
@@ -194,8 +193,8 @@ def test_levels(gang: StrategyRanks) -> None:
     )
 
     def levels(members: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
-        job = replace(members.job, strategy="levels", csa=plan)
-        return strategy_of(replace(members, job=job), engine)
+        step = replace(members.step, strategy="levels", csa=plan)
+        return strategy_of(replace(members, step=step), engine)
 
     assert measured(gang, levels) == levels_traffic(shape_of(gang), group, TOKENS)
 

@@ -8,27 +8,20 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fake_device_streams import NcclGroup, Race, Races
 from mesh_threads import on_ranks
-from stream_races import NcclGroup, Race, Races
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from csps.actors.collectives.row_gather import RowGather
-from csps.actors.collectives.row_reduce import RowReduce
-from csps.actors.collectives.row_shards import RowShards
-from csps.actors.collectives.row_tree import server_tree
-from csps.actors.followers import FollowInOrder
-from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.staging import Staging, launched_so_far
-from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.query_exchange import (
-    Meeting,
-    QueryRoutes,
-    exchange_queries,
-)
-from csps.actors.transfers import Label, Transfers
-from csps.protocols.span import Span
+from csps.actors.attention.query_exchange import QueryExchange, QueryRoutes, exchange_queries
+from csps.actors.comm.continuations import StreamContinuations
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.actors.comm.row_collectives import RowGather, RowReduce, RowShards, server_tree
+from csps.actors.comm.transfers import Label, Transfers
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.kv_transfer.message import Staging, launched_so_far
+from csps.actors.timing.timeline import StepClock
+from csps.protocols.core.placement import Span
 
 CUDA = torch.device("cuda")
 LABEL = Label(phase="all-gather")
@@ -94,16 +87,16 @@ class Sending:
         self.pool = KvPool(**fields, dtype=torch.float32, device="cpu")
         self.staging = Staging(CUDA)
 
-    def compute(self, rid: int, span: Span) -> None:
+    def compute(self, sequence_id: int, span: Span) -> None:
         """The engine writes a layer."""
-        self.pool.slots.allocate(rid, [span])
+        self.pool.slots.allocate(sequence_id, [span])
         kv_thd = torch.ones(span.length, 2, 4)
-        self.pool.write(0, rid, span, kv_thd, kv_thd)
+        self.pool.write(0, sequence_id, span, kv_thd, kv_thd)
 
-    def read(self, rid: int, span: Span) -> list[Tensor]:
+    def read(self, sequence_id: int, span: Span) -> list[Tensor]:
         """To host memory, as `SendQueue` does."""
         with self.staging.copying():
-            return [self.staging.to_host(it) for it in self.pool.read(0, rid, span)]
+            return [self.staging.to_host(it) for it in self.pool.read(0, sequence_id, span)]
 
 
 @pytest.fixture
@@ -183,7 +176,7 @@ def on_nccl(body: Any, ranks: int = 3) -> None:
     on_ranks(ranks, rank, lambda store, rank, size, host: cast(Any, NcclGroup(races)))
 
 
-ROUTES = QueryRoutes(rows=3, held_here=range(3), outgoing={1: [0, 2], 2: [1]}, incoming={1: 2})
+ROUTES = QueryRoutes(rows=3, resident_here=range(3), outgoing={1: [0, 2], 2: [1]}, incoming={1: 2})
 
 
 def answers(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +188,7 @@ def test_queries_and_answers_are_there_when_they_are_used() -> None:
         tags = Tag.DECODE_QUERY, Tag.DECODE_PARTIAL
         for _ in range(3):  # layers, whose tensors come and go
             q_rhd = torch.ones(3, 2, 4)
-            meeting = Meeting(mesh, ROUTES, q_rhd, heads=2, head_dim=4, tags=tags)
+            meeting = QueryExchange(mesh, ROUTES, q_rhd, heads=2, head_dim=4, tags=tags)
             exchange_queries(q_rhd, meeting, answers)
 
     on_nccl(body)
@@ -222,7 +215,7 @@ def gather_and_reduce(mesh: Mesh, device: torch.device) -> None:
         replicas=(0, 1, 2, 3),
     )
     parts = tuple(shards.parts(2))
-    with Transfers(mesh, JobClock()) as transfers:
+    with Transfers(mesh, StepClock()) as transfers:
         for layer in range(3):
             held_td = torch.ones(2, 3)
             gather = RowGather(shards, held_td, parts, transfers, layer=layer)
@@ -240,7 +233,9 @@ def test_relays_and_sums_run_in_a_certain_order() -> None:
 
 
 def test_sums_that_nobody_waits_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("csps.actors.followers.Task.result", lambda task: task.future.result())
+    monkeypatch.setattr(
+        "csps.actors.comm.continuations.Continuation.result", lambda task: task.future.result()
+    )
     with pytest.raises(Race):
         test_relays_and_sums_run_in_a_certain_order()
 
@@ -256,10 +251,10 @@ def test_rows_that_are_used_before_they_are_there_are_found(
 def test_a_followers_stream_waits_for_the_arrival() -> None:
     def body(mesh: Mesh, races: Races) -> None:
         mesh.device, room = CUDA, torch.zeros(2)
-        with Transfers(mesh, JobClock()) as transfers:
-            assert isinstance(transfers._followers, FollowInOrder)
+        with Transfers(mesh, StepClock()) as transfers:
+            assert isinstance(transfers._continuations, StreamContinuations)
             arrival = transfers.start([], [(1, room)], Tag.ROWS, LABEL)
-            task = transfers.follow("sums", arrival, lambda: room + 1)
+            task = transfers.then("sums", arrival, lambda: room + 1)
             transfers.wait(arrival)
             task.result() + 1
 

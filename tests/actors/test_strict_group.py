@@ -16,13 +16,11 @@ from strict_group import EVERY_RULE, BrokenRule, Rule, strict
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors import process_group
-from csps.actors.instance_group import InstanceGroup
-from csps.actors.job_clock import JobClock
-from csps.actors.launch_order import LaunchOrder
-from csps.actors.mesh import ControlTag, Mesh, Tag
-from csps.actors.process_group import ABORT_HANGS, PeerLost
-from csps.actors.transfers import Label, Transfers
+from csps.actors.comm import process_group
+from csps.actors.comm.mesh import ControlTag, Mesh, Tag
+from csps.actors.comm.process_group import ABORT_HANGS, InstanceGroup, LaunchOrder, PeerLost
+from csps.actors.comm.transfers import Label, Transfers
+from csps.actors.timing.timeline import StepClock
 
 
 def groups(body: Callable[[Any, int], Any], rules: frozenset[Rule] = EVERY_RULE) -> list[Any]:
@@ -173,10 +171,10 @@ def test_control_messages_do_not_wait_behind_data() -> None:
         if mesh.rank == 0:
             room = torch.zeros(1)
             data = mesh.exchange([], [(1, room)], Tag.ROWS)
-            mesh.tell(words, 1, ControlTag.DECODE_TOKEN).wait()
+            mesh.send(words, 1, ControlTag.DECODE_TOKEN).wait()
             data.wait()
             return room.tolist()
-        mesh.hear(words, 0, ControlTag.DECODE_TOKEN).wait()
+        mesh.recv(words, 0, ControlTag.DECODE_TOKEN).wait()
         mesh.exchange([(0, torch.ones(1))], [], Tag.ROWS).wait()
         return []
 
@@ -203,7 +201,7 @@ def test_what_is_received_is_passed_on_by_the_thread_that_computes() -> None:
 
     def body(mesh: Mesh) -> list[float]:
         label, room = Label(phase="relay", layer=0), torch.zeros(2)
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 0:
                 transfers.start([(1, torch.tensor([1.0, 2.0]))], [], Tag.ROWS, label)
             elif mesh.rank == 1:

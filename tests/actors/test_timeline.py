@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from csps.actors.timeline import Event, Timeline
+from csps.actors.timing.timeline import Event, PhaseTimeline
 
 
 def test_a_timeline_that_is_off_keeps_nothing() -> None:
-    timeline = Timeline(on=False)
+    timeline = PhaseTimeline(on=False)
     with timeline.phase("attention", layer=1) as phase, timeline.phase("merge") as other:
         assert phase is other is None
     timeline.add(Event("wait", 0, 1))
@@ -15,7 +15,7 @@ def test_a_timeline_that_is_off_keeps_nothing() -> None:
 
 
 def test_phases_become_events_in_the_order_in_which_they_end() -> None:
-    timeline = Timeline(on=True)
+    timeline = PhaseTimeline(on=True)
     with timeline.phase("attention", layer=1, level=2, micro=3), timeline.phase("wait"):
         pass
     inner, outer = timeline.events

@@ -13,11 +13,10 @@ import torch
 from mesh_threads import FINISH_S, on_ranks
 from torch._C._distributed_c10d import Work
 
-from csps.actors.job_clock import JobClock
-from csps.actors.mesh import BegunExchange, ControlTag, Mesh, Tag
-from csps.actors.process_group import Pending
-from csps.actors.timeline import Timeline
-from csps.actors.transfers import Label, Transfers
+from csps.actors.comm.mesh import BegunExchange, ControlTag, Mesh, Tag
+from csps.actors.comm.process_group import Pending
+from csps.actors.comm.transfers import Label, Transfers
+from csps.actors.timing.timeline import PhaseTimeline, StepClock
 
 LABEL = Label(phase="first all-to-all", layer=3, level=2, micro=1)
 
@@ -26,8 +25,8 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
     """Rank 0 has nothing to send before rank 1 has seen that two receives are under way."""
     go = threading.Event()
 
-    def rank(mesh: Mesh) -> tuple[JobClock, float]:
-        clock, begin = JobClock(timeline=Timeline(on=True)), time.monotonic()
+    def rank(mesh: Mesh) -> tuple[StepClock, float]:
+        clock, begin = StepClock(timeline=PhaseTimeline(on=True)), time.monotonic()
         with Transfers(mesh, clock) as transfers:
             if mesh.rank == 0:
                 assert go.wait(FINISH_S)
@@ -57,17 +56,17 @@ def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() ->
     """Rank 0 sends when rank 1 has done its last share of work."""
 
     def rank(mesh: Mesh) -> list[int]:
-        shares = [3, 2, 1]
+        slices = [3, 2, 1]
         go = torch.zeros(1)
 
         def work() -> bool:
-            if shares and shares.pop() == 3:
-                mesh.tell(go, 0, ControlTag.DECODE_TOKEN).wait()
-            return bool(shares)
+            if slices and slices.pop() == 3:
+                mesh.send(go, 0, ControlTag.DECODE_TOKEN).wait()
+            return bool(slices)
 
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 0:
-                mesh.hear(go, 1, ControlTag.DECODE_TOKEN).wait()
+                mesh.recv(go, 1, ControlTag.DECODE_TOKEN).wait()
                 transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
                 return []
             transfer = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
@@ -75,7 +74,7 @@ def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() ->
                 transfers.wait(transfer)
             with transfers.meanwhile(lambda: pytest.fail("it has arrived")):
                 transfers.wait(transfer)
-        return shares
+        return slices
 
     assert on_ranks(2, rank) == [[], []]
 
@@ -83,7 +82,7 @@ def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() ->
 def test_without_overlap_a_transfer_is_over_when_start_returns() -> None:
     def rank(mesh: Mesh) -> tuple[bool, bool]:
         other = 1 - mesh.rank
-        with Transfers(mesh, JobClock(), overlap=False) as transfers:
+        with Transfers(mesh, StepClock(), overlap=False) as transfers:
             transfer = transfers.start(
                 [(other, torch.ones(4))], [(other, torch.zeros(4))], Tag.ROWS, LABEL
             )
@@ -99,7 +98,7 @@ def test_a_lost_peer_fails_the_wait_and_leaves_no_thread() -> None:
         if mesh.rank == 0:
             mesh.close()
             return
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             transfer = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
             with pytest.raises(RuntimeError):
                 transfers.wait(transfer)
@@ -134,7 +133,7 @@ def test_without_overlap_nobody_waits_for_what_a_follower_begins() -> None:
     may_send, passed_on = threading.Event(), threading.Event()
 
     def rank(mesh: Mesh) -> None:
-        clock = JobClock()
+        clock = StepClock()
         with Transfers(mesh, clock, overlap=False) as transfers:
             if mesh.rank == 0:
                 assert may_send.wait(30)
@@ -161,7 +160,7 @@ def test_what_arrives_is_passed_on_while_something_else_is_waited_for() -> None:
 
     def rank(mesh: Mesh) -> float:
         room, answer = torch.zeros(4), torch.zeros(4)
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 0:
                 transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
             elif mesh.rank == 1:
@@ -182,28 +181,28 @@ def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
     """Rank 1 owes rank 2 a row while both do something urgent with rows of the same kind."""
 
     def rank(mesh: Mesh) -> list[float]:
-        room, urgent = torch.zeros(1), torch.zeros(1)
+        room, high_priority = torch.zeros(1), torch.zeros(1)
         done = torch.zeros(1)
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 1:
                 arrival = transfers.start([], [(0, room)], Tag.ROWS, LABEL)
                 transfers.pass_on(arrival, [(2, room)], Tag.RELAYED_ROWS, LABEL)
             elif mesh.rank == 2:
                 arrival = transfers.start([], [(1, room)], Tag.RELAYED_ROWS, LABEL)
-            with mesh.lane(1), Transfers(mesh, JobClock()) as inner:
+            with mesh.lane(1), Transfers(mesh, StepClock()) as inner:
                 if mesh.rank == 1:
                     inner.start([(2, torch.full((1,), 9.0))], [], Tag.RELAYED_ROWS, LABEL)
-                    mesh.hear(done, 2, ControlTag.DECODE_TOKEN).wait()
-                    mesh.tell(done, 0, ControlTag.DECODE_TOKEN).wait()
+                    mesh.recv(done, 2, ControlTag.DECODE_TOKEN).wait()
+                    mesh.send(done, 0, ControlTag.DECODE_TOKEN).wait()
                 elif mesh.rank == 2:
-                    inner.wait(inner.start([], [(1, urgent)], Tag.RELAYED_ROWS, LABEL))
-                    mesh.tell(done, 1, ControlTag.DECODE_TOKEN).wait()
+                    inner.wait(inner.start([], [(1, high_priority)], Tag.RELAYED_ROWS, LABEL))
+                    mesh.send(done, 1, ControlTag.DECODE_TOKEN).wait()
             if mesh.rank == 0:
-                mesh.hear(done, 1, ControlTag.DECODE_TOKEN).wait()
+                mesh.recv(done, 1, ControlTag.DECODE_TOKEN).wait()
                 transfers.start([(1, torch.ones(1))], [], Tag.ROWS, LABEL)
             else:
                 transfers.wait(arrival)
-        return [float(room), float(urgent)]
+        return [float(room), float(high_priority)]
 
     assert on_ranks(3, rank) == [[0, 0], [1, 0], [1, 9]]
 
@@ -211,7 +210,7 @@ def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
 def test_between_two_parts_of_computing_what_has_arrived_is_passed_on() -> None:
     def rank(mesh: Mesh) -> float:
         room = torch.zeros(4)
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 0:
                 transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
             elif mesh.rank == 1:
@@ -232,7 +231,7 @@ def test_without_overlap_a_collective_is_under_way_together_and_over_at_its_end(
 
     def rank(mesh: Mesh) -> float:
         room = [torch.zeros(4), torch.zeros(4)]
-        with Transfers(mesh, JobClock(), overlap=False) as transfers:
+        with Transfers(mesh, StepClock(), overlap=False) as transfers:
             with transfers.as_one():
                 for tag in (Tag.ROWS, Tag.ROW_SUMS)[:: 1 - 2 * mesh.rank]:
                     if mesh.rank == 0:
@@ -248,7 +247,7 @@ def test_arrivals_of_one_tag_are_noticed_while_another_ones_are_yet_to_come() ->
     noticed = threading.Event()
 
     def rank(mesh: Mesh) -> None:
-        with Transfers(mesh, JobClock()) as transfers:
+        with Transfers(mesh, StepClock()) as transfers:
             if mesh.rank == 0:
                 transfers.start([(1, torch.ones(4))], [], Tag.RELAYED_ROWS, LABEL)
                 assert noticed.wait(30)
@@ -287,7 +286,7 @@ class _CudaMesh:
 
 
 def on_cuda() -> Transfers:
-    return Transfers(cast(Mesh, _CudaMesh()), JobClock())
+    return Transfers(cast(Mesh, _CudaMesh()), StepClock())
 
 
 def test_on_cuda_sends_are_let_go_when_the_computing_stream_has_waited_for_what_came_later() -> (
@@ -314,8 +313,8 @@ def test_on_cuda_sends_are_let_go_when_the_computing_stream_has_waited_for_what_
 
 
 def test_on_cuda_each_wait_does_one_share_of_the_other_work() -> None:
-    shares = [2, 1, 0]
-    with on_cuda() as transfers, transfers.meanwhile(lambda: bool(shares.pop())):
+    slices = [2, 1, 0]
+    with on_cuda() as transfers, transfers.meanwhile(lambda: bool(slices.pop())):
         for left in (2, 1):
             transfers.wait(transfers.start([], [(1, torch.zeros(4))], Tag.ROWS, LABEL))
-            assert len(shares) == left
+            assert len(slices) == left

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from csa_jobs import scattered
+from csa_cases import scattered
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,15 +18,15 @@ from small_blocks import blocks_of
 from strict_group import strict
 from torch import Tensor
 
-from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import KvPool
-from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh
-from csps.actors.process_group import GroupMaker
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.ulysses import Ulysses
-from csps.protocols.even_share import even_share
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.ulysses import Ulysses
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import Mesh
+from csps.actors.comm.process_group import GroupMaker
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.timing.timeline import StepClock
+from csps.protocols.core.placement import even_share
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 HEAD_DIM = 8
 
@@ -37,11 +37,11 @@ class Case:
 
     heads: int
     kv_heads: int
-    pieces: tuple[PrefillPiece, ...]
+    chunks: tuple[PrefillChunk, ...]
     bounds: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype = torch.float64
-    withdrawn: frozenset[int] = frozenset()
+    cancelled: frozenset[int] = frozenset()
     """Requests that are not wanted any more."""
 
     @property
@@ -59,7 +59,7 @@ class Case:
         def random(tokens: int, heads: int) -> Tensor:
             return torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(self.dtype)
 
-        ends = [piece.start + piece.length for piece in self.pieces]
+        ends = [chunk.start + chunk.length for chunk in self.chunks]
         keys = [random(end, self.kv_heads) for end in ends]
         return random(self.rows, self.heads), keys, [random(end, self.kv_heads) for end in ends]
 
@@ -68,15 +68,15 @@ def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, l
     """Output of all rows, and the bytes that each rank has sent to each."""
     q, keys, values = case.tensors()
     k_rows, v_rows = (
-        torch.cat([x[p.start :] for p, x in zip(case.pieces, parts, strict=True)])
+        torch.cat([x[p.start :] for p, x in zip(case.chunks, parts, strict=True)])
         for parts in (keys, values)
     )
 
     def body(mesh: Mesh) -> tuple[Tensor, list[int]]:
         member = case.order.index(mesh.rank)
-        job = PrefillJob(job_id=1, group=case.order, bounds=case.bounds, pieces=case.pieces)
+        job = PrefillStep(step_id=1, group=case.order, bounds=case.bounds, chunks=case.chunks)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
-        group = SpGroup(mesh, layout, job, member, JobClock(), withdrawn=set(case.withdrawn))
+        group = SpGroup(mesh, layout, job, member, StepClock(), cancelled=set(case.cancelled))
         pool = pool_with_history(case, member, keys, values)
         strategy = Ulysses(
             group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=HEAD_DIM**-0.5
@@ -115,28 +115,28 @@ def pool_with_history(
         dtype=case.dtype,
         device="cpu",
     )
-    for piece, k, v in zip(case.pieces, keys, values, strict=True):
-        for share in piece.history:
+    for chunk, k, v in zip(case.chunks, keys, values, strict=True):
+        for share in chunk.history:
             if share.instance == case.order[member]:
                 span = slice(share.span.start, share.span.stop)
-                pool.slots.allocate(piece.rid, [share.span])
-                pool.write(0, piece.rid, share.span, k[span], v[span])
+                pool.slots.allocate(chunk.sequence_id, [share.span])
+                pool.write(0, chunk.sequence_id, share.span, k[span], v[span])
     return pool
 
 
 def dense(case: Case) -> Tensor:
     q, keys, values = case.tensors()
     outs, begin = [], 0
-    for piece, k, v in zip(case.pieces, keys, values, strict=True):
+    for chunk, k, v in zip(case.chunks, keys, values, strict=True):
         out, _ = dense_attention(
-            q[begin : begin + piece.length],
+            q[begin : begin + chunk.length],
             k,
             v,
-            q_positions=torch.arange(piece.start, piece.start + piece.length),
+            q_positions=torch.arange(chunk.start, chunk.start + chunk.length),
             k_positions=torch.arange(len(k)),
         )
-        outs.append(torch.zeros_like(out) if piece.rid in case.withdrawn else out)
-        begin += piece.length
+        outs.append(torch.zeros_like(out) if chunk.sequence_id in case.cancelled else out)
+        begin += chunk.length
     return torch.cat(outs)
 
 
@@ -146,9 +146,14 @@ def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.sampled_from((1, 2, 3)))
     lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
     starts = [draw(st.integers(0, 20)) for _ in lengths]
-    pieces = tuple(
-        PrefillPiece(rid=rid, start=start, length=length, history=draw(scattered(start, members)))
-        for rid, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    chunks = tuple(
+        PrefillChunk(
+            sequence_id=sequence_id,
+            start=start,
+            length=length,
+            history=draw(scattered(start, members)),
+        )
+        for sequence_id, (start, length) in enumerate(zip(starts, lengths, strict=True))
     )
     total = sum(lengths)
     inner = sorted(
@@ -157,10 +162,10 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         heads=kv_heads * draw(st.sampled_from((1, 2, 3))),
         kv_heads=kv_heads,
-        pieces=pieces,
+        chunks=chunks,
         bounds=(0, *inner, total),
         order=tuple(draw(st.permutations(range(members)))),
-        withdrawn=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
+        cancelled=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
     )
 
 
@@ -200,7 +205,7 @@ def one_prompt(
     return Case(
         heads=heads,
         kv_heads=kv_heads,
-        pieces=(PrefillPiece(rid=1, start=0, length=length),),
+        chunks=(PrefillChunk(sequence_id=1, start=0, length=length),),
         bounds=tuple(index * length // members for index in range(members + 1)),
         order=tuple(range(members)),
         dtype=dtype,
@@ -251,10 +256,10 @@ def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
             rows = [case.bounds[m + 1] - case.bounds[m] for m in range(case.members)]
             asked, answered = (
                 sum(
-                    piece.length
-                    for piece in case.pieces
-                    if any(share.instance == holder for share in piece.history)
-                    and piece.rid not in case.withdrawn
+                    chunk.length
+                    for chunk in case.chunks
+                    if any(share.instance == holder for share in chunk.history)
+                    and chunk.sequence_id not in case.cancelled
                 )
                 for holder in (receiver, sender)
             )

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from csps.actors.process_group import PeerLost, Pending
-from csps.actors.waiting_threads import WaitingThread, WaitingThreads
+from csps.actors.comm.mesh import WaitingThread, WaitingThreads
+from csps.actors.comm.process_group import PeerLost, Pending
 
 WAIT_S = 60.0
 
@@ -20,8 +20,8 @@ class Watched(WaitingThreads):
         super().__init__()
         self.back = threading.Event()
 
-    def come_back(self, thread: WaitingThread) -> None:
-        super().come_back(thread)
+    def take_back(self, thread: WaitingThread) -> None:
+        super().take_back(thread)
         self.back.set()
 
 
@@ -43,12 +43,12 @@ def test_the_next_job_gets_the_thread_of_the_one_before() -> None:
     assert since <= first.add(Pending([], [])).result(WAIT_S) <= time.time_ns()
     with pytest.raises(PeerLost):
         first.add(Lost()).result(WAIT_S)
-    first.give_back()
+    first.release()
     assert threads.back.wait(WAIT_S)
     assert threads.lend() is first
     threads.close()
     for lent in (first, other):
-        lent.give_back()
+        lent.release()
     for thread in set(threading.enumerate()) - before:
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -56,7 +56,7 @@ def test_the_next_job_gets_the_thread_of_the_one_before() -> None:
 
 def test_who_is_idle_ends_with_the_mesh() -> None:
     before, threads = set(threading.enumerate()), Watched()
-    threads.lend().give_back()
+    threads.lend().release()
     assert threads.back.wait(WAIT_S)
     (idle,) = set(threading.enumerate()) - before
     threads.close()

@@ -17,20 +17,20 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
+from gang_driver import ANSWER_S, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from held_steps import HeldSteps
+from paused_ranks import HeldSteps
 from torch import Tensor
 
+from csps.actors.attention import ulysses
+from csps.actors.attention.base import yield_points as query_blocks
 from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_transfer.send_queue import SendQueue
-from csps.actors.kv_transfer.sending import Sending
-from csps.actors.strategies import query_blocks, ulysses
-from csps.protocols.messages import PrefillDone
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.span import Span
-from csps.protocols.tokens import TokenDrawn
+from csps.actors.kv_transfer.transfer_tracker import Sending
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import PrefillDone, SampledToken
+from csps.protocols.gang.step_messages import PrefillStep
 
 RESERVED = 10**6
 """A request of no step."""
@@ -42,17 +42,19 @@ class Line:
     def __init__(self, cell: ThreadCell) -> None:
         self.cell = cell
         self.requests: list[Request] = []
-        self.jobs: list[PrefillJob] = []
+        self.jobs: list[PrefillStep] = []
 
-    async def add(self, length: int, group: Sequence[int], *, urgent: bool = False) -> int:
+    async def add(self, length: int, group: Sequence[int], *, high_priority: bool = False) -> int:
         """The next job in the order, not sent yet; returns its number."""
         number = len(self.jobs) + 1
         request = Request(
-            rid=number, prompt=prompt_of(length, number), shares=even_shares(length, [0])
+            sequence_id=number, prompt=prompt_of(length, number), slices=even_shares(length, [0])
         )
         await self.cell.reserve(request)
         self.requests.append(request)
-        self.jobs.append(replace(job_of([request.piece()], group, urgent=urgent), job_id=number))
+        self.jobs.append(
+            replace(job_of([request.chunk()], group, high_priority=high_priority), step_id=number)
+        )
         return number
 
     def post(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
@@ -71,23 +73,27 @@ class Line:
 
     def _unprepared(self) -> tuple[int, ...]:
         told: SimpleQueue[tuple[int, ...]] = SimpleQueue()
-        self.cell.prefill_gang.conduct(lambda conductor: told.put(conductor.unprepared))
+        self.cell.prefill_gang.conduct(lambda sequencer: told.put(sequencer.unprepared))
         return told.get(timeout=ANSWER_S)
 
     def done(self, number: int) -> list[PrefillDone]:
         """Reports of the ranks of a job's group."""
-        return self.cell.about(PrefillDone, job_id=number)
+        return self.cell.about(PrefillDone, step_id=number)
 
     def drawn_order(self) -> list[int]:
         """Requests in the order of their first tokens."""
-        return [it.rid for it in self.cell.order if isinstance(it, TokenDrawn) and it.index == 0]
+        return [
+            it.sequence_id
+            for it in self.cell.order
+            if isinstance(it, SampledToken) and it.index == 0
+        ]
 
     async def finish(self, model: Path) -> None:
         """All answers are right and nothing is left behind."""
         answers = await self.cell.answer(*self.requests)
         for request, answer in zip(self.requests, answers, strict=True):
             assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
-        await self.cell.freed(*(request.rid for request in self.requests))
+        await self.cell.freed(*(request.sequence_id for request in self.requests))
         await self.cell.prefilled(*self.cell.jobs)
         self.cell.check_idle()
 
@@ -116,7 +122,7 @@ class Ended:
 
         def noted(run: StepRun, *arguments: Any) -> None:
             compute(run, *arguments)
-            self.on[run.group.mesh.rank].append(run.number)
+            self.on[run.group.mesh.rank].append(run.step_id)
 
         patch.setattr(StepRun, "compute", noted)
 
@@ -149,8 +155,8 @@ async def test_an_urgent_step_of_one_rank_runs_inside_a_layer(
     doors = Doors(monkeypatch, rows=10)
     async with line(tiny_llama, 2) as it:
         long = await it.add(80, [0, 1])
-        shared = await it.add(5, [0, 1], urgent=True)
-        alone = [await it.add(5, [rank], urgent=True) for rank in (1, 0)]
+        shared = await it.add(5, [0, 1], high_priority=True)
+        alone = [await it.add(5, [rank], high_priority=True) for rank in (1, 0)]
         await it.send([long], [0, 1])
         for _ in (0, 1):
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
@@ -172,18 +178,18 @@ async def test_an_urgent_step_that_finds_no_room_does_not_wait_inside_another(
     async with line(tiny_llama, 1) as it:
         rank = it.cell.prefill_gang.ranks[0]
         long = await it.add(80, [0])
-        urgent = await it.add(5, [0], urgent=True)
+        high_priority = await it.add(5, [0], high_priority=True)
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         rank.engine.pool.slots.allocate(RESERVED, [Span(start=0, stop=rank.engine.pool.slots.free)])
-        await it.send([urgent], [0])
+        await it.send([high_priority], [0])
         doors.second.set()
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert not it.drawn_order()
         rank.loop._kv._free([RESERVED])
         doors.seventh.set()
         await it.finish(tiny_llama)
-        assert set(it.drawn_order()) == {long, urgent}
+        assert set(it.drawn_order()) == {long, high_priority}
 
 
 @pytest.fixture
@@ -208,21 +214,21 @@ async def test_urgent_steps_that_have_room_for_one(
         rank = it.cell.prefill_gang.ranks[0]
         pool = rank.engine.pool
         long = await it.add(80, [0])
-        urgent = [await it.add(5, [0], urgent=True) for _ in (0, 1)]
+        high_priority = [await it.add(5, [0], high_priority=True) for _ in (0, 1)]
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 7)])
-        await it.send(urgent, [0])
-        await it.prepared(urgent[1])
+        await it.send(high_priority, [0])
+        await it.prepared(high_priority[1])
         doors.second.set()
-        await it.cell.until(lambda: it.drawn_order() == urgent[:1])
+        await it.cell.until(lambda: it.drawn_order() == high_priority[:1])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert pool.slots.free == 2
         rank.loop._kv._free([RESERVED])
         sending_goes_on.set()
         doors.seventh.set()
         await it.finish(tiny_llama)
-        assert sorted(it.drawn_order()) == [long, *urgent]
+        assert sorted(it.drawn_order()) == [long, *high_priority]
 
 
 async def test_urgent_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -> None:
@@ -232,9 +238,9 @@ async def test_urgent_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -
         busy.stop()
         foreign = await it.add(70, [1])
         led_elsewhere, led_here = await it.add(80, [1, 2]), await it.add(60, [0, 1])
-        urgent = [await it.add(5, [rank], urgent=True) for rank in (2, 0, 2)]
-        it.post([foreign, led_elsewhere, led_here, *urgent], [0, 1, 2])
-        await it.cell.until(lambda: set(it.drawn_order()) == set(urgent))
+        high_priority = [await it.add(5, [rank], high_priority=True) for rank in (2, 0, 2)]
+        it.post([foreign, led_elsewhere, led_here, *high_priority], [0, 1, 2])
+        await it.cell.until(lambda: set(it.drawn_order()) == set(high_priority))
         busy.go_on()
         await it.finish(tiny_llama)
 
@@ -245,7 +251,10 @@ async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
         pool = rank.engine.pool
         pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 4)])
         long = await it.add(80, [0, 1])
-        too_long, short = await it.add(5, [0], urgent=True), await it.add(3, [0], urgent=True)
+        too_long, short = (
+            await it.add(5, [0], high_priority=True),
+            await it.add(3, [0], high_priority=True),
+        )
         await it.send([long, too_long, short], [0, 1])
         await it.cell.until(lambda: it.drawn_order() == [short])
         rank.loop._kv._free([RESERVED])
@@ -254,12 +263,12 @@ async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
 
 async def test_steps_that_one_member_has_not_received_hold_up_nobody(tiny_llama: Path) -> None:
     async with line(tiny_llama, 2) as it:
-        first, urgent = await it.add(80, [0, 1]), await it.add(5, [0, 1], urgent=True)
+        first, high_priority = await it.add(80, [0, 1]), await it.add(5, [0, 1], high_priority=True)
         second = await it.add(60, [1, 0])
-        await it.send([first, urgent, second], [0])
+        await it.send([first, high_priority, second], [0])
         await it.send([second], [1])
         await it.cell.until(lambda: it.drawn_order() == [second])
-        await it.send([first, urgent], [1])
+        await it.send([first, high_priority], [1])
         await it.finish(tiny_llama)
 
 
@@ -271,12 +280,12 @@ async def test_an_urgent_step_runs_inside_a_long_one(
     async with line(tiny_llama, prefill, tp=tp) as it:
         long = await it.add(80, group)
         ordinary = await it.add(8, group)
-        urgent = [await it.add(5, group, urgent=True) for _ in range(9)]
-        await it.send([long, ordinary, *urgent], range(prefill * tp))
+        high_priority = [await it.add(5, group, high_priority=True) for _ in range(9)]
+        await it.send([long, ordinary, *high_priority], range(prefill * tp))
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [*urgent, long, ordinary]
+        assert it.drawn_order() == [*high_priority, long, ordinary]
         assert all(done.yielded_s > 0 for done in it.done(long))
 
 
@@ -286,13 +295,13 @@ async def test_an_urgent_step_of_one_member_holds_up_only_its_group(
     steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 3) as it:
         long = await it.add(400, [2, 0, 1])
-        urgent = await it.add(5, [1], urgent=True)
-        outside = await it.add(5, [1], urgent=True)
-        await it.send([long, urgent, outside], [0, 1, 2])
+        high_priority = await it.add(5, [1], high_priority=True)
+        outside = await it.add(5, [1], high_priority=True)
+        await it.send([long, high_priority, outside], [0, 1, 2])
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [urgent, outside, long]
+        assert it.drawn_order() == [high_priority, outside, long]
 
 
 async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
@@ -301,12 +310,12 @@ async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
     steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
     async with line(tiny_llama, 3) as it:
         long = await it.add(80, [0, 1])
-        urgent = await it.add(5, [1, 2], urgent=True)
-        await it.send([long, urgent], [0, 1, 2])
+        high_priority = await it.add(5, [1, 2], high_priority=True)
+        await it.send([long, high_priority], [0, 1, 2])
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        assert ended.on == {0: [long], 1: [urgent, long], 2: [urgent]}
+        assert ended.on == {0: [long], 1: [high_priority, long], 2: [high_priority]}
 
 
 async def test_an_urgent_step_does_not_yield_to_another(
@@ -314,8 +323,8 @@ async def test_an_urgent_step_does_not_yield_to_another(
 ) -> None:
     steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 2) as it:
-        first = await it.add(30, [0, 1], urgent=True)
-        second = await it.add(5, [0, 1], urgent=True)
+        first = await it.add(30, [0, 1], high_priority=True)
+        second = await it.add(5, [0, 1], high_priority=True)
         await it.send([first, second], [0, 1])
         await it.prepared()
         steps.go_on.set()
@@ -330,20 +339,20 @@ async def test_an_urgent_step_runs_inside_two_long_ones(
     steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
     async with line(tiny_llama, 4) as it:
         first, second = await it.add(80, [0, 1, 2]), await it.add(80, [3])
-        urgent = await it.add(4, [1, 2, 3], urgent=True)
-        await it.send([first, second, urgent], [0, 1, 2, 3])
+        high_priority = await it.add(4, [1, 2, 3], high_priority=True)
+        await it.send([first, second, high_priority], [0, 1, 2, 3])
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        inside = [urgent, first]
-        assert ended.on == {0: [first], 1: inside, 2: inside, 3: [urgent, second]}
+        inside = [high_priority, first]
+        assert ended.on == {0: [first], 1: inside, 2: inside, 3: [high_priority, second]}
 
 
 async def test_steps_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
     groups = [[0, 1], [1, 2], [2, 0], [1], [0, 1, 2], [2, 1], [0]]
     async with line(tiny_llama, 3) as it:
         numbers = [
-            await it.add(10 + n, group, urgent=n % 3 == 2 or group == [1])
+            await it.add(10 + n, group, high_priority=n % 3 == 2 or group == [1])
             for n, group in enumerate(groups * 2)
         ]
         for rank in (2, 0, 1):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from accuracy_curves import main
 
-from csps.configurator.regressors.accuracy import train_accuracy
-from csps.configurator.regressors.measured import accuracy_samples
-from csps.configurator.scaling_information_base import (
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     Identity,
     ScalingInformationBase,
 )
+from csps.configurator.regressors.accuracy import train_accuracy
+from csps.configurator.regressors.samples import accuracy_samples
 
 
 @pytest.mark.slow

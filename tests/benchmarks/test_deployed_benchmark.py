@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch.ray_head import RayHead
 
 # By its path: the end-to-end tests have a module of the same name.
@@ -25,7 +25,7 @@ _SPEC.loader.exec_module(deployed)
 def test_a_server_that_runs_here_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     head = Mock(spec=RayHead, pid=7)
     run = Mock(side_effect=subprocess.CalledProcessError(1, "csps"))
-    monkeypatch.setattr(deployed.ray_head, "recall", lambda run_dir: head)
+    monkeypatch.setattr(deployed.ray_head, "find_head", lambda run_dir: head)
     monkeypatch.setattr(deployed.subprocess, "run", run)
     with pytest.raises(ConfigError, match="process 7"), deployed.deployed({}):
         pass

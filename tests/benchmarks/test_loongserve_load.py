@@ -5,13 +5,15 @@ from __future__ import annotations
 import loongserve_load as load
 import pytest
 
-from csps.loadgen.simulator.requests import Arrival, Outcome
+from csps.loadgen.simulator.requests import Arrival, RequestOutcome
 
 S = 1_000_000_000
 
 
-def outcome(prompt: int, ttft_s: float, tpot_s: float, output: int = 11) -> Outcome:
-    it = Outcome(request=1, arrival=Arrival(at_ns=S, prompt_tokens=prompt, output_tokens=output))
+def outcome(prompt: int, ttft_s: float, tpot_s: float, output: int = 11) -> RequestOutcome:
+    it = RequestOutcome(
+        request=1, arrival=Arrival(at_ns=S, prompt_tokens=prompt, output_tokens=output)
+    )
     it.first_token_ns = S + round(ttft_s * S)
     it.ended_ns = it.first_token_ns + round(tpot_s * (output - 1) * S)
     return it

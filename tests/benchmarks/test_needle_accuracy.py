@@ -10,7 +10,7 @@ from typing import Any
 import needle_accuracy
 import pytest
 
-from csps.models.needle_prompts.questions import KINDS
+from csps.models.needle_prompts.haystack import KINDS
 
 
 def run(monkeypatch: pytest.MonkeyPatch, file: Path, *options: str) -> dict[str, Any]:

@@ -15,16 +15,19 @@ from paced.http_client import Connection
 from paced.prefill import PacedPrefill
 from paced.ranks import Words
 
-from csps.loadgen.results.files import read_result
+from csps.loadgen.results.result import read_result
 from csps.loadgen.simulator.cluster_file import parse_cluster
-from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import CancelRequest, JoinBatch, Reserve
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
-from csps.protocols.span import Span
-from csps.protocols.tokens import Tokens
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import (
+    CancelSequence,
+    JoinBatch,
+    ReserveKv,
+    SampledTokens,
+    Sampling,
+)
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc.schema import pack, unpack
 
 SECRET = b"only for tests"
 PATIENCE_S = 60.0
@@ -82,7 +85,7 @@ class Cell:
         return [(rank, payload) for _, rank, its, payload in self.told if its == method]
 
     def tokens(self) -> list[int]:
-        frames = [unpack(Tokens, payload) for _, payload in self.heard("tokens")]
+        frames = [unpack(SampledTokens, payload) for _, payload in self.heard("tokens")]
         return [it.index for frame in frames for it in frame.each()]
 
     async def until(self, method: str, count: int) -> None:
@@ -91,28 +94,33 @@ class Cell:
                 self.news.clear()
                 await self.news.wait()
 
-    async def ask(self, rid: int, *, tokens: int, drawn: int = 0) -> None:
+    async def ask(self, sequence_id: int, *, tokens: int, generated_tokens: int = 0) -> None:
         """Reserve and prefill 10 tokens on both instances, to land on both decode instances."""
-        shares = (
-            KvShare(instance=0, span=Span(start=0, stop=4)),
-            KvShare(instance=1, span=Span(start=4, stop=10)),
+        slices = (
+            KvSlice(instance=0, span=Span(start=0, stop=4)),
+            KvSlice(instance=1, span=Span(start=4, stop=10)),
         )
         sampling = Sampling(max_tokens=tokens)
-        before = bytes(4 * drawn)
-        reserve = Reserve(
-            rid=rid,
+        before = bytes(4 * generated_tokens)
+        reserve = ReserveKv(
+            sequence_id=sequence_id,
             epoch="e",
-            shares=shares,
+            slices=slices,
             master=1,
             prompt_length=10,
             sampling=sampling,
-            drawn=before,
+            generated_tokens=before,
         )
         await self.gangs["decode"].call_all("reserve", pack(reserve))
-        piece = PrefillPiece(
-            rid=rid, start=0, length=10, destinations=shares, sampling=sampling, drawn=before
+        chunk = PrefillChunk(
+            sequence_id=sequence_id,
+            start=0,
+            length=10,
+            destinations=slices,
+            sampling=sampling,
+            generated_tokens=before,
         )
-        job = PrefillJob(job_id=rid, group=(0, 1), bounds=(0, 5, 10), pieces=(piece,))
+        job = PrefillStep(step_id=sequence_id, group=(0, 1), bounds=(0, 5, 10), chunks=(chunk,))
         self.gangs["prefill"].notify_all("prefill", pack(job))
 
 
@@ -128,33 +136,33 @@ async def cell() -> Any:
 
 async def test_one_request_from_reservation_to_freed_slots(cell: Cell) -> None:
     await cell.ask(7, tokens=4)
-    await cell.until("landed", 2)
+    await cell.until("received", 2)
     await cell.until("prefill_done", 2)
-    assert sorted((rank, it["tokens"]) for rank, it in cell.heard("landed")) == [(0, 4), (1, 6)]
+    assert sorted((rank, it["tokens"]) for rank, it in cell.heard("received")) == [(0, 4), (1, 6)]
     assert {rank for rank, _ in cell.heard("prefill_done")} == {0, 1}
     assert cell.tokens() == [0]
-    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=7, first_token=100)))
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(sequence_id=7, first_token=100)))
     await cell.until("freed", 2)
     assert cell.tokens() == [0, 1, 2, 3]
-    assert unpack(Tokens, cell.heard("tokens")[-1][1]).finish_reasons == {0: "length"}
+    assert unpack(SampledTokens, cell.heard("tokens")[-1][1]).finish_reasons == {0: "length"}
     assert (cell.prefill.steps, cell.decode.held) == (0, 0)
 
 
 async def test_an_answer_that_was_begun_goes_on(cell: Cell) -> None:
-    await cell.ask(8, tokens=5, drawn=2)
-    await cell.until("landed", 2)
-    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=8, first_token=100)))
+    await cell.ask(8, tokens=5, generated_tokens=2)
+    await cell.until("received", 2)
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(sequence_id=8, first_token=100)))
     await cell.until("freed", 2)
     assert cell.tokens() == [2, 3, 4]
 
 
 async def test_a_cancelled_request_gives_its_slots_back(cell: Cell) -> None:
     await cell.ask(9, tokens=500)
-    await cell.until("landed", 2)
-    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=9, first_token=100)))
+    await cell.until("received", 2)
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(sequence_id=9, first_token=100)))
     await cell.until("tokens", 3)
     for gang in cell.gangs.values():
-        gang.notify_all("cancel", pack(CancelRequest(rid=9)))
+        gang.notify_all("cancel", pack(CancelSequence(sequence_id=9)))
     await cell.until("freed", 2)
     assert cell.decode.held == 0
 
@@ -172,34 +180,41 @@ async def test_a_rider_computes_its_prompt_in_pieces() -> None:
     try:
         await gang.connect(secret=SECRET, router_id="test")
         await gang.attach(1)
-        for rid, prompt, tokens in ((1, 4, 8), (2, 21, 2)):
-            reserve = Reserve(
-                rid=rid,
+        for sequence_id, prompt, tokens in ((1, 4, 8), (2, 21, 2)):
+            reserve = ReserveKv(
+                sequence_id=sequence_id,
                 epoch="e",
-                shares=(KvShare(instance=1, span=Span(start=0, stop=prompt)),),
+                slices=(KvSlice(instance=1, span=Span(start=0, stop=prompt)),),
                 master=1,
                 prompt_length=prompt,
                 sampling=Sampling(max_tokens=tokens),
             )
             await gang.call_all("reserve", pack(reserve))
-        drawn: list[tuple[tuple[int, int], ...]] = []
-        for rid in (1, 2):
-            gang.notify(0, "join", pack(JoinBatch(rid=rid, first_token=None, budget=6)))
+        generated_tokens: list[tuple[tuple[int, int], ...]] = []
+        for sequence_id in (1, 2):
+            gang.notify(
+                0, "join", pack(JoinBatch(sequence_id=sequence_id, first_token=None, budget=6))
+            )
         async with asyncio.timeout(PATIENCE_S):
-            while sum(map(len, drawn)) < 10:
+            while sum(map(len, generated_tokens)) < 10:
                 method, payload = await frames.get()
                 if method == "tokens":
-                    frame = unpack(Tokens, payload)
-                    drawn.append(tuple(zip(frame.rids, frame.indices, strict=True)))
+                    frame = unpack(SampledTokens, payload)
+                    generated_tokens.append(
+                        tuple(zip(frame.sequence_ids, frame.indices, strict=True))
+                    )
     finally:
         await gang.close()
         await decode.ranks.close()
     # Beside each token of the first, an iteration computes 5 tokens of the second prompt; which
     # begins with the first one's, or after two leases at most.
-    first, second = ([it for row in drawn for it in row if it[0] == rid] for rid in (1, 2))
+    first, second = (
+        [it for row in generated_tokens for it in row if it[0] == sequence_id]
+        for sequence_id in (1, 2)
+    )
     assert first == [(1, index) for index in range(8)]
     assert second == [(2, 0), (2, 1)]
-    beside = next(number for number, row in enumerate(drawn) if (2, 0) in row)
+    beside = next(number for number, row in enumerate(generated_tokens) if (2, 0) in row)
     assert 4 <= beside <= 6
 
 

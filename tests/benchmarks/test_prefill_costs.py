@@ -7,13 +7,13 @@ from typing import Any
 import prefill_costs
 import pytest
 
-from csps.services.telemetry.traces.spans import Span, Trace
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 MS = 1_000_000
 
 
-def span(name: str, milliseconds: int, **attributes: Any) -> Span:
-    return Span(
+def span(name: str, milliseconds: int, **attributes: Any) -> RecordedSpan:
+    return RecordedSpan(
         name=name,
         trace_id="t",
         span_id=name,

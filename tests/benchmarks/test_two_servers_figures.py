@@ -12,7 +12,7 @@ import pytest
 import two_servers
 from prefill_variants import BASELINE, CsaOptions, Variant, all_variants, select
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 
 BENCHMARK = Path(two_servers.__file__)
 FIGURES = {"model": "m", "tokens": 1, "rate": "r", "between_mb": 8.0, "attention_cpu_s": 2.0}

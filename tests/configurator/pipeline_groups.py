@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.model.phase_times import AttentionTimes, LinearTime, PhaseTimes
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
-from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.csa import halving
-from csps.protocols.topology import Topology
+from csps.configurator.pipeline.program import LinkSpeed, Wiring
+from csps.protocols.attention.csa import halving
+from csps.protocols.core.topology import Topology
 
 TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 PLACES = [("0-0-0",), ("0-0-0", "0-0-1", "0-0-2"), TWO_SERVERS, (*TWO_SERVERS[:3], "1-0-0")]
 TIMES = PhaseTimes(
-    qkv=Line(fixed=1e-4, each=1e-7),
+    qkv=LinearTime(fixed=1e-4, each=1e-7),
     attention=AttentionTimes(call=2e-5, row=1e-8, pair=2e-9),
-    linear=Line(fixed=1e-4, each=1e-7),
-    rest=Line(each=2e-7),
-    select=Line(each=1e-8),
-    importance=Line(fixed=1e-5, each=2e-9),
-    merge=Line(fixed=1e-5, each=2e-9),
-    copy=Line(each=1e-10),
+    linear=LinearTime(fixed=1e-4, each=1e-7),
+    rest=LinearTime(each=2e-7),
+    select=LinearTime(each=1e-8),
+    importance=LinearTime(fixed=1e-5, each=2e-9),
+    merge=LinearTime(fixed=1e-5, each=2e-9),
+    copy=LinearTime(each=1e-10),
 )
 INSIDE = LinkSpeed(bytes_per_s=1.3e9, latency_s=5e-5)
 BETWEEN = LinkSpeed(bytes_per_s=1e8, latency_s=2e-4)
@@ -55,7 +55,7 @@ def group(
 
 @st.composite
 def cases(
-    draw: st.DrawFn, of: SimulatedGroup, *, most: int = 4, micro: int = 5, judging: bool = True
+    draw: st.DrawFn, of: SimulatedGroup, *, most: int = 4, micro: int = 5, scoring: bool = True
 ) -> LayerCases:
     """Layers of several configurations of one number of levels."""
     levels = draw(st.integers(1, len(Topology.of(of.locations).granularities)))
@@ -67,7 +67,7 @@ def cases(
     ratios_cvg = np.array(ratios, float).reshape(count, levels - 1, of.kv_heads)
     numbers = st.integers(1, micro)
     small = st.integers(0, 9)
-    judges = st.booleans() if judging else st.just(False)
+    judges = st.booleans() if scoring else st.just(False)
     return LayerCases(
         levels=levels,
         ratios_cgv=np.concatenate(

@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from pipeline_groups import PLACES, TWO_SERVERS
 
 from csps.configurator.regressors.accuracy import AccuracyModel, train_accuracy
-from csps.configurator.regressors.pairs import eligible_pairs, pairs_by_level
-from csps.configurator.regressors.samples import AccuracySample, Setting, fingerprint
+from csps.configurator.regressors.samples import (
+    AccuracySample,
+    Setting,
+    eligible_pairs,
+    fingerprint,
+    pairs_by_level,
+)
 from csps.configurator.regressors.saved import DESCRIPTION
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import ConfigError
 
 HERE = {"weights": "w1", "dtype": "float32"}
 LAYERS = 6

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from pipeline_groups import PLACES, group
 from property_examples import examples
 
-from csps.configurator import answering, search
-from csps.configurator.answering import Answerer
-from csps.configurator.enumeration import Judging, Space
-from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE
+from csps.configurator.plan import predicted_options as answering
+from csps.configurator.plan.predicted_options import DirectAnswerer
 from csps.configurator.regressors.direct import (
     DirectModel,
     Predicted,
@@ -30,12 +28,14 @@ from csps.configurator.regressors.direct import (
     sample_of,
     train_direct,
 )
-from csps.configurator.regressors.pairs import eligible_pairs
-from csps.configurator.search import Question, enumerated
-from csps.protocols import plans
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import ObjectiveKind
+from csps.configurator.regressors.samples import eligible_pairs
+from csps.configurator.search import search
+from csps.configurator.search.search import SearchProblem, enumerated
+from csps.configurator.search.space import ImportanceScoring, LayerGroups, Space
+from csps.protocols.attention import plan as plans
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import ObjectiveKind
+from csps.protocols.core.errors import ConfigError
 
 HERE = {"weights": "w1", "device": "cpu"}
 SPACE = Space(
@@ -43,7 +43,7 @@ SPACE = Space(
     anchors=(0.3, 0.7),
     step=0.2,
     micro_partitions=((4, 8, 16), (1, 4), (1,)),
-    judging=(Judging("same", 64),),
+    scoring=(ImportanceScoring("same", 64),),
 )
 
 
@@ -90,17 +90,19 @@ def group_of(places: tuple[str, ...], slower: float) -> SimulatedGroup:
     )
 
 
-def question(kind: ObjectiveKind, bound: float, tokens: int, slower: float, place: int) -> Question:
+def question(
+    kind: ObjectiveKind, bound: float, tokens: int, slower: float, place: int
+) -> SearchProblem:
     of = group_of(PLACES[1 + place % 3], slower)
     if kind == "ttft":
         objective = plans.Objective(kind=kind, max_accuracy_loss=bound)
     else:
         exact = float(formula(of, [WHOLE], tokens)[0])
         objective = plans.Objective(kind=kind, max_ttft_ms=1000 * exact * (0.5 + 5 * bound))
-    return Question(group=of, tokens=tokens, objective=objective)
+    return SearchProblem(group=of, tokens=tokens, objective=objective)
 
 
-def exact_seconds(asked: Question) -> float:
+def exact_seconds(asked: SearchProblem) -> float:
     return float(formula(asked.group, [WHOLE], asked.tokens)[0])
 
 
@@ -128,7 +130,7 @@ def trained(planted: None) -> Callable[[ObjectiveKind], DirectModel]:
 def test_answers_keep_the_bound_and_are_near_the_searchs(
     kind: ObjectiveKind, trained: Callable[[ObjectiveKind], DirectModel]
 ) -> None:
-    answerer = Answerer(space=SPACE, models={kind: trained(kind)})
+    answerer = DirectAnswerer(space=SPACE, models={kind: trained(kind)})
     gaps = []
     for bound in (0.0, 0.02, 0.05):
         for place in range(3):
@@ -151,7 +153,7 @@ class _Says:
     def __init__(self, said: Predicted) -> None:
         self._said = said
 
-    def predict(self, question: Question, exact_seconds: float) -> Predicted:
+    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
         return self._said
 
 
@@ -171,7 +173,7 @@ def test_a_bad_prediction_costs_quality_and_never_validity(
     said: Predicted, bound: float, place: int, kind: ObjectiveKind
 ) -> None:
     asked = question(kind, bound, 4_096, 1.0, place)
-    answerer = Answerer(space=SPACE, models={kind: _Says(said)})  # type: ignore[dict-item]
+    answerer = DirectAnswerer(space=SPACE, models={kind: _Says(said)})  # type: ignore[dict-item]
     found = answerer.answer(asked, loss)
     assert found.met == (not asked.excess(found.best))
     if kind == "ttft":

@@ -13,16 +13,20 @@ from pipeline_groups import TWO_SERVERS, group
 from property_examples import examples
 from ring_traffic import ring_kv_traffic, ring_q_traffic
 
-from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
+from csps.configurator.model.phase_times import AttentionTimes, LinearTime, PhaseTimes
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
-from csps.configurator.pipeline.ring import _RingLayer, simulate_ring
-from csps.configurator.pipeline.wiring import LinkSpeed
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import RINGS, Ring
-from csps.protocols.topology import Topology
+from csps.configurator.pipeline.prefill import (
+    WHOLE,
+    _RingLayer,
+    prefill_seconds,
+    ring_seconds,
+    simulate_ring,
+)
+from csps.configurator.pipeline.program import LinkSpeed
+from csps.protocols.attention.plan import RINGS, Ring
+from csps.protocols.core.topology import GroupShape, Topology
 
-NOTHING = Line()
+NOTHING = LinearTime()
 ONLY_PAIRS = PhaseTimes(
     qkv=NOTHING, attention=AttentionTimes(pair=1.0), linear=NOTHING, rest=NOTHING
 )

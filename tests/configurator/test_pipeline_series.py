@@ -13,22 +13,25 @@ from hypothesis import strategies as st
 from pipeline_groups import PLACES, TIMES, TWO_SERVERS, cases, group
 from property_examples import examples
 
-from csps.actors.collectives.row_tree import server_tree
-from csps.actors.csa.routes import HeadCounts, Routes, SegmentRoutes
-from csps.actors.levels.geometry import LevelGeometry, spanning_parts
-from csps.actors.levels.schedule import kept_counts
-from csps.configurator.phase_times import AttentionTimes, ExchangeTimes, Line, PhaseTimes
+from csps.actors.attention.base.levels import LevelGeometry, kept_counts, spanning_parts
+from csps.actors.attention.csa.routes import HeadCounts, Routes, SegmentRoutes
+from csps.actors.comm.row_collectives import server_tree
+from csps.configurator.model.phase_times import (
+    AttentionTimes,
+    ExchangeTimes,
+    LinearTime,
+    PhaseTimes,
+)
 from csps.configurator.pipeline import ntp, tp
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
 from csps.configurator.pipeline.ntp import simulate_ntp
 from csps.configurator.pipeline.prefill import attention_seconds, prefill_seconds
+from csps.configurator.pipeline.program import LinkSpeed
 from csps.configurator.pipeline.tp import simulate_tp
-from csps.configurator.pipeline.wiring import LinkSpeed
-from csps.protocols.csa import CsaPlan
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.attention.csa import CsaPlan, CsaSettings
+from csps.protocols.gang.step_messages import PrefillChunk
 
-NOTHING = Line()
+NOTHING = LinearTime()
 ONLY_PAIRS = PhaseTimes(
     qkv=NOTHING, attention=AttentionTimes(pair=1.0), linear=NOTHING, rest=NOTHING
 )
@@ -53,7 +56,7 @@ def routes_of(of: SimulatedGroup, it: LayerCases, spts: list[int], c: int) -> Ro
         tail=int(it.tail_c[c]),
         drop_queries=it.drop_queries,
     )
-    pieces = [PrefillPiece(rid=1, start=0, length=sum(spts), last=True)]
+    pieces = [PrefillChunk(sequence_id=1, start=0, length=sum(spts), last=True)]
     bounds = (0, *accumulate(spts))
     parts = spanning_parts(pieces, bounds)
     kept = tuple(
@@ -77,12 +80,12 @@ def sent_by_engine(of: SimulatedGroup, segment: SegmentRoutes) -> dict[tuple[str
     for owner in segment.members:
         theirs = segment.owner(owner)
         for step in segment.steps:
-            for parcel in theirs.parcels(step):
-                home = segment.routes.counts.parts[parcel.part].member
-                if parcel.reused_from is not None or home == owner:
+            for send_slice in theirs.send_slices(step):
+                home = segment.routes.counts.parts[send_slice.part].member
+                if send_slice.reused_from is not None or home == owner:
                     continue
-                tokens = parcel.tokens.stop - parcel.tokens.start
-                heads = parcel.heads.stop - parcel.heads.start
+                tokens = send_slice.tokens.stop - send_slice.tokens.start
+                heads = send_slice.heads.stop - send_slice.heads.start
                 width = of.shape.head_dim * (2 if step.kind == "keys" else 1)
                 sent[step.kind, step.micro][home, owner] += tokens * heads * width
     return sent
@@ -232,7 +235,7 @@ def test_without_overlap_it_is_the_serial_sum() -> None:
     # One head each: its queries, keys and values of the other member's rows, and outputs back.
     first, back = tokens * 3 * dim * size, tokens * (dim * size + 4)
 
-    def line(of_line: Line, amount: float) -> float:
+    def line(of_line: LinearTime, amount: float) -> float:
         return of_line.fixed + of_line.each * amount
 
     pairs = (2 * tokens) * (2 * tokens + 1) / 2

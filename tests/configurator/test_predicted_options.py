@@ -11,27 +11,34 @@ import numpy as np
 import pytest
 from pipeline_groups import group
 
-from csps.configurator.answering import Answerer, answered_space, exact_seconds
-from csps.configurator.bound_buckets import LOSSES
-from csps.configurator.phase_times import Amounts
+from csps.configurator.model.phase_times import Amounts
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
-from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.predicted_options import (
+from csps.configurator.pipeline.program import LinkSpeed, Wiring
+from csps.configurator.plan.predicted_options import (
     PAYS,
     RESOLUTION,
+    DirectAnswerer,
     PredictedOptions,
+    answered_space,
     bucket_ends,
     exact_candidates,
+    exact_seconds,
 )
+from csps.configurator.plan.strategy_rules import StrategyRules
 from csps.configurator.regressors.direct import Predicted
 from csps.configurator.regressors.samples import Setting
-from csps.configurator.search import Question
-from csps.configurator.strategy_rules import StrategyRules
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.options import parse_option
-from csps.protocols.plans import RINGS, StrategyChoice, StrategyQuestion, StrategyQuestions
-from csps.protocols.topology import Topology
+from csps.configurator.search.search import SearchProblem
+from csps.configurator.search.space import LOSSES
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import (
+    RINGS,
+    StrategyChoice,
+    StrategyQuestion,
+    StrategyQuestions,
+    parse_option,
+)
+from csps.protocols.core.topology import Topology
 
 LAYERS, TOKENS = 4, 3 << 13
 
@@ -39,7 +46,7 @@ LAYERS, TOKENS = 4, 3 << 13
 class Says:
     """In the place of the regressors of an objective."""
 
-    def predict(self, question: Question, exact_seconds: float) -> Predicted:
+    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
         return Predicted(
             tensor_parallel=0.0, whole=0.0, levels=3.0, ratios=(0.6,), micro=(8.0, 4.0, 2.0, 1.0)
         )
@@ -73,7 +80,7 @@ def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
 
 
 PREDICTED = PredictedOptions(
-    answerer=Answerer(
+    answerer=DirectAnswerer(
         space=answered_space(LAYERS),
         models={"ttft": Says(), "accuracy": Says()},  # type: ignore[dict-item]
     ),

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.configurator.nonnegative_fit import nonnegative_fit
-from csps.configurator.profiles import CAUSAL, STRATEGY, fit_phases, link_speed
-from csps.configurator.scaling_information_base import LinkRow, PhaseRow
-from csps.protocols.errors import ConfigError
+from csps.configurator.model.fits import nonnegative_fit
+from csps.configurator.model.scaling_information_base import LinkRow, PhaseRow
+from csps.configurator.plan.profiles import CAUSAL, STRATEGY, fit_phases, link_speed
+from csps.protocols.core.errors import ConfigError
 
 HEADS, KV_HEADS = 8, 2
 SIZES = (256, 1_024, 4_096)

@@ -8,11 +8,11 @@ from math import exp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_tables import TABLE_4
 from property_examples import examples
-from ring_table import TABLE_4
 
-from csps.configurator.ring_fit import RingPoint, fit_rule, regret
-from csps.protocols.ring_choice import EmpiricalRule
+from csps.configurator.model.fits import RingPoint, fit_rule, regret
+from csps.protocols.attention.ring_choice import EmpiricalRule
 
 
 def test_all_rows_of_the_papers_table() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from csps.configurator import scaling_information_base
-from csps.configurator.scaling_information_base import (
+from csps.configurator.model import scaling_information_base
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     FitRow,
     Identity,
@@ -20,7 +20,7 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
     StepRow,
 )
-from csps.protocols.errors import ConfigError, DeadlineExceeded
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded
 
 HERE = Identity(
     weights="w1", dtype="float32", device="cpu", cores=2, torch="2.13", ranks_per_core=2.0
@@ -183,7 +183,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_scaling_information_base import BASES, HERE, STEP
-from csps.configurator.scaling_information_base import ScalingInformationBase
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
 print("ready", flush=True)
 sys.stdin.readline()
 for base in BASES:

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from pipeline_groups import TWO_SERVERS, group
 from property_examples import examples
 
-from csps.configurator import search
-from csps.configurator.enumeration import Judging, Loss, Space
-from csps.configurator.layer_groups import LayerGroups
-from csps.configurator.search import Answer, Question, enumerated, exhaustive
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import Objective
+from csps.configurator.search import search
+from csps.configurator.search.search import SearchProblem, SearchResult, enumerated, exhaustive
+from csps.configurator.search.space import ImportanceScoring, LayerGroups, Loss, Space
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import Objective
+from csps.protocols.core.errors import ConfigError
 
 GROUPS = LayerGroups(runs=(range(2), range(2, 5)), spreads=((0.5,), (1.0,)))
 SMALL = Space(
@@ -27,7 +26,7 @@ SMALL = Space(
     step=0.1,
     reach=0.2,
     micro_partitions=((2, 4), (1, 2), (1,)),
-    judging=(Judging("same", 8), Judging("previous", 8)),
+    scoring=(ImportanceScoring("same", 8), ImportanceScoring("previous", 8)),
 )
 
 
@@ -124,7 +123,7 @@ def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: i
 def test_stopping_early_finds_what_looking_at_everything_finds(
     objective: Objective, loss: Loss
 ) -> None:
-    question = Question(group=group(layers=5, kv_heads=1), tokens=2_048, objective=objective)
+    question = SearchProblem(group=group(layers=5, kv_heads=1), tokens=2_048, objective=objective)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "prefill_seconds", planted_seconds)
         patch.setattr(search, "AT_ONCE", 64)
@@ -145,7 +144,7 @@ def test_early_stop_cuts_what_cannot_be() -> None:
         return [float(max(map(max, it.drop_ratios))) for it in configurations]
 
     space = Space(groups=GROUPS, anchors=(0.5,))
-    of_ratios = partial(space.settings, "ntp", 3, Judging())
+    of_ratios = partial(space.settings, "ntp", 3, ImportanceScoring())
     found = list(space.admissible(of_ratios, loss, 0.4))
     everything = list(space.ratios())
     expected = [r for r in everything if max(map(max, r)) <= 0.4]
@@ -159,13 +158,13 @@ TINY = Space(
     step=0.4,
     reach=0.4,
     micro_partitions=((4,), (1, 2), (1,)),
-    judging=(Judging("same", 8),),
+    scoring=(ImportanceScoring("same", 8),),
 )
 """Few enough to be simulated in a test: without drop, 0.5 and 0.9."""
 
 
-def answer(objective: Objective) -> Answer:
-    question = Question(group=group(layers=3, kv_heads=1), tokens=4_096, objective=objective)
+def answer(objective: Objective) -> SearchResult:
+    question = SearchProblem(group=group(layers=3, kv_heads=1), tokens=4_096, objective=objective)
     return enumerated(question, TINY, loss_of((0.1, 0.1), 1.0))
 
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 from pipeline_groups import TIMES, group
 
-from csps.configurator.phase_times import ExchangeTimes, StepTimes
+from csps.configurator.model.phase_times import ExchangeTimes, StepTimes
+from csps.configurator.model.scaling_information_base import PhaseRow
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import prefill_seconds, work_seconds
-from csps.configurator.profiles import STRATEGY
-from csps.configurator.scaling_information_base import PhaseRow
-from csps.configurator.step_overheads import (
+from csps.configurator.plan.profiles import (
     BESIDE,
     CROWDING,
     STEP,
+    STRATEGY,
     measured_settings,
     with_overheads,
 )
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.options import option_name
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import option_name
 
 SENT = ExchangeTimes(call=4e-4, message=1e-4, byte=5e-10, overlapped=7e-10)
 AROUND = StepTimes(fixed=5e-3, dropping=2e-3)

@@ -7,16 +7,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from uniform_plan import uniform_plan
 
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.strategy_choice import (
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.model.traffic import Traffic, gathered_weights_traffic, sp_tp_traffic
+from csps.configurator.plan.strategy_rules import (
     LEVELS_LINK_RATIO,
     Strategy,
     exact_options,
     least,
     sparse_options,
 )
-from csps.configurator.traffic import Traffic, gathered_weights_traffic, sp_tp_traffic
-from csps.protocols.group_shape import GroupShape
+from csps.protocols.core.topology import GroupShape
 
 LLAMA_8B = AttentionShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, layers=32)
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, head_dim=128, layers=32)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from csps.configurator.csa_limits import check_csa
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.strategy_rules import StrategyRules
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import InvalidRequest
-from csps.protocols.plans import StrategyChoice, StrategyQuestion, StrategyQuestions
-from csps.protocols.topology import Topology
+from csps.configurator.model.attention_shape import AttentionShape, check_csa
+from csps.configurator.plan.strategy_rules import StrategyRules
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import StrategyChoice, StrategyQuestion, StrategyQuestions
+from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.core.topology import Topology
 
 NARROW = AttentionShape(hidden=1024, heads=16, kv_heads=4, head_dim=64, layers=8)
 WIDE = replace(NARROW, head_dim=256)

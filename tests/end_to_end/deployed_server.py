@@ -21,16 +21,15 @@ import yaml
 from free_ports import free_port
 
 from csps.cli import main
-from csps.protocols.errors import FaultError
-from csps.protocols.messages import RankDescription, RankStats
-from csps.protocols.rpc_client import RpcClient
-from csps.protocols.schema import unpack
+from csps.protocols.core.errors import FaultError
+from csps.protocols.gang.messages import RankDescription, RankStats
+from csps.protocols.rpc.client import RpcClient
+from csps.protocols.rpc.schema import unpack
 from csps.services.launch import ray_head
-from csps.services.launch.credentials import SECRET_VARIABLE
 from csps.services.launch.deploy_config import DeployConfig, read_config
 from csps.services.launch.ray_head import RayHead, session_of
-from csps.services.launch.serve_command import deploy, wait_ready
-from csps.services.launch.serve_status import APPLICATIONS_PATH
+from csps.services.launch.serve_command import APPLICATIONS_PATH, deploy, wait_ready
+from csps.services.settings.credentials import SECRET_VARIABLE
 
 SECRET = "known to the tests and the server"
 RPC_DEADLINE_S = 60.0
@@ -238,7 +237,7 @@ def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
             config = _read(folder, _config(model_dir, folder, {}), port)
             command = ["serve", "--no-demo", "--config", str(folder / CONFIG), "--port", str(port)]
             assert main(command) == 0
-            head = ray_head.recall(ray_head.RUN_DIR)
+            head = ray_head.find_head(ray_head.RUN_DIR)
         assert head is not None
         with _running(config, head, folder) as server:
             yield server
@@ -248,9 +247,9 @@ def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
 
 def stop_left(folder: Path) -> None:
     """End the server of a folder, if it still has one."""
-    if (head := ray_head.recall(folder / ray_head.RUN_DIR)) is not None:
+    if (head := ray_head.find_head(folder / ray_head.RUN_DIR)) is not None:
         head.stop(grace_s=0)
-        ray_head.forget(folder / ray_head.RUN_DIR)
+        ray_head.discard_head(folder / ray_head.RUN_DIR)
 
 
 def _read(run_dir: Path, data: dict[str, Any], port: int) -> DeployConfig:

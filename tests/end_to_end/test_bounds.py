@@ -15,10 +15,10 @@ from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from measured_rows import accuracy_row, add_times
 from tiny_checkpoints import make_checkpoint, random_tokens
 
-from csps.configurator.scaling_information_base import ScalingInformationBase
-from csps.services.launch.settings import Settings
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
+from csps.services.measured.identity import identity_of
 from csps.services.profiling import train
-from csps.services.profiling.identity import identity_of
+from csps.services.settings.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from deployed_server import DEADLINE_S, POLL_S, Deployed, deployed, slowdown
-from talks import Talk, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
+from watched_streams import Talk, client_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ import pytest
 from deployed_server import DEADLINE_S, MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
-from csps.models.tokenizer import Tokenizer
+from csps.models.tokenizers.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

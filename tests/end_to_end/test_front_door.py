@@ -12,7 +12,7 @@ from unittest import mock
 import httpx
 import pytest
 from deployed_server import Deployed, deployed, name_of, slowdown
-from half_sent import HALF_SENT, IN_THE_BODY, IN_THE_HEADERS, outcome
+from stalled_clients import HALF_SENT, IN_THE_BODY, IN_THE_HEADERS, outcome
 from tiny_checkpoints import make_checkpoint
 
 from csps.services.http.header_deadline import VARIABLE

@@ -12,8 +12,8 @@ import pytest
 from deployed_server import DEADLINE_S, MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
-from csps.models.tokenizer import Tokenizer
-from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

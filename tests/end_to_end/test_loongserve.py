@@ -13,13 +13,13 @@ import httpx
 import numpy as np
 import pytest
 from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
-from talks import Talk, check_same, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
+from watched_streams import Talk, check_same, client_of
 
-from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
+from csps.actors.engine.decode_batch import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
 from csps.loadgen.workloads.named import workload
-from csps.services.telemetry.traces.command import main as show
-from csps.services.telemetry.traces.spans import Span, read_spans, span_files
+from csps.services.launch.trace_command import main as show
+from csps.services.telemetry.traces.spans import RecordedSpan, read_spans, span_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,7 +70,7 @@ def answers(server: Deployed, bodies: list[dict[str, Any]]) -> list[dict[str, An
     return [it["choices"][0]["logprobs"] for it in asyncio.run(all_of_them())]
 
 
-def spans_of(server: Deployed) -> list[Span]:
+def spans_of(server: Deployed) -> list[RecordedSpan]:
     spans = read_spans(span_files(Path(server.config.settings.telemetry.spans_dir)))
     return [it for it in spans if it.trace_id == TRACE]
 

@@ -20,8 +20,8 @@ from deployed_server import MODEL, Deployed, deployed
 from documented_commands import arguments, documented
 from free_ports import free_port
 
-from csps.services.launch.settings import shipped_models
-from csps.services.telemetry.traces.spans import Span, Trace, read_spans, span_files, traces
+from csps.services.settings.settings import shipped_models
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans, span_files, traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -94,7 +94,7 @@ def traced(server: Deployed, trace_id: str, spans: dict[str, int]) -> Trace:
     return trace
 
 
-def seconds(spans: list[Span]) -> float:
+def seconds(spans: list[RecordedSpan]) -> float:
     return sum(it.duration_ns for it in spans) / 1e9
 
 

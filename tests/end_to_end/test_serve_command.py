@@ -14,7 +14,7 @@ from deployed_server import SECRET, commands_in
 from free_ports import free_port
 
 from csps.cli import main
-from csps.services.launch.credentials import SECRET_VARIABLE
+from csps.services.settings.credentials import SECRET_VARIABLE
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -21,9 +21,9 @@ from deployed_server import MODEL, Deployed, commands_in, replaced
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.cli import main
-from csps.models.tokenizer import Tokenizer
+from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.services.launch.serve_command import undeploy
-from csps.services.telemetry.traces.spans import Span, read_spans, span_files
+from csps.services.telemetry.traces.spans import RecordedSpan, read_spans, span_files
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -199,12 +199,12 @@ def test_one_trace_spans_all_processes(server: Deployed) -> None:
     assert {it.trace_id for it in spans if it.is_phase} == {trace_id}
 
 
-def server_spans(server: Deployed) -> list[Span]:
+def server_spans(server: Deployed) -> list[RecordedSpan]:
     """All that have been written."""
     return list(read_spans(span_files(Path(server.config.settings.telemetry.spans_dir))))
 
 
-def services_of(spans: list[Span], trace_id: str) -> set[str]:
+def services_of(spans: list[RecordedSpan], trace_id: str) -> set[str]:
     """Who has written spans of a trace."""
     return {it.service for it in spans if it.trace_id == trace_id}
 

@@ -13,8 +13,8 @@ import pytest
 from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
-from csps.actors.timeline_export import PHASE, RANK
-from csps.models.tokenizer import Tokenizer
+from csps.actors.engine.step_trace import PHASE, RANK
+from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -48,26 +48,26 @@ from pydantic_core import PydanticUndefined
 from starlette.requests import Request as HttpRequest
 
 import csps
-from csps.actors.engine.choice import WITH_PLAN
-from csps.actors.engine.choice import WITHOUT_PLAN
-from csps.actors.engine.stream import ANSWER_FROM
-from csps.actors.engine.stream import ANSWER_TOKENS
-from csps.actors.engine.stream import PROMPT_TOKENS
-from csps.actors.job_clock import JobClock
-from csps.actors.model_fingerprint import model_fingerprint
-from csps.actors.name_digest import name_digest
-from csps.actors.sent_bytes import SentBytes
-from csps.actors.slot_allocator import NotHeld
-from csps.actors.slot_allocator import OutOfSlots
-from csps.actors.timeline import Event as TimelineEvent
-from csps.actors.timeline import Phase
-from csps.actors.timeline_export import traced_job
-from csps.actors.token_sampler import BadLogits
+from csps.actors.attention.choice import WITH_PLAN
+from csps.actors.attention.choice import WITHOUT_PLAN
+from csps.actors.engine.decode_batch import ANSWER_FROM
+from csps.actors.engine.decode_batch import ANSWER_TOKENS
+from csps.actors.engine.decode_batch import PROMPT_TOKENS
+from csps.actors.timing.timeline import StepClock
+from csps.actors.worker.startup import model_fingerprint
+from csps.actors.comm.layout import name_digest
+from csps.actors.engine.step_trace import SentBytes
+from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.kv_cache.slot_allocator import OutOfSlots
+from csps.actors.timing.timeline import Event as TimelineEvent
+from csps.actors.timing.timeline import Phase
+from csps.actors.engine.step_trace import traced_step
+from csps.actors.sampling.token_sampler import BadLogits
 from csps.cli import COMMANDS
 from csps.cli import main as command_line
-from csps.configurator.bound_buckets import objectives
-from csps.configurator.profiles import NEEDED
-from csps.configurator.profiles import STRATEGY
+from csps.configurator.search.space import objectives
+from csps.configurator.plan.profiles import NEEDED
+from csps.configurator.plan.profiles import STRATEGY
 from csps.configurator.regressors.accuracy import KIND
 from csps.configurator.regressors.accuracy import MEASURED
 from csps.configurator.regressors.direct import FEATURES as DIRECT_FEATURES
@@ -81,117 +81,117 @@ from csps.configurator.regressors.samples import fingerprint as accuracy_fingerp
 from csps.configurator.regressors.saved import DESCRIPTION
 from csps.configurator.regressors.saved import VERSION
 from csps.configurator.regressors.saved import Description
-from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
-from csps.configurator.scaling_information_base import FitRow
-from csps.configurator.scaling_information_base import Identity
-from csps.configurator.scaling_information_base import ScalingInformationBase
+from csps.configurator.regressors.accuracy import shipped_accuracy
+from csps.configurator.model.scaling_information_base import FitRow
+from csps.configurator.model.scaling_information_base import Identity
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
 from csps.loadgen.planner.hardware_file import HARDWARE
 from csps.loadgen.planner.hardware_file import HardwareFile
 from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.results.result import SCHEMA
-from csps.loadgen.results.result import Run
+from csps.loadgen.results.result import RunDescription as Run
 from csps.loadgen.results.result import summarize
-from csps.loadgen.results.slo import Slo as ResultSlo
+from csps.loadgen.results.record import Slo as ResultSlo
 from csps.loadgen.simulator.cluster_file import CLUSTERS
 from csps.loadgen.simulator.cluster_file import ClusterFile
-from csps.loadgen.simulator.records import chained
+from csps.loadgen.simulator.requests import chained
 from csps.loadgen.workloads.named import WORKLOADS
-from csps.loadgen.workloads.request import Objective as WorkloadObjective
-from csps.loadgen.workloads.request import Request as WorkloadRequest
+from csps.loadgen.workloads.request import RequestObjective as WorkloadObjective
+from csps.loadgen.workloads.request import WorkloadRequest
 from csps.loadgen.workloads.traces import read_trace
 from csps.loadgen.workloads.traces import write_trace
-from csps.models.checkpoint import open_checkpoint
+from csps.models.checkpoints.checkpoint import open_checkpoint
 from csps.models.needle_prompts.prompt import NeedleConfig
 from csps.models.needle_prompts.prompt import generate
-from csps.models.weights_digest import weights_digest
-from csps.protocols.csa import CsaPlan
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.errors import CspsError
-from csps.protocols.errors import FaultError
-from csps.protocols.errors import QueueFull
-from csps.protocols.errors import RequestError
-from csps.protocols.gang_members import GangRole
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.openai import ChatCompletionRequest
-from csps.protocols.openai import CompletionRequest
-from csps.protocols.openai import StreamOptions
-from csps.protocols.openai_responses import ChatCompletionResponse
-from csps.protocols.openai_responses import CompletionResponse
-from csps.protocols.openai_responses import TextLogprob
-from csps.protocols.openai_responses import error_body
-from csps.protocols.openai_stream import ChatStream
-from csps.protocols.openai_stream import CompletionStream
-from csps.protocols.options import option_name
-from csps.protocols.placement import KvShare
-from csps.protocols.plans import Objective as PlanObjective
-from csps.protocols.plans import Plan
-from csps.protocols.plans import RequestClass
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.ring_choice import EmpiricalRule
-from csps.protocols.ring_choice import FittedRule
-from csps.protocols.ring_choice import RingModel
-from csps.protocols.ring_choice import RingRules
-from csps.protocols.ring_choice import RingSpeeds
-from csps.protocols.sampling import Sampling
-from csps.protocols.span import Span
-from csps.protocols.tokens import FinishReason
-from csps.protocols.trace_context import extract
+from csps.models.checkpoints.checkpoint import weights_digest
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.errors import CspsError
+from csps.protocols.core.errors import FaultError
+from csps.protocols.core.errors import QueueFull
+from csps.protocols.core.errors import RequestError
+from csps.protocols.gang.members import GangRole
+from csps.protocols.core.topology import GroupShape
+from csps.protocols.openai.requests import ChatCompletionRequest
+from csps.protocols.openai.requests import CompletionRequest
+from csps.protocols.openai.requests import StreamOptions
+from csps.protocols.openai.responses import ChatCompletionResponse
+from csps.protocols.openai.responses import CompletionResponse
+from csps.protocols.openai.responses import TextLogprob
+from csps.protocols.openai.responses import error_body
+from csps.protocols.openai.responses import ChatStream
+from csps.protocols.openai.responses import CompletionStream
+from csps.protocols.attention.plan import option_name
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.attention.plan import Objective as PlanObjective
+from csps.protocols.attention.plan import AttentionPlan as Plan
+from csps.protocols.attention.plan import RequestClass
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.attention.ring_choice import EmpiricalRule
+from csps.protocols.attention.ring_choice import FittedRule
+from csps.protocols.attention.ring_choice import RingModel
+from csps.protocols.attention.ring_choice import RingRules
+from csps.protocols.attention.ring_choice import RingSpeeds
+from csps.protocols.gang.messages import Sampling
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import FinishReason
+from csps.protocols.rpc.trace_context import extract
 from csps.services.evaluation.cases import Evaluation
 from csps.services.evaluation.cases import cases
 from csps.services.evaluation.scores import Answered
 from csps.services.evaluation.scores import summary
-from csps.services.http.api import Api
-from csps.services.http.api import request_id_of
+from csps.services.http.api import HttpApi as Api
+from csps.services.http.api import client_request_id_of as request_id_of
 from csps.services.http.errors import BodyTooSlow
 from csps.services.http.errors import MethodNotAllowed
 from csps.services.http.errors import NoSuchRoute
 from csps.services.http.errors import PayloadTooLarge
 from csps.services.http.request_parser import RequestParser
 from csps.services.http.request_parser import read_slo
-from csps.services.http.streaming import EventStream
-from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.credentials import TIMELINE_WORDS
+from csps.services.http.api import EventStream
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.credentials import TIMELINE_WORDS
 from csps.services.launch.ray_head import RUN_DIR
 from csps.services.launch.ray_head import STATE_FILE
 from csps.services.launch.ray_head import RayHead
-from csps.services.launch.replicas import GANGS
-from csps.services.launch.replicas import ONE_OF_EACH
-from csps.services.launch.settings import Settings
-from csps.services.launch.settings import TelemetrySettings
-from csps.services.profiling.accuracy.questions import KINDS as QUESTION_KINDS
-from csps.services.profiling.latency_source import LATENCY as LATENCY_FIT
-from csps.services.profiling.option_source import accuracy_folder
-from csps.services.profiling.option_source import direct_folder
-from csps.services.profiling.option_source import of_machine
-from csps.services.profiling.option_source import regressors_folder
-from csps.services.profiling.ring_fits import RING as RING_FIT
+from csps.services.settings.replicas import GANGS
+from csps.services.settings.replicas import ONE_OF_EACH
+from csps.services.settings.settings import Settings
+from csps.services.settings.settings import TelemetrySettings
+from csps.services.profiling.accuracy.questions import QUESTION_KINDS
+from csps.services.measured.scheduler_inputs import LATENCY as LATENCY_FIT
+from csps.services.measured.attention_options import accuracy_folder
+from csps.services.measured.attention_options import direct_folder
+from csps.services.measured.attention_options import of_machine
+from csps.services.measured.attention_options import regressors_folder
+from csps.services.measured.fits import RING as RING_FIT
 from csps.services.router.decision_log import DecisionLog
-from csps.services.router.generation import Generation
-from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.running import Placement
-from csps.services.router.running import Running
-from csps.services.router.slo import Objective as SloObjective
-from csps.services.scheduling.cost import Allowed
-from csps.services.scheduling.cost import Bucket
-from csps.services.scheduling.cost import CostTable
-from csps.services.scheduling.cost import Unmeasured
-from csps.services.scheduling.decisions import digest_of
-from csps.services.scheduling.latency_published import PUBLISHED
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.log import Header
-from csps.services.scheduling.policies.choice import check_pairing
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.tetris.improvement import FIT as TETRIS_FIT
-from csps.services.scheduling.scheduler import Counts
-from csps.services.scheduling.stored_table import stored
-from csps.services.telemetry.elastic_metrics import ElasticEvent
-from csps.services.telemetry.elastic_metrics import Kind as ElasticKind
-from csps.services.telemetry.error_type import error_type
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.request_spec import PrefixKey
+from csps.services.requests.request_handle import AttemptPlacement as Placement
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import SloName as SloObjective
+from csps.configurator.costs.cost_table import Allowed
+from csps.configurator.costs.cost_table import Bucket
+from csps.configurator.costs.cost_table import CostTable
+from csps.configurator.costs.cost_table import Unmeasured
+from csps.services.scheduling.deciding.decisions import digest_of
+from csps.configurator.costs.latency_tables import PUBLISHED
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.services.scheduling.core.decision_log import DecisionLogHeader as Header
+from csps.services.scheduling.policies.registry import check_pairing
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.policies.tetris.options import FIT as TETRIS_FIT
+from csps.services.scheduling.core.scheduler import SchedulerCounts as Counts
+from csps.configurator.costs.cost_table import stored
+from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.elastic_event import ElasticEventKind as ElasticKind
+from csps.services.telemetry.request_trace import error_type
 from csps.services.telemetry.metrics import Metrics
-from csps.services.telemetry.request_spans import record_spans
+from csps.services.telemetry.request_trace import record_spans
 from csps.services.telemetry.request_trace import RequestTrace
-from csps.services.telemetry.traces.otlp_json import export_request
+from csps.services.telemetry.traces.span_file import export_request
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.span_file import SpanFile
 from csps.services.telemetry.traces.spans import read_spans
@@ -220,7 +220,7 @@ ERRORS_ELSEWHERE = (
     BodyTooSlow,
     MethodNotAllowed,
     NoSuchRoute,
-    NotHeld,
+    NotResident,
     OutOfSlots,
     PayloadTooLarge,
 )
@@ -357,12 +357,12 @@ def spans() -> Json:
     }
 
 
-def _running() -> Running:
+def _running() -> RequestHandle:
     """A request that has been through everything."""
-    generation = Generation(
+    generation = RequestSpec(
         request_id="r", prompt=np.arange(100, dtype=np.int32), sampling=Sampling()
     )
-    running = Running(generation, number=1, on_cancel=lambda _: None)
+    running = RequestHandle(generation, number=1, on_cancel=lambda _: None)
     running.plan = Plan(
         csa=CsaPlan(locations=("0-0-0",), levels=1),
         predicted_ttft_ms=1.0,
@@ -371,7 +371,7 @@ def _running() -> Running:
         reason="because",
     )
     running.placement = Placement(
-        group=(0,), bounds=(0, 100), shares=(KvShare(instance=0, span=Span(0, 100)),), master=0
+        group=(0,), bounds=(0, 100), shares=(KvSlice(instance=0, span=Span(0, 100)),), master=0
     )
     now = running.marks.submitted
     for name in ("placed", "launched", "prefilled", "first_token", "joined", "last_token", "ended"):
@@ -403,10 +403,10 @@ def _record_a_request() -> None:
 
 
 def _record_a_step() -> None:
-    job = PrefillJob(job_id=1, group=(0,), bounds=(0, 0), pieces=(), trace=TRACEPARENT)
-    clock = JobClock()
+    job = PrefillStep(step_id=1, group=(0,), bounds=(0, 0), pieces=(), trace=TRACEPARENT)
+    clock = StepClock()
     mesh: Any = types.SimpleNamespace(bytes_sent=[0, 0])
-    with traced_job(job, clock, SentBytes(mesh), rank=0):
+    with traced_step(job, clock, SentBytes(mesh), rank=0):
         for phase in get_args(Phase):
             clock.timeline.add(TimelineEvent(phase, 1, 2, layer=1, level=1, micro=1))
 
@@ -1159,13 +1159,13 @@ def _models_in(annotation: Any, suffix: str) -> Iterator[tuple[type[Any], str]]:
     if _is_record(annotation):
         yield annotation, suffix
         return
-    origin = get_origin(annotation)
-    if origin is Annotated:
+    source = get_origin(annotation)
+    if source is Annotated:
         yield from _models_in(get_args(annotation)[0], suffix)
         return
-    if origin is Literal:
+    if source is Literal:
         return
-    inner = {list: "[]", tuple: "[]", dict: "{}"}.get(cast(Any, origin), "")
+    inner = {list: "[]", tuple: "[]", dict: "{}"}.get(cast(Any, source), "")
     for it in get_args(annotation):
         yield from _models_in(it, suffix + inner)
 
@@ -1196,15 +1196,15 @@ def _bare_type(annotation: Any) -> str:
         return "anything"
     if _is_record(annotation):
         return "object"
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
+    source, inner = get_origin(annotation), get_args(annotation)
+    if source is Annotated:
         return _type(inner[0], inner[1:])
-    if origin is Literal:
+    if source is Literal:
         return " | ".join(sorted(json.dumps(it) for it in inner))
-    if origin in (Union, types.UnionType):
+    if source in (Union, types.UnionType):
         return " | ".join(sorted(_bare_type(it) for it in inner))
-    if origin is not None:
-        name = "object" if issubclass(origin, Mapping) else "array"
+    if source is not None:
+        name = "object" if issubclass(source, Mapping) else "array"
         return f"{name} of {', '.join(_bare_type(it) for it in inner if it is not ...)}"
     return str(annotation.__name__)
 

@@ -9,10 +9,10 @@ import pytest
 from helm_python import HelmRenderError
 from rendered_chart import ELASTIC, GPUS, Rendered, Values, container, render
 
-from csps.protocols.topology import Topology
+from csps.protocols.core.topology import Topology
 from csps.services.app import build
-from csps.services.cluster.node import SERVER_LABEL
-from csps.services.launch.settings import Settings
+from csps.services.cluster.ray_context import SERVER_LABEL
+from csps.services.settings.settings import Settings
 
 ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang", "elastic": "ElasticGang"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from rendered_chart import CHART, EVERYTHING, Rendered, Values, environment, render
 
-from csps.services.launch.credentials import KEYS_VARIABLE, SECRET_MIN_LENGTH, SECRET_VARIABLE
+from csps.services.settings.credentials import KEYS_VARIABLE, SECRET_MIN_LENGTH, SECRET_VARIABLE
 
 LOOKUP = 'lookup "v1" "Secret" .Release.Namespace $name'
 

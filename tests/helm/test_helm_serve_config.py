@@ -9,12 +9,12 @@ import pytest
 import yaml
 from rendered_chart import ELASTIC, EVERYTHING, GPUS, Values, environment, render
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.app import ONE_LOOP
 from csps.services.http.header_deadline import HOOK
 from csps.services.launch.deploy_config import IMPORT_PATH, read_config
-from csps.services.launch.http_front import HEALTH_CHECK_PERIOD_S
-from csps.services.launch.settings import Settings
+from csps.services.launch.reverse_proxy import HEALTH_CHECK_PERIOD_S
+from csps.services.settings.settings import Settings
 
 
 def settings(values: Values | None = None) -> Settings:

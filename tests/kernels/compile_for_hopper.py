@@ -14,14 +14,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from csps.kernels import (
-    triton_attention,
-    triton_blocks,
-    triton_decode,
-    triton_importance,
-    triton_merge,
-    triton_selection,
-)
+from csps.kernels import triton_attention, triton_blocks, triton_importance, triton_merge
+from csps.kernels import triton_attention as triton_decode
+from csps.kernels import triton_importance as triton_selection
 from csps.kernels.triton_blocks import padded_dim
 
 POINTERS = {

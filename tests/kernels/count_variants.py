@@ -17,15 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from csps.kernels import (
-    triton_attention,
-    triton_blocks,
-    triton_decode,
-    triton_importance,
-    triton_merge,
-    triton_selection,
-)
-from csps.kernels.decode_attention import SlotRuns
+from csps.kernels import triton_attention, triton_blocks, triton_importance, triton_merge
+from csps.kernels import triton_attention as triton_decode
+from csps.kernels import triton_importance as triton_selection
+from csps.kernels.arguments import SlotRuns
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 LENGTHS = (128, 129, 130, 144, 250, 512, 1000, 1024, 4097)

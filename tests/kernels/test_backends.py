@@ -13,7 +13,7 @@ from dense_reference import dense_attention
 from token_layouts import random_qkv
 
 from csps.kernels import cpu_attention, flash_attention
-from csps.kernels.backends import attention_backend
+from csps.kernels.attention import attention_backend
 
 
 def test_cpu_tensors_go_to_the_cpu_back_end() -> None:

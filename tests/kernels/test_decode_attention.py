@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from property_examples import examples
 from torch import Tensor
 
-from csps.kernels import cpu_decode
-from csps.kernels.decode_attention import Run, SlotRuns, decode_attention
+from csps.kernels import cpu_attention as cpu_decode
+from csps.kernels.arguments import SlotRun, SlotRuns
+from csps.kernels.attention import decode_attention
 
 pytest.importorskip("triton")
 
-from csps.kernels import triton_decode
+from csps.kernels import triton_attention as triton_decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 120
@@ -28,7 +29,7 @@ SLOTS = 120
 @dataclass(frozen=True)
 class Case:
     rows: int
-    runs: tuple[Run, ...]
+    runs: tuple[SlotRun, ...]
     heads: int
     kv_heads: int
     dim: int
@@ -63,7 +64,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     rows = draw(st.integers(1, 5))
     length = st.integers(0, 40) | st.integers(0, SLOTS)
-    runs: list[Run] = []
+    runs: list[SlotRun] = []
     for row in range(rows):
         for _ in range(draw(st.integers(0, 3))):
             begin = draw(st.integers(0, SLOTS))
@@ -105,7 +106,7 @@ def test_pieces_are_the_runs_cut(case: Case, longest: int) -> None:
     assert row_n.tolist() == pieces[:, 0].tolist()
     assert all(0 < end - begin <= longest for _, begin, end in pieces.tolist())
 
-    def slots(runs: list[Run]) -> list[tuple[int, int]]:
+    def slots(runs: list[SlotRun]) -> list[tuple[int, int]]:
         return [(row, slot) for row, begin, end in runs for slot in range(begin, end)]
 
     assert slots(pieces.tolist()) == slots(list(case.runs))

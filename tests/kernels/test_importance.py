@@ -13,7 +13,7 @@ from property_examples import examples
 from token_layouts import LAYOUTS, SMALL_LAYOUTS, batches, random_qkv
 from torch import Tensor
 
-from csps.kernels import cpu_importance
+from csps.kernels import cpu_attention as cpu_importance
 from csps.kernels.importance import column_sums, importance, seeing_queries
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

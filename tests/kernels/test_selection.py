@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from csps.kernels.importance import gather_kept, select
 from csps.kernels.merge import merge_into, nothing_seen
-from csps.kernels.selection import gather_kept, select
 
 SCORES = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 1e30])  # few values: ties are the rule
 
@@ -80,7 +80,7 @@ def test_gathered_rows_merge_back_where_they_came_from() -> None:
 @pytest.mark.parametrize("kind", ["distinct", "ties", "signed", "infinite"])
 @pytest.mark.parametrize(("tokens", "keep"), [(300, 100), (300, 1), (5, 5), (400, 399), (9, 0)])
 def test_triton_selects_the_best(kind: str, tokens: int, keep: int, triton_device: str) -> None:
-    from csps.kernels import triton_selection
+    from csps.kernels import triton_importance as triton_selection
 
     generator = torch.Generator().manual_seed(tokens + keep)
     scores_gt = torch.rand(3, tokens, generator=generator)
@@ -97,7 +97,7 @@ def test_triton_selects_the_best(kind: str, tokens: int, keep: int, triton_devic
 def test_triton_selects_over_several_blocks(
     triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from csps.kernels import triton_selection
+    from csps.kernels import triton_importance as triton_selection
 
     monkeypatch.setattr(triton_selection, "BLOCK", 64)
     scores_gt = (torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) * 9).floor()

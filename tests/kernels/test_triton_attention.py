@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from csps.kernels import triton_attention
-from csps.kernels.positions import Positions
+from csps.kernels.arguments import Positions
 
 
 def on_device(device: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:

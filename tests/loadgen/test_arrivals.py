@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from csps.loadgen.workloads.arrivals import NS, Arrivals, Ramp
+from csps.loadgen.workloads.generate import NS, Arrivals, Ramp
 
 REQUESTS = 20_000
 UNLIKELY = 1e-4

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from csps.cli import main
-from csps.loadgen.results.files import read_result
+from csps.loadgen.results.result import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "loadgen" / "results" / "schema.json").read_text())

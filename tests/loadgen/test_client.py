@@ -26,39 +26,37 @@ from raw_server import (
     whole,
 )
 
-from csps.loadgen.bench.load import Load
-from csps.loadgen.client.answer import Answer
-from csps.loadgen.client.api import Api, Said
-from csps.loadgen.client.asker import Asker
-from csps.loadgen.client.server import Server
+from csps.loadgen.bench.serve import LoadDriver
+from csps.loadgen.client.client import LoadClient, RequestFormat, StreamedAnswer, Transcript
+from csps.loadgen.client.connection import Server
 from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.workloads.request import Objective, Request
-from csps.protocols.errors import ConfigError
+from csps.loadgen.workloads.request import RequestObjective, WorkloadRequest
+from csps.protocols.core.errors import ConfigError
 
 PATIENCE_S = 60.0
 
 
-def request(**fields: Any) -> Request:
+def request(**fields: Any) -> WorkloadRequest:
     values = {"arrival_ns": 0, "input_length": 5, "output_length": 3, "prompt": "x y z"}
-    return Request(**(values | fields))
+    return WorkloadRequest(**(values | fields))
 
 
 @asynccontextmanager
-async def asking(reply: Reply, **options: Any) -> AsyncIterator[tuple[RawServer, Asker]]:
+async def asking(reply: Reply, **options: Any) -> AsyncIterator[tuple[RawServer, LoadClient]]:
     """A server and somebody who asks it."""
-    api = Api(model="raw", **options.pop("api", {}))
+    api = RequestFormat(model="raw", **options.pop("api", {}))
     async with raw_server(reply) as server:
         client = Server(server.url)
         try:
-            yield server, Asker(client, api, **options)
+            yield server, LoadClient(client, api, **options)
         finally:
             client.close()
 
 
 async def ask_once(reply: Reply, **options: Any) -> RequestRecord:
-    async with asking(reply, **options) as (_, asker):
-        await Load(asker, [request()]).run()
-        (record,) = asker.records
+    async with asking(reply, **options) as (_, load_client):
+        await LoadDriver(load_client, [request()]).run()
+        (record,) = load_client.records
         return record
 
 
@@ -66,7 +64,7 @@ async def ask_once(reply: Reply, **options: Any) -> RequestRecord:
 def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
     body = b"".join([b": still working\n\n", *text_events(" é", "", " b", "\n")])
     body = body.replace(b"\n", newline.encode())
-    answer = Answer()
+    answer = StreamedAnswer()
     edges = sorted({0, len(body), *(cut % len(body) for cut in cuts)})
     for number, (start, stop) in enumerate(pairwise(edges)):
         answer.feed(body[start:stop], number)
@@ -78,7 +76,7 @@ def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
 
 
 def test_an_answer_ends_with_its_last_token_even_if_that_has_no_text() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     for stamp, piece in ((3, text_events(" a", "")[0]), (9, text_events(" a", "")[1])):
         answer.feed(piece, stamp)
     answer.feed(event("[DONE]"), 20)
@@ -151,18 +149,20 @@ async def test_a_bad_answer_is_a_failure_with_a_reason(reply: Reply, error: str)
 async def test_no_server_is_a_failure() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        asker = Asker(Server(f"127.0.0.1:{probe.getsockname()[1]}"), Api(model="x"))
-        await Load(asker, [request()]).run()
-    assert "no connection" in asker.records[0].error
+        load_client = LoadClient(
+            Server(f"127.0.0.1:{probe.getsockname()[1]}"), RequestFormat(model="x")
+        )
+        await LoadDriver(load_client, [request()]).run()
+    assert "no connection" in load_client.records[0].error
 
 
 async def test_a_slow_answer_is_a_failure_and_is_hung_up_on() -> None:
     async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM)
 
-    async with asking(reply, request_timeout_s=0.05) as (server, asker):
-        await Load(asker, [request()]).run()
-        assert asker.records[0].error == "no answer within 0.05 s"
+    async with asking(reply, request_timeout_s=0.05) as (server, load_client):
+        await LoadDriver(load_client, [request()]).run()
+        assert load_client.records[0].error == "no answer within 0.05 s"
         async with asyncio.timeout(PATIENCE_S):
             await server.hung_up.wait()
 
@@ -174,10 +174,10 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 
 async def test_connections_are_used_again() -> None:
-    async with asking(answer_ok) as (server, asker):
-        await Load(asker, [request()] * 20, users=2).run()
-        assert asker.counts.completed == 20
-        assert asker._server.connections <= 2
+    async with asking(answer_ok) as (server, load_client):
+        await LoadDriver(load_client, [request()] * 20, users=2).run()
+        assert load_client.counts.completed == 20
+        assert load_client._server.connections <= 2
         assert len(server.bodies) == 20
 
 
@@ -185,12 +185,12 @@ async def test_a_closed_loop_keeps_its_users_busy() -> None:
     running: list[int] = []
 
     async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        running.append(asker.counts.running)
+        running.append(load_client.counts.running)
         await answer_ok(body, writer)
 
-    async with asking(reply) as (_, asker):
-        await Load(asker, [request()] * 30, users=3).run()
-    assert asker.counts.completed == 30
+    async with asking(reply) as (_, load_client):
+        await LoadDriver(load_client, [request()] * 30, users=3).run()
+    assert load_client.counts.completed == 30
     assert max(running) == 3
 
 
@@ -199,13 +199,13 @@ async def test_requests_wait_for_a_place_and_their_latency_counts_it() -> None:
     served: list[asyncio.StreamWriter] = []
 
     async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        assert asker.counts.running == 1
+        assert load_client.counts.running == 1
         served.append(writer)
         await answer_ok(body, writer)
 
-    async with asking(reply, max_concurrency=1) as (_, asker):
-        await Load(asker, [request()] * 10).run()
-    records = sorted(asker.records, key=lambda it: it.sent_ns)
+    async with asking(reply, max_concurrency=1) as (_, load_client):
+        await LoadDriver(load_client, [request()] * 10).run()
+    records = sorted(load_client.records, key=lambda it: it.sent_ns)
     assert len(served) == 10
     for before, after in pairwise(records):
         assert after.sent_ns >= before.chunk_ns[-1]
@@ -217,9 +217,9 @@ async def test_requests_wait_for_a_place_and_their_latency_counts_it() -> None:
 
 async def test_open_loop_requests_leave_at_their_times() -> None:
     due = [request(arrival_ns=n * 20_000_000) for n in range(10)]
-    async with asking(answer_ok) as (_, asker):
-        await Load(asker, due).run()
-    for record, it in zip(sorted(asker.records, key=lambda r: r.sent_ns), due, strict=True):
+    async with asking(answer_ok) as (_, load_client):
+        await LoadDriver(load_client, due).run()
+    for record, it in zip(sorted(load_client.records, key=lambda r: r.sent_ns), due, strict=True):
         assert record.sent_ns >= it.arrival_ns - 500_000
         assert record.scheduled_ns == min(it.arrival_ns, record.sent_ns)
 
@@ -228,8 +228,8 @@ async def test_open_loop_requests_leave_at_their_times() -> None:
 async def test_a_turn_follows_the_answer_to_the_one_before(chat: bool) -> None:
     endpoint = "/v1/chat/completions" if chat else "/v1/completions"
     turns = [request(conversation="c", prompt=f"p{n}", delay_ns=n * 1_000_000) for n in range(3)]
-    async with asking(answer_ok, api={"endpoint": endpoint}) as (server, asker):
-        await Load(asker, turns).run()
+    async with asking(answer_ok, api={"endpoint": endpoint}) as (server, load_client):
+        await LoadDriver(load_client, turns).run()
     assert all(endpoint in head for head in server.heads)
     if chat:
         assert [it["content"] for it in server.bodies[2]["messages"]] == [
@@ -237,17 +237,17 @@ async def test_a_turn_follows_the_answer_to_the_one_before(chat: bool) -> None:
         ]  # fmt: skip
     else:
         assert server.bodies[2]["prompt"] == "p0 a b c\np1 a b c\np2"
-    for before, after in pairwise(asker.records):
+    for before, after in pairwise(load_client.records):
         assert after.sent_ns >= before.chunk_ns[-1] + 500_000
 
 
 async def test_a_conversation_ends_with_a_failed_turn() -> None:
     turns = [request(conversation="c")] * 3
-    async with asking(_writes(_REFUSED)) as (server, asker):
-        await Load(asker, turns).run()
+    async with asking(_writes(_REFUSED)) as (server, load_client):
+        await LoadDriver(load_client, turns).run()
     assert len(server.bodies) == 1
-    assert [it.status for it in asker.records] == ["failed", "cancelled", "cancelled"]
-    assert asker.records[1].error == "the turn before failed"
+    assert [it.status for it in load_client.records] == ["failed", "cancelled", "cancelled"]
+    assert load_client.records[1].error == "the turn before failed"
 
 
 async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:
@@ -256,21 +256,21 @@ async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:
         if len(server.bodies) == 2:
             load.stop()
 
-    async with asking(reply) as (server, asker):
-        load = Load(asker, [request(), request(), request(arrival_ns=10**12)])
+    async with asking(reply) as (server, load_client):
+        load = LoadDriver(load_client, [request(), request(), request(arrival_ns=10**12)])
         await load.run()
         async with asyncio.timeout(PATIENCE_S):
             await server.hung_up.wait()
-    assert [it.status for it in asker.records] == ["cancelled", "cancelled"]
-    assert asker.counts.cancelled == 2
-    assert asker.counts.running == 0
+    assert [it.status for it in load_client.records] == ["cancelled", "cancelled"]
+    assert load_client.counts.cancelled == 2
+    assert load_client.counts.running == 0
 
 
 async def test_what_is_asked_is_what_the_options_say() -> None:
     api = {"ignore_eos": True, "temperature": None, "extra_body": {"top_k": 5}}
-    objective = Objective(objective="ttft", max_accuracy_loss=0.01)
-    async with asking(answer_ok, api=api) as (server, asker):
-        await Load(asker, [request(objective=objective)]).run()
+    objective = RequestObjective(objective="ttft", max_accuracy_loss=0.01)
+    async with asking(answer_ok, api=api) as (server, load_client):
+        await LoadDriver(load_client, [request(objective=objective)]).run()
     assert server.bodies[0] == {
         "model": "raw",
         "prompt": "x y z",
@@ -289,11 +289,11 @@ async def test_what_is_asked_is_what_the_options_say() -> None:
     [("a b c", False, True), ("a b", False, False), ("a b", True, True), ("b", True, False)],
 )
 async def test_answers_are_checked(answer: str, ignore_eos: bool, right: bool) -> None:
-    async with asking(answer_ok, api={"ignore_eos": ignore_eos}) as (_, asker):
-        await Load(asker, [request(answer=answer), request()]).run()
-    assert [it.correct for it in asker.records] == [right, None]
+    async with asking(answer_ok, api={"ignore_eos": ignore_eos}) as (_, load_client):
+        await LoadDriver(load_client, [request(answer=answer), request()]).run()
+    assert [it.correct for it in load_client.records] == [right, None]
 
 
 def test_what_was_said_of_nothing_is_nothing() -> None:
-    assert Said().text == ""
-    assert Said().messages("hello") == [{"role": "user", "content": "hello"}]
+    assert Transcript().text == ""
+    assert Transcript().messages("hello") == [{"role": "user", "content": "hello"}]

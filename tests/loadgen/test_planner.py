@@ -8,17 +8,14 @@ import pytest
 import yaml
 from measured_rows import add_phases, add_times, link_rows
 
+from csps.configurator.model.scaling_information_base import Identity, ScalingInformationBase
 from csps.configurator.regressors.accuracy import train_accuracy
 from csps.configurator.regressors.samples import AccuracySample, Setting
-from csps.configurator.scaling_information_base import (
-    Identity,
-    ScalingInformationBase,
-)
 from csps.loadgen.planner.command import main
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import ConfigError
 
 CLUSTER = {
     "servers": [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 
-from csps.loadgen.bench.printout import lines
-from csps.loadgen.bench.progress import EVERY_S, line, progress
-from csps.loadgen.client.asker import Counts
-from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.results.result import Run, summarize
-from csps.loadgen.results.slo import Slo
+from csps.loadgen.bench.console import EVERY_S, line, lines, progress
+from csps.loadgen.client.client import RequestCounts
+from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.result import RunDescription, summarize
 
 MS = 1_000_000
 
@@ -29,7 +27,7 @@ def record(number: int, **fields: object) -> RequestRecord:
 def test_the_table_has_every_number_and_reason() -> None:
     failed = {"status": "failed", "error": "HTTP 429: busy", "chunk_ns": ()}
     records = [record(0, correct=True), record(1, correct=False), record(2, **failed)]
-    run = Run(kind="live", label="x", slo=Slo(ttft=100))
+    run = RunDescription(kind="live", label="x", slo=Slo(ttft=100))
     printed = "\n".join(lines(summarize(records, run)))
     for words in (
         "Successful requests:                      2",
@@ -46,15 +44,17 @@ def test_the_table_has_every_number_and_reason() -> None:
 
 
 def test_a_run_of_which_nothing_came_is_still_a_table() -> None:
-    assert "Successful requests:" in "\n".join(lines(summarize([], Run(kind="live", label="x"))))
+    assert "Successful requests:" in "\n".join(
+        lines(summarize([], RunDescription(kind="live", label="x")))
+    )
 
 
 def test_the_line_of_progress() -> None:
-    counts = Counts(running=3, completed=10, failed=1, ttfts_s=[0.2] * 5 + [0.4] * 100)
+    counts = RequestCounts(running=3, completed=10, failed=1, ttfts_s=[0.2] * 5 + [0.4] * 100)
     assert line(counts, 50, 4.0) == (
         "10/50 done, 3 running, 1 failed, 2.50 req/s, TTFT 400 ms (median of 100)"
     )
-    assert line(Counts(cancelled=2), 5, 1.0) == (
+    assert line(RequestCounts(cancelled=2), 5, 1.0) == (
         "0/5 done, 0 running, 0 failed, 2 cancelled, 0.00 req/s"
     )
 
@@ -62,6 +62,6 @@ def test_the_line_of_progress() -> None:
 async def test_progress_ends_with_its_run() -> None:
     assert EVERY_S > 0
     out = io.StringIO()
-    async with progress(Counts(), 5, out):
+    async with progress(RequestCounts(), 5, out):
         pass
     assert out.getvalue() == ""

@@ -16,11 +16,9 @@ import pytest
 from csps.cli import main
 from csps.loadgen.report import figures
 from csps.loadgen.report.page import draw_all, page
-from csps.loadgen.results.files import write_result
-from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.results.result import Run, summarize
-from csps.loadgen.results.slo import Slo
-from csps.loadgen.workloads.request import Objective
+from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.result import RunDescription, summarize, write_result
+from csps.loadgen.workloads.request import RequestObjective
 
 MS = 1_000_000
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -47,12 +45,12 @@ def result(
                 status="failed" if failed else "completed",
                 error="HTTP 429: busy" if failed else "",
                 correct=None if failed else number % 2 == 0,
-                objective=Objective(objective="ttft") if number % 3 == 0 else None,
+                objective=RequestObjective(objective="ttft") if number % 3 == 0 else None,
             )
         )
     kind = run.pop("kind", "live")
     settings = {"slo": Slo(ttft=200), "request_rate": rate, **run}
-    return summarize(records, Run(kind=kind, label=label, **settings))
+    return summarize(records, RunDescription(kind=kind, label=label, **settings))
 
 
 class Page(HTMLParser):
@@ -165,7 +163,7 @@ def test_runs_at_several_rates_are_lines_over_the_rate() -> None:
 
 def test_what_no_run_has_is_left_out(text: str) -> None:
     """Of load tests and of simulations alike; what one of them has is shown beside a dash."""
-    empty = page([summarize([], Run(kind="live", label="empty"))], "Nothing")
+    empty = page([summarize([], RunDescription(kind="live", label="empty"))], "Nothing")
     assert "<td>within SLO</td>" in text
     assert "<td>within SLO</td>" not in empty
     assert "<td>requests</td><td>0</td>" in empty
@@ -183,7 +181,7 @@ def test_every_axis_has_numbers_to_read(low: float, high: float) -> None:
 
 
 def test_results_without_requests_can_be_shown() -> None:
-    Page(page([summarize([], Run(kind="live", label="empty"))], "Nothing"))
+    Page(page([summarize([], RunDescription(kind="live", label="empty"))], "Nothing"))
 
 
 def test_the_command_writes_page_and_pictures(

@@ -15,13 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.loadgen.results.files import read_result, write_result
-from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.results.result import LATE_S, Run, summarize
-from csps.loadgen.results.slo import Slo
-from csps.loadgen.results.statistics import by_input_length
-from csps.loadgen.workloads.request import Objective
-from csps.protocols.errors import ConfigError
+from csps.loadgen.results.record import RequestRecord, Slo, by_input_length
+from csps.loadgen.results.result import LATE_S, RunDescription, read_result, summarize, write_result
+from csps.loadgen.workloads.request import RequestObjective
+from csps.protocols.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "loadgen" / "results" / "schema.json").read_text())
@@ -38,7 +35,9 @@ def records_st(draw: st.DrawFn) -> RequestRecord:
     gaps = draw(st.lists(st.integers(0, 900 * MS), min_size=least, max_size=6))
     chunks = tuple(int(it) for it in sent + np.cumsum([0, *gaps])[1:])
     objective = draw(
-        st.sampled_from([None, Objective(objective="ttft"), Objective(max_ttft_ms=500.0)])
+        st.sampled_from(
+            [None, RequestObjective(objective="ttft"), RequestObjective(max_ttft_ms=500.0)]
+        )
     )
     return RequestRecord(
         scheduled_ns=scheduled,
@@ -77,7 +76,7 @@ def percentile(values: list[float], p: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-RUN = Run(kind="live", label="test", slo=Slo(ttft=400, tpot=300, e2el=2000))
+RUN = RunDescription(kind="live", label="test", slo=Slo(ttft=400, tpot=300, e2el=2000))
 
 
 @settings(max_examples=examples(40))
@@ -193,7 +192,9 @@ def test_loongserves_normalized_latencies(records: list[RequestRecord]) -> None:
 def test_results_follow_their_schema(
     records: list[RequestRecord], detailed: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = Run(kind="simulated", label="x", detailed=detailed, slo=RUN.slo if detailed else Slo())
+    run = RunDescription(
+        kind="simulated", label="x", detailed=detailed, slo=RUN.slo if detailed else Slo()
+    )
     result = summarize(records, run)
     jsonschema.validate(result, SCHEMA)
     path = tmp_path_factory.mktemp("results") / "new" / "result.json"
@@ -248,6 +249,6 @@ def test_a_wrong_slo_is_named(words: list[str], message: str) -> None:
 
 def test_no_slo_is_no_goodput() -> None:
     assert not Slo.parse([])
-    result: dict[str, Any] = summarize([], Run(kind="live", label="x"))
+    result: dict[str, Any] = summarize([], RunDescription(kind="live", label="x"))
     assert "request_goodput" not in result
     assert result["slo_attainment"] is None

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from raw_server import answer_ok, raw_server
 
 from csps.loadgen.bench import sweep
-from csps.loadgen.bench.limits import NORMALIZED, Limits
-from csps.loadgen.bench.rate_search import RateSearch
-from csps.loadgen.results.files import read_result
-from csps.loadgen.results.record import RequestRecord
-from csps.loadgen.results.result import Run, summarize
-from csps.loadgen.results.slo import Slo
-from csps.protocols.errors import ConfigError, FaultError
+from csps.loadgen.bench.sweep import NORMALIZED, RateSearch, SweepLimits
+from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.result import RunDescription, read_result, summarize
+from csps.protocols.core.errors import ConfigError, FaultError
 
 MS = 1_000_000
 
@@ -67,11 +64,11 @@ def result(ttft_ms: int, *, failed: int = 0) -> dict[str, Any]:
         )
         for number in range(10)
     ]
-    return summarize(records, Run(kind="live", label="x", slo=Slo(ttft=300)))
+    return summarize(records, RunDescription(kind="live", label="x", slo=Slo(ttft=300)))
 
 
 def test_25_times_the_light_load() -> None:
-    limits = Limits.times_light_load(result(40), 25)
+    limits = SweepLimits.times_light_load(result(40), 25)
     assert limits.most == {
         NORMALIZED[0]: pytest.approx(25 * 60 / 103, abs=1e-4),
         NORMALIZED[1]: pytest.approx(25 * 40 / 100, abs=1e-4),
@@ -83,7 +80,7 @@ def test_25_times_the_light_load() -> None:
 
 
 def test_a_share_of_requests_within_the_slo() -> None:
-    limits = Limits(most={}, attainment=0.9, failed=0.2)
+    limits = SweepLimits(most={}, attainment=0.9, failed=0.2)
     assert not limits.missed_by(result(200, failed=1))
     assert "80.0% of requests within SLO < 90.0%" in limits.missed_by(result(200, failed=2))
     assert "0.0%" in limits.missed_by(result(301))
@@ -91,7 +88,7 @@ def test_a_share_of_requests_within_the_slo() -> None:
 
 def test_a_light_load_that_fails_sets_no_limits() -> None:
     with pytest.raises(FaultError, match="no request of the light load completed"):
-        Limits.times_light_load(result(1, failed=10), 25)
+        SweepLimits.times_light_load(result(1, failed=10), 25)
 
 
 async def test_every_run_is_a_file_and_a_row(

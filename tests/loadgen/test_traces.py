@@ -10,24 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from csps.loadgen.workloads.conversations import Turns, converse
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Objective, Request
+from csps.loadgen.workloads.request import (
+    HASH_BLOCK_TOKENS,
+    ConversationTurns,
+    RequestObjective,
+    WorkloadRequest,
+    converse,
+)
 from csps.loadgen.workloads.text import Writer
 from csps.loadgen.workloads.traces import at_rate, read_trace, write_trace
-from csps.models.needle_prompts.questions import is_correct
-from csps.protocols.errors import ConfigError
+from csps.models.needle_prompts.haystack import is_correct
+from csps.protocols.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 requests_st = st.builds(
-    Request,
+    WorkloadRequest,
     arrival_ns=st.integers(0, 10**13),
     input_length=st.integers(1, 10**6),
     output_length=st.integers(1, 10**4),
     hash_ids=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
     prompt=st.none() | st.text(min_size=1),
     answer=st.none() | st.text(),
-    objective=st.none() | st.just(Objective(objective="ttft", max_accuracy_loss=0.01)),
+    objective=st.none() | st.just(RequestObjective(objective="ttft", max_accuracy_loss=0.01)),
     conversation=st.none() | st.text(),
     delay_ns=st.integers(0, 10**12),
 )
@@ -35,7 +40,7 @@ requests_st = st.builds(
 
 @given(requests=st.lists(requests_st, max_size=8))
 def test_what_was_written_is_read_again(
-    requests: list[Request], tmp_path_factory: pytest.TempPathFactory
+    requests: list[WorkloadRequest], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     write_trace(requests, path)
@@ -47,7 +52,7 @@ def test_a_line_of_mooncakes(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{line}\n\n")
     (request,) = read_trace(path, speedup=2)
-    assert request == Request(
+    assert request == WorkloadRequest(
         arrival_ns=13_741_000_000, input_length=6955, output_length=52, hash_ids=(46, 47)
     )
     write_trace(read_trace(path), path)
@@ -56,7 +61,8 @@ def test_a_line_of_mooncakes(tmp_path: Path) -> None:
 
 def test_a_rate_for_a_trace() -> None:
     requests = [
-        Request(arrival_ns=ns * 10**9, input_length=1, output_length=1) for ns in (0, 1, 9, 10)
+        WorkloadRequest(arrival_ns=ns * 10**9, input_length=1, output_length=1)
+        for ns in (0, 1, 9, 10)
     ]
     stretched = at_rate(requests, 6.0)
     assert [it.arrival_ns / 1e9 for it in stretched] == pytest.approx([0, 0.05, 0.45, 0.5])
@@ -100,7 +106,7 @@ def test_text_has_the_tokens_that_were_asked_for(
     length: int, chat: bool, tokenizer: Tokenizer
 ) -> None:
     """By the included model's own tokenizer, with room for the cue that a chat leaves out."""
-    request = Request(arrival_ns=0, input_length=length, output_length=1)
+    request = WorkloadRequest(arrival_ns=0, input_length=length, output_length=1)
     (written,) = Writer(chat=chat).write([request])
     missing = 3 if chat and written.answer else 0
     assert tokens(tokenizer, written.prompt) == length - missing
@@ -108,7 +114,7 @@ def test_text_has_the_tokens_that_were_asked_for(
 
 
 def test_the_answer_is_in_the_text_once() -> None:
-    request = Request(arrival_ns=0, input_length=900, output_length=1)
+    request = WorkloadRequest(arrival_ns=0, input_length=900, output_length=1)
     for written in Writer(seed=3).write([request] * 20):
         assert written.prompt is not None
         assert written.answer is not None
@@ -118,7 +124,7 @@ def test_the_answer_is_in_the_text_once() -> None:
 
 
 def test_every_request_has_text_of_its_own_that_its_seed_repeats() -> None:
-    requests = [Request(arrival_ns=0, input_length=200, output_length=1)] * 5
+    requests = [WorkloadRequest(arrival_ns=0, input_length=200, output_length=1)] * 5
     texts = [it.prompt for it in Writer(seed=1).write(requests)]
     assert len(set(texts)) == 5
     assert texts == [it.prompt for it in Writer(seed=1).write(requests)]
@@ -129,7 +135,7 @@ def test_equal_hash_ids_are_equal_text(tokenizer: Tokenizer) -> None:
     lengths = 3 * HASH_BLOCK_TOKENS + 100, 2 * HASH_BLOCK_TOKENS + 300, 40
     ids = (5, 6, 7, 8), (5, 6, 9), (10,)
     first, second, third = Writer().write(
-        Request(arrival_ns=0, input_length=length, output_length=1, hash_ids=blocks)
+        WorkloadRequest(arrival_ns=0, input_length=length, output_length=1, hash_ids=blocks)
         for length, blocks in zip(lengths, ids, strict=True)
     )
     assert [tokens(tokenizer, it.prompt) for it in (first, second, third)] == list(lengths)
@@ -142,20 +148,20 @@ def test_equal_hash_ids_are_equal_text(tokenizer: Tokenizer) -> None:
 
 
 def test_a_later_turn_has_only_what_is_added(tokenizer: Tokenizer) -> None:
-    first = Request(arrival_ns=0, input_length=1000, output_length=20)
-    spoken = list(Writer().write(converse([first], Turns(count=3, added_tokens=80))))
+    first = WorkloadRequest(arrival_ns=0, input_length=1000, output_length=20)
+    spoken = list(Writer().write(converse([first], ConversationTurns(count=3, added_tokens=80))))
     assert [tokens(tokenizer, it.prompt) for it in spoken] == [1000, 80, 80]
     assert len({it.prompt for it in spoken}) == 3
 
 
 def test_a_prompt_that_is_there_stays() -> None:
-    request = Request(arrival_ns=0, input_length=5, output_length=1, prompt="as it is")
+    request = WorkloadRequest(arrival_ns=0, input_length=5, output_length=1, prompt="as it is")
     assert list(Writer().write([request])) == [request]
 
 
 def test_another_tokenizer_counts_for_itself() -> None:
     """Here one token is a character."""
-    request = Request(arrival_ns=0, input_length=2000, output_length=1)
+    request = WorkloadRequest(arrival_ns=0, input_length=2000, output_length=1)
     (written,) = Writer(count=len).write([request])
     assert written.answer
     assert 1900 < len(written.prompt or "") <= 2000

@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, stats
 
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.conversations import Turns, converse
-from csps.loadgen.workloads.generate import Size, generate
-from csps.loadgen.workloads.lengths import TruncatedLognormal
-from csps.loadgen.workloads.named import WORKLOADS, random_lengths, workload
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Request, fit
-from csps.protocols.errors import ConfigError
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
+from csps.loadgen.workloads.named import WORKLOADS, TruncatedLognormal, random_lengths, workload
+from csps.loadgen.workloads.request import (
+    HASH_BLOCK_TOKENS,
+    ConversationTurns,
+    WorkloadRequest,
+    converse,
+    fit,
+)
+from csps.protocols.core.errors import ConfigError
 
 REQUESTS = 40_000
 K = 1000
 
 
-def drawn(name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def sampled(name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return workload(name).draw(REQUESTS, np.random.default_rng(3))
 
 
@@ -35,7 +38,7 @@ def drawn(name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def test_csps_table_2(
     name: str, median: float, p99: float, answer_median: float, answer_p99: float
 ) -> None:
-    inputs, outputs = drawn(name)
+    inputs, outputs = sampled(name)
     assert np.quantile(inputs, [0.5, 0.99]) == pytest.approx([median, p99], rel=0.03)
     assert np.quantile(outputs, [0.5, 0.99]) == pytest.approx([answer_median, answer_p99], rel=0.02)
 
@@ -60,18 +63,18 @@ def test_no_lengths_up_to_a_million_have_the_deviation_of_csps_table_2() -> None
 def test_published_ranges_and_means(
     name: str, shortest: float, longest: float, mean: float
 ) -> None:
-    inputs, _ = drawn(name)
+    inputs, _ = sampled(name)
     assert inputs.min() >= shortest
     assert inputs.max() <= longest
     assert inputs.mean() == pytest.approx(mean, rel=0.06 if name == "lv-eval" else 0.02)
 
 
 def test_answers_of_sharegpt_have_the_published_mean() -> None:
-    assert drawn("sharegpt")[1].mean() == pytest.approx(337.99, rel=0.02)
+    assert sampled("sharegpt")[1].mean() == pytest.approx(337.99, rel=0.02)
 
 
 def test_mixed_is_equal_parts_with_lengths_that_belong_together() -> None:
-    inputs, outputs = drawn("mixed")
+    inputs, outputs = sampled("mixed")
     chat = inputs <= 2300
     assert chat.mean() == pytest.approx(1 / 3, abs=0.01)
     assert inputs[chat].mean() == pytest.approx(161.31, rel=0.04)
@@ -81,7 +84,7 @@ def test_mixed_is_equal_parts_with_lengths_that_belong_together() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 1.2, 1.4])
 def test_zipf_by_its_definition(alpha: float) -> None:
-    inputs, _ = drawn(f"zipf:{alpha}")
+    inputs, _ = sampled(f"zipf:{alpha}")
     edges = np.array([10, 11, 20, 100, 1000, 10_000, 100_000, 200_000])
     weights = np.array([k**-alpha for k in range(10, 200_000)])
     shares = [weights[a - 10 : b - 10].sum() for a, b in pairwise(edges)]
@@ -166,16 +169,18 @@ def test_what_does_not_fit_is_cut_and_counted() -> None:
 
 
 def test_cutting_drops_the_hashes_of_what_is_cut() -> None:
-    request = Request(arrival_ns=0, input_length=2000, output_length=24, hash_ids=(1, 2, 3, 4))
+    request = WorkloadRequest(
+        arrival_ns=0, input_length=2000, output_length=24, hash_ids=(1, 2, 3, 4)
+    )
     (cut,) = fit([request], 1048).requests
     assert (cut.input_length, cut.hash_ids) == (1024, (1, 2))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be cut"):
-        fit([Request(arrival_ns=0, input_length=5, output_length=100)], 100)
+        fit([WorkloadRequest(arrival_ns=0, input_length=5, output_length=100)], 100)
     with pytest.raises(ValueError, match="cannot be cut"):
-        fit([Request(arrival_ns=0, input_length=500, output_length=1, prompt="a b c")], 100)
+        fit([WorkloadRequest(arrival_ns=0, input_length=500, output_length=1, prompt="a b c")], 100)
 
 
 @pytest.mark.parametrize("name", ["mixd", "zipf", "zipf:x"])
@@ -186,8 +191,8 @@ def test_an_unknown_workload_is_named(name: str) -> None:
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4), turns=st.integers(1, 5))
 def test_every_turn_starts_with_the_one_before(lengths: list[int], turns: int) -> None:
-    first = [Request(arrival_ns=0, input_length=it, output_length=7) for it in lengths]
-    spoken = converse(first, Turns(count=turns, added_tokens=100))
+    first = [WorkloadRequest(arrival_ns=0, input_length=it, output_length=7) for it in lengths]
+    spoken = converse(first, ConversationTurns(count=turns, added_tokens=100))
     assert len(spoken) == turns * len(first)
     if turns == 1:
         assert spoken == first

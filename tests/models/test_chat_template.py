@@ -8,8 +8,8 @@ import pytest
 from tiny_checkpoints import CHAT_TEMPLATE, make_tokenizer
 from transformers import AutoTokenizer
 
-from csps.models.chat_template import ChatTemplate, read_chat_template
-from csps.models.errors import CheckpointError, InvalidTextError
+from csps.models.network.checkpoint_json import CheckpointError, InvalidTextError
+from csps.models.tokenizers.chat_template import ChatTemplate, read_chat_template
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <brief> & 'kind'."},

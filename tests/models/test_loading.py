@@ -14,12 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, make_checkpoint
 
-from csps.models import checkpoint as checkpoint_module
-from csps.models.checkpoint import open_checkpoint
-from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
-from csps.models.loading import count_parameters, load_network, weights_checksum
-from csps.models.spec import read_spec, share_of
-from csps.models.tensor_checksum import tensor_checksum
+from csps.models.checkpoints import checkpoint as checkpoint_module
+from csps.models.checkpoints.checkpoint import open_checkpoint, tensor_checksum
+from csps.models.checkpoints.loading import count_parameters, load_network, weights_checksum
+from csps.models.network.checkpoint_json import (
+    CheckpointError,
+    MissingTensorError,
+    UnsupportedModelError,
+)
+from csps.models.network.spec import read_spec, tp_shard_of
 
 
 class CountingFile:
@@ -79,12 +82,12 @@ def test_a_rank_reads_its_share_and_nothing_else(
 ) -> None:
     make_checkpoint(tmp_path, family)
     spec, stored = read_spec(tmp_path), load_file(tmp_path / "model.safetensors")
-    share = share_of(spec, 0, tp_size)
+    shard = tp_shard_of(spec, 0, tp_size)
     network = load_network(tmp_path, tp_rank=0, tp_size=tp_size, all_reduce=lambda part: part)
-    held_heads = len(share.query_heads) + 2 * len(share.kv_heads)
+    held_heads = len(shard.query_heads) + 2 * len(shard.kv_heads)
     all_heads = spec.heads + 2 * spec.kv_heads
     matrices = spec.hidden * (
-        (held_heads + len(share.query_heads)) * spec.head_dim + 3 * len(share.intermediate)
+        (held_heads + len(shard.query_heads)) * spec.head_dim + 3 * len(shard.intermediate)
     )
     biases = held_heads * spec.head_dim if spec.qkv_bias else 0
     split = ("proj", "wqkv", "wo.", "feed_forward")

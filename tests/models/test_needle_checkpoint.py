@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from csps.models.needle_prompts.haystack import KINDS, Kind, Order, is_correct
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
-from csps.models.needle_prompts.questions import KINDS, Kind, Order, is_correct
+from csps.services.evaluation.answerers import LocalAnswerer
 from csps.services.evaluation.cases import Evaluation, cases
-from csps.services.evaluation.local_answerer import LocalAnswerer
 from csps.services.evaluation.local_model import LocalModel
 
 pytest.importorskip("transformers")
 
 from csps.tools.train_needle.batch_maker import BatchMaker
-from csps.tools.train_needle.looking_back import overlooked
+from csps.tools.train_needle.loss import overlooked
 from csps.tools.train_needle.stages import STAGES
 from csps.tools.train_needle.texts import TrainingTexts
 

@@ -9,10 +9,17 @@ from itertools import islice
 import pytest
 
 from csps.models.needle_prompts.__main__ import main
-from csps.models.needle_prompts.filler import Filler, filler_sentences, real_text
-from csps.models.needle_prompts.filler_kinds import CYRILLIC, FILLER_KINDS, FillerKind, filler_of
+from csps.models.needle_prompts.filler import (
+    CYRILLIC,
+    FILLER_KINDS,
+    Filler,
+    FillerKind,
+    filler_of,
+    filler_sentences,
+    real_text,
+)
+from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order, is_correct
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate, grid
-from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order, is_correct
 from csps.models.needle_prompts.words import KEYS, VALUES, count_words, split_words, vocabulary
 
 

@@ -12,9 +12,9 @@ from dense_reference import dense_attention
 from tiny_checkpoints import FAMILIES, make_checkpoint, random_tokens, reference_logits
 from torch import Tensor
 
-from csps.models import network as network_module
-from csps.models.loading import load_network
-from csps.models.network import Network
+from csps.models.checkpoints.loading import load_network
+from csps.models.network import network as network_module
+from csps.models.network.network import Network
 
 TOKENS = 37
 BIASED = {

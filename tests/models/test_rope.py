@@ -10,9 +10,8 @@ from transformers import AutoConfig
 from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
 
-from csps.models.json_file import JsonObject
-from csps.models.rope import RopeSpec, rotary_at, rotate
-from csps.models.rope_scaling import read_rope
+from csps.models.network.checkpoint_json import CheckpointJson
+from csps.models.network.rope import RopeSpec, read_rope, rotary_at, rotate
 
 THETA = 500_000.0
 POSITIONS = 131_072
@@ -60,7 +59,7 @@ def transformers_rope(scaling: dict[str, Any]) -> modeling_llama.LlamaRotaryEmbe
 
 
 def read(config: dict[str, Any], **options: Any) -> RopeSpec:
-    source = JsonObject(path=Path("config.json"), values=config)
+    source = CheckpointJson(path=Path("config.json"), values=config)
     return read_rope(source, **{"head_dim": 64, "max_positions": POSITIONS, **options})
 
 

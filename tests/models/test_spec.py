@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from csps.models.errors import CheckpointError, UnsupportedModelError
-from csps.models.rope import RopeSpec
-from csps.models.spec import (
+from csps.models.network.checkpoint_json import CheckpointError, UnsupportedModelError
+from csps.models.network.rope import RopeSpec
+from csps.models.network.spec import (
     ModelSpec,
     kv_head_range,
     query_head_range,
     read_spec,
-    share_of,
+    tp_shard_of,
 )
 
 LLAMA: dict[str, Any] = {
@@ -184,14 +184,14 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_the_mlp_is_split_completely_even_if_unevenly(tp_size: int) -> None:
-    shares = [share_of(SPEC, rank, tp_size).intermediate for rank in range(tp_size)]
+    shares = [tp_shard_of(SPEC, rank, tp_size).intermediate for rank in range(tp_size)]
     assert [column for share in shares for column in share] == list(range(97))
 
 
 def test_uneven_tensor_parallelism_is_refused_with_what_is_possible() -> None:
     with pytest.raises(ValueError, match="possible: 1, 2, 4, 8"):
-        share_of(SPEC, 0, 3)
+        tp_shard_of(SPEC, 0, 3)
     with pytest.raises(ValueError, match="possible"):
-        share_of(SPEC, 0, 0)
+        tp_shard_of(SPEC, 0, 0)
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
-        share_of(SPEC, 2, 2)
+        tp_shard_of(SPEC, 2, 2)

@@ -14,7 +14,7 @@ from tiny_checkpoints import make_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from csps.models.tokenizer import Tokenizer
+from csps.models.tokenizers.tokenizer import Tokenizer
 
 WORDS = ("the", "naïve", "café", "你好", "🙂")
 AddedToken: Any = transformers.AddedToken

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
-from csps.models.errors import CheckpointError, InvalidTextError
-from csps.models.tokenizer import Tokenizer
+from csps.models.network.checkpoint_json import CheckpointError, InvalidTextError
+from csps.models.tokenizers.tokenizer import Tokenizer
 
 TEXTS = ["", "hello world", "  spaces  ", "naïve café, 你好, 🙂👩‍👩‍👧", "a</s>b", "line\nline\ttab"]
 

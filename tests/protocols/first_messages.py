@@ -7,8 +7,11 @@ import importlib
 import sys
 import threading
 
-from csps.protocols import placement, prefill_job, sampling, span
-from csps.protocols.schema import pack, unpack
+from csps.protocols.core import placement
+from csps.protocols.core import placement as span
+from csps.protocols.gang import messages as sampling
+from csps.protocols.gang import step_messages as prefill_job
+from csps.protocols.rpc.schema import pack, unpack
 
 THREADS, ROUNDS = 2, 60
 
@@ -23,11 +26,11 @@ class Round:
         """Make all of them anew."""
         for it in (span, placement, sampling, prefill_job):  # each after those that it uses
             importlib.reload(it)
-        shares = (placement.KvShare(instance=0, span=span.Span(start=0, stop=1)),)
-        piece = prefill_job.PrefillPiece(
-            rid=1, start=0, length=1, history=shares, destinations=shares
+        slices = (placement.KvSlice(instance=0, span=span.Span(start=0, stop=1)),)
+        chunk = prefill_job.PrefillChunk(
+            sequence_id=1, start=0, length=1, history=slices, destinations=slices
         )
-        self.job = prefill_job.PrefillJob(job_id=1, group=(0,), bounds=(0, 1), pieces=(piece,))
+        self.job = prefill_job.PrefillStep(step_id=1, group=(0,), bounds=(0, 1), chunks=(chunk,))
 
 
 def main() -> None:

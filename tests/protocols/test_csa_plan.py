@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from uniform_plan import uniform_plan
 
-from csps.protocols import schema
-from csps.protocols.csa import CsaPlan, LayerGroup, halving, kept_tokens
-from csps.protocols.errors import ConfigError, ProtocolError
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving, kept_tokens
+from csps.protocols.core.errors import ConfigError, ProtocolError
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc import schema
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
@@ -91,14 +90,14 @@ def test_ratios_per_head_are_those_of_the_model() -> None:
         plan.check_kv_heads(4)
 
 
-def job(plan: CsaPlan | None, **fields: Any) -> PrefillJob:
-    piece = PrefillPiece(rid=1, start=0, length=40)
-    return PrefillJob(
+def job(plan: CsaPlan | None, **fields: Any) -> PrefillStep:
+    chunk = PrefillChunk(sequence_id=1, start=0, length=40)
+    return PrefillStep(
         **{
-            "job_id": 1,
+            "step_id": 1,
             "group": (0, 1, 2, 3),
             "bounds": (0, 10, 20, 30, 40),
-            "pieces": (piece,),
+            "chunks": (chunk,),
             "strategy": "csa",
             "csa": plan,
             **fields,
@@ -108,7 +107,7 @@ def job(plan: CsaPlan | None, **fields: Any) -> PrefillJob:
 
 def test_a_job_with_a_plan_crosses_the_wire() -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.3, micro_partitions=2)
-    assert schema.unpack(PrefillJob, schema.pack(job(plan))) == job(plan)
+    assert schema.unpack(PrefillStep, schema.pack(job(plan))) == job(plan)
 
 
 @pytest.mark.parametrize(
@@ -136,24 +135,24 @@ def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wha
 @pytest.mark.parametrize(
     "chunk",
     [
-        PrefillPiece(
-            rid=1,
+        PrefillChunk(
+            sequence_id=1,
             start=5,
             length=40,
-            history=(KvShare(instance=0, span=Span(start=0, stop=5)),),
+            history=(KvSlice(instance=0, span=Span(start=0, stop=5)),),
         ),
-        PrefillPiece(rid=1, start=0, length=40, last=False),
+        PrefillChunk(sequence_id=1, start=0, length=40, last=False),
     ],
 )
-def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillPiece) -> None:
+def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillChunk) -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
-    assert job(plan, pieces=(chunk,)).csa == plan
+    assert job(plan, chunks=(chunk,)).csa == plan
     with pytest.raises(ConfigError, match="decode_kept_only takes whole prompts"):
-        job(replace(plan, decode_kept_only=True), pieces=(chunk,))
+        job(replace(plan, decode_kept_only=True), chunks=(chunk,))
 
 
 def test_a_wrong_plan_is_the_senders_mistake() -> None:
     data = schema.pack(job(CsaPlan(locations=SERVERS, levels=3)))
     data["csa"]["levels"] = 5
     with pytest.raises(ProtocolError, match="must be 1 to 3 here"):
-        schema.unpack(PrefillJob, data)
+        schema.unpack(PrefillStep, data)

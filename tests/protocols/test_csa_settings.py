@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uniform_plan import uniform_plan
 
-from csps.protocols.csa import LayerGroup
-from csps.protocols.csa_settings import MICRO_PARTITIONS, CsaSettings
-from csps.protocols.errors import ConfigError
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.topology import Location, Topology
+from csps.protocols.attention.csa import MICRO_PARTITIONS, CsaSettings, LayerGroup
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Location, Topology
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
@@ -71,11 +70,11 @@ def test_every_group_gets_a_plan_that_a_job_accepts(
 ) -> None:
     lengths = [data.draw(st.integers(1, 100)) for _ in locations]
     plan = settings.for_group(locations, layers=3, longest_spt=max(lengths))
-    PrefillJob(
-        job_id=1,
+    PrefillStep(
+        step_id=1,
         group=tuple(range(len(locations))),
         bounds=(0, *accumulate(lengths)),
-        pieces=(PrefillPiece(rid=1, start=0, length=sum(lengths)),),
+        chunks=(PrefillChunk(sequence_id=1, start=0, length=sum(lengths)),),
         strategy="csa",
         csa=plan,
     )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols import errors
-from csps.protocols.errors import (
+from csps.protocols.core import errors
+from csps.protocols.core.errors import (
     AuthenticationFailed,
     BoundNotMet,
     Cancelled,

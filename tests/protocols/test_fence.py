@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.errors import RanksHeld, Superseded
-from csps.protocols.fence import LEASE_S, Fence
+from csps.protocols.core.errors import RanksHeld, Superseded
+from csps.protocols.gang.members import LIVENESS_TIMEOUT_S, Fence
 
 
 def test_a_newer_router_waits_for_the_holder_to_leave() -> None:
@@ -23,10 +23,10 @@ def test_a_newer_router_waits_for_the_holder_to_leave() -> None:
 def test_a_newer_router_waits_for_the_lease_to_end() -> None:
     fence = Fence()
     fence.take(3, now=0.0)
-    fence.heard(now=2.0)
+    fence.heartbeat(now=2.0)
     with pytest.raises(RanksHeld):
-        fence.check(4, now=2.0 + LEASE_S)
-    fence.take(4, now=2.1 + LEASE_S)
+        fence.check(4, now=2.0 + LIVENESS_TIMEOUT_S)
+    fence.take(4, now=2.1 + LIVENESS_TIMEOUT_S)
 
 
 def test_a_silent_holder_keeps_what_nobody_else_wants() -> None:
@@ -62,13 +62,13 @@ def test_generations_only_grow_and_a_living_holder_is_left_alone(
         if what == "wait":
             now += number
         elif what == "hear" and holder:
-            fence.heard(now)
+            fence.heartbeat(now)
             last = now
         elif what == "release":
             fence.release()
             holder = 0
         elif what == "take":
-            alive = holder and now - last <= LEASE_S
+            alive = holder and now - last <= LIVENESS_TIMEOUT_S
             try:
                 fence.take(number, now)
             except Superseded:

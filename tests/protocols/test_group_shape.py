@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.topology import Location, Topology
+from csps.protocols.core.topology import GroupShape, Location, Topology
 
 PLACES = st.builds(Location, *[st.integers(0, last) for last in (2, 2, 3)])
 

@@ -10,48 +10,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.protocols.iteration import RowState, fill
+from csps.protocols.sequencer.decode_batches import SequenceCursor, chunk_lengths
 
 
 @st.composite
-def row_states(draw: st.DrawFn) -> RowState:
+def row_states(draw: st.DrawFn) -> SequenceCursor:
     prompt = draw(st.integers(1, 40))
     stop = prompt + draw(st.integers(0, 5))
     position = draw(st.integers(0, stop))
     first = draw(st.integers(0, min(position, prompt - 1)))
-    return RowState(next=position, prompt=prompt, stop=stop, first=first)
+    return SequenceCursor(next=position, prompt=prompt, stop=stop, first=first)
 
 
 def test_rows_that_decode_come_before_prompts_that_have_begun_and_these_before_new_ones() -> None:
-    new, decoding = RowState(0, 100, 110), RowState(50, 50, 60)
-    begun = RowState(30, 40, 50)
-    assert fill([new, decoding, begun], 20) == [9, 1, 10]
-    assert fill([new, decoding, begun], 11) == [0, 1, 10]
-    assert fill([new, decoding, begun], 5) == [0, 1, 4]
-    assert fill([new, decoding, begun], 1) == [0, 1, 0]
+    new, decoding = SequenceCursor(0, 100, 110), SequenceCursor(50, 50, 60)
+    begun = SequenceCursor(30, 40, 50)
+    assert chunk_lengths([new, decoding, begun], 20) == [9, 1, 10]
+    assert chunk_lengths([new, decoding, begun], 11) == [0, 1, 10]
+    assert chunk_lengths([new, decoding, begun], 5) == [0, 1, 4]
+    assert chunk_lengths([new, decoding, begun], 1) == [0, 1, 0]
 
 
 def test_a_prompt_whose_beginning_is_known_is_new_until_it_is_computed() -> None:
     """Or those that reuse much would pass all others for ever."""
-    old, reuses = RowState(0, 100, 110), RowState(30, 40, 50, first=30)
-    assert fill([old, reuses], 20) == [20, 0]
-    assert fill([old, reuses._replace(next=31)], 20) == [11, 9]
+    old, reuses = SequenceCursor(0, 100, 110), SequenceCursor(30, 40, 50, first=30)
+    assert chunk_lengths([old, reuses], 20) == [20, 0]
+    assert chunk_lengths([old, reuses._replace(next=31)], 20) == [11, 9]
 
 
 def test_rows_that_decode_run_whatever_the_budget() -> None:
-    assert fill([RowState(8, 8, 9)] * 5 + [RowState(0, 3, 3)], 2) == [1] * 5 + [0]
+    assert chunk_lengths([SequenceCursor(8, 8, 9)] * 5 + [SequenceCursor(0, 3, 3)], 2) == [
+        1
+    ] * 5 + [0]
 
 
 def test_a_row_that_has_computed_all_computes_nothing() -> None:
-    assert fill([RowState(10, 8, 10), RowState(8, 8, 8)], 4) == [0, 0]
+    assert chunk_lengths([SequenceCursor(10, 8, 10), SequenceCursor(8, 8, 8)], 4) == [0, 0]
 
 
 @settings(max_examples=examples(300))
 @given(st.lists(row_states(), max_size=12), st.integers(0, 60))
 def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
-    rows: list[RowState], budget: int
+    rows: list[SequenceCursor], budget: int
 ) -> None:
-    lengths = fill(rows, budget)
+    lengths = chunk_lengths(rows, budget)
     decoding = [it.prompt <= it.next for it in rows]
     ones = sum(length for length, decodes in zip(lengths, decoding, strict=True) if decodes)
     prefilled = sum(lengths) - ones
@@ -69,21 +71,23 @@ def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
     st.lists(st.tuples(row_states(), st.integers(0, 3)), max_size=12),
     st.integers(0, 40),
 )
-def test_each_master_fills_its_own_budget(rows: list[tuple[RowState, int]], budget: int) -> None:
+def test_each_master_fills_its_own_budget(
+    rows: list[tuple[SequenceCursor, int]], budget: int
+) -> None:
     states = [row._replace(master=master) for row, master in rows]
-    lengths = fill(states, budget)
+    lengths = chunk_lengths(states, budget)
     for master in range(4):
         mine = [index for index, it in enumerate(states) if it.master == master]
-        alone = fill([states[index]._replace(master=0) for index in mine], budget)
+        alone = chunk_lengths([states[index]._replace(master=0) for index in mine], budget)
         assert [lengths[index] for index in mine] == alone
 
 
 @settings(max_examples=examples(300))
 @given(st.lists(row_states(), max_size=12), st.integers(1, 60))
 def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
-    rows: list[RowState], budget: int
+    rows: list[SequenceCursor], budget: int
 ) -> None:
-    lengths = fill(rows, budget)
+    lengths = chunk_lengths(rows, budget)
     decoding = sum(it.prompt <= it.next < it.stop for it in rows)
     begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
     new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
@@ -100,7 +104,7 @@ def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
     first token comes when those that joined before it could have been computed one after another,
     with what other rows leave of the budget."""
     budget = most + more
-    rows: list[RowState] = []
+    rows: list[SequenceCursor] = []
     ages: list[int] = []
     limits: list[int] = []
     for _ in range(120):
@@ -108,10 +112,10 @@ def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
             prompt = random.randint(1, 30)
             before = sum(max(0, it.prompt - it.next) for it in rows)
             first = random.choice([0, random.randrange(prompt)])
-            rows.append(RowState(first, prompt, prompt + random.randint(0, 9), first=first))
+            rows.append(SequenceCursor(first, prompt, prompt + random.randint(0, 9), first=first))
             ages.append(0)
             limits.append(-(-(before + prompt - first) // (budget - (most - 1))))
-        lengths = fill(rows, budget)
+        lengths = chunk_lengths(rows, budget)
         kept = []
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if row.next < row.prompt:
@@ -185,12 +189,12 @@ def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget:
     expected = sarathi([Request(*it) for it in sizes], budget)
     order = sorted(range(len(sizes)), key=lambda number: sizes[number][0])
     states = {
-        number: RowState(0, prompt, prompt + output - 1)
+        number: SequenceCursor(0, prompt, prompt + output - 1)
         for number, (_, prompt, output) in enumerate(sizes)
     }
     for iteration, computed in enumerate(expected):
         there = [it for it in order if sizes[it][0] <= iteration]
-        lengths = fill([states[it] for it in there], budget)
+        lengths = chunk_lengths([states[it] for it in there], budget)
         assert {it: n for it, n in zip(there, lengths, strict=True) if n} == computed
         for it, length in zip(there, lengths, strict=True):
             states[it] = states[it]._replace(next=states[it].next + length)

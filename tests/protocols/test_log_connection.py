@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols import log_listener
-from csps.protocols.errors import ConnectionLost, DeadlineExceeded, FaultError, ProtocolError
-from csps.protocols.log_connection import MAX_FRAME, LogSocket, join_log
-from csps.protocols.log_listener import LogListener
+from csps.protocols.core.errors import ConnectionLost, DeadlineExceeded, FaultError, ProtocolError
+from csps.protocols.sequencer import log_connection as log_listener
+from csps.protocols.sequencer.log_connection import MAX_FRAME, LogListener, LogSocket, join_log
 
 HOST, SECRET, WAIT_S = "127.0.0.1", b"only for tests", 60.0
 
@@ -70,7 +69,7 @@ STRANGERS: dict[str, bytes] = {
     "bad text": frame(b"\xa2\xff\xff"),
     "lists in lists": frame(b"\x91" * 100_000),
     "no call": frame(msgspec.msgpack.encode(7)),
-    "another call": frame(msgspec.msgpack.encode(("cancel", {"rid": 1}))),
+    "another call": frame(msgspec.msgpack.encode(("cancel", {"sequence_id": 1}))),
     "an empty hello": frame(msgspec.msgpack.encode(("hello", None))),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from csps.protocols.mfu import flops_per_second, prefill_flops, utilization
+from csps.protocols.attention.ring_choice import flops_per_second, prefill_flops, utilization
 
 
 def test_a_million_tokens() -> None:

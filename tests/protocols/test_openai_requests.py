@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat import completion_create_params as chat_params
 from property_examples import examples
 
-from csps.protocols.errors import InvalidRequest
-from csps.protocols.openai import (
+from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from csps.protocols.errors import (
+from csps.protocols.core.errors import (
     Cancelled,
     ConfigError,
     ConnectionLost,
@@ -29,22 +29,25 @@ from csps.protocols.errors import (
     TransferError,
     Unauthorized,
 )
-from csps.protocols.openai import StreamOptions
-from csps.protocols.openai_responses import (
+from csps.protocols.openai.requests import StreamOptions
+from csps.protocols.openai.responses import (
+    DONE,
     AssistantMessage,
     ChatChoice,
     ChatCompletionResponse,
     ChatLogprobs,
+    ChatStream,
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    CompletionStream,
     ModelCard,
     ModelList,
     TextLogprob,
     Usage,
     error_body,
+    error_event,
 )
-from csps.protocols.openai_stream import DONE, ChatStream, CompletionStream, error_event
 
 ENTRIES = (
     TextLogprob(

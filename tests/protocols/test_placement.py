@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.protocols.placement import (
-    KvShare,
+from csps.protocols.core.placement import (
+    KvSlice,
     Layout,
+    Span,
+    SpanIndex,
     contiguous,
+    disjoint,
     place,
     rest_of,
     rests_of,
@@ -23,7 +26,6 @@ from csps.protocols.placement import (
     zigzag,
     zigzag_of,
 )
-from csps.protocols.span import Span, SpanIndex, disjoint
 
 SPANS = st.builds(
     lambda start, extent, step: Span(start, start + extent, step),
@@ -85,7 +87,7 @@ def test_spans_are_disjoint_if_no_position_is_there_twice(
     for layout in (zigzag_of(tokens), striped_of(tokens)):
         parts = [span for spans in layout for span in spans]
         assert disjoint(parts)
-        assert Span(0, sum(tokens)).parted_by(parts)
+        assert Span(0, sum(tokens)).partitioned_by(parts)
         assert not disjoint([*parts, *parts[-1:]]) or not parts
 
 
@@ -187,8 +189,8 @@ def test_round_robin_takes_turns(start: int, tokens: int, instances: list[int]) 
 
 def test_a_layout_is_placed_on_instances() -> None:
     assert place((4, 2), zigzag(8, 2), start=3) == (
-        KvShare(instance=4, span=Span(3, 5)),
-        KvShare(instance=4, span=Span(9, 11)),
-        KvShare(instance=2, span=Span(5, 7)),
-        KvShare(instance=2, span=Span(7, 9)),
+        KvSlice(instance=4, span=Span(3, 5)),
+        KvSlice(instance=4, span=Span(9, 11)),
+        KvSlice(instance=2, span=Span(5, 7)),
+        KvSlice(instance=2, span=Span(7, 9)),
     )

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.receiving_backends import ReceivingBackends, Transfer
+from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
 
 WORLDS = st.fixed_dictionaries(
     {
@@ -27,14 +27,14 @@ class World:
     def __init__(self, backends: int, requests: list[tuple[int, int]]) -> None:
         self.queue = ReceivingBackends(backends)
         self.to_ask = [
-            [Transfer(number, chunk, sender) for chunk in range(chunks)]
+            [ChunkTransfer(number, chunk, sender) for chunk in range(chunks)]
             for number, (chunks, senders) in enumerate(requests)
             for sender in range(senders)
         ]
         self.left = {n: chunks * senders for n, (chunks, senders) in enumerate(requests)}
         self.first_asked: list[int] = []
         self.first_granted: list[int] = []
-        self.sending: list[Transfer] = []
+        self.sending: list[ChunkTransfer] = []
 
     def ask(self, choice: int) -> None:
         """Some sender shakes hands for its next chunk."""
@@ -49,7 +49,7 @@ class World:
         transfer = self.sending.pop(choice % len(self.sending))
         self.left[transfer.request] -= 1
         held = self.backends_of(transfer.request)
-        self.begin(self.queue.landed(transfer))
+        self.begin(self.queue.received(transfer))
         assert self.backends_of(transfer.request) >= held, "given back before the last chunk"
         if not self.left[transfer.request]:
             self.begin(self.queue.release(transfer.request))
@@ -58,7 +58,7 @@ class World:
         held = self.queue._requests.get(request)
         return 0 if held is None else held.backends
 
-    def begin(self, granted: list[Transfer]) -> None:
+    def begin(self, granted: list[ChunkTransfer]) -> None:
         for transfer in granted:
             if transfer.request not in self.first_granted:
                 self.first_granted.append(transfer.request)
@@ -112,18 +112,18 @@ def test_enough_backends_gate_nobody() -> None:
     """As many as senders: every handshake is granted at once, whatever the order."""
     queue = ReceivingBackends(6)
     for request, sender in product(range(2), range(3)):
-        transfer = Transfer(request, 0, sender)
+        transfer = ChunkTransfer(request, 0, sender)
         assert queue.handshake(transfer) == [transfer]
         assert queue.waiting_of(request) == []
 
 
 def test_a_later_chunk_of_an_older_request_goes_before_a_younger_request() -> None:
     queue = ReceivingBackends(1)
-    first, later, younger = Transfer(1, 0, 0), Transfer(1, 1, 0), Transfer(2, 0, 1)
+    first, later, younger = ChunkTransfer(1, 0, 0), ChunkTransfer(1, 1, 0), ChunkTransfer(2, 0, 1)
     assert queue.handshake(first) == [first]
     assert queue.handshake(younger) == []
-    assert queue.landed(first) == [], "held for the chunks that have not come yet"
+    assert queue.received(first) == [], "held for the chunks that have not come yet"
     assert queue.handshake(later) == [later]
     assert queue.waiting_of(2) == [younger]
-    queue.landed(later)
+    queue.received(later)
     assert queue.release(1) == [younger]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ring_table import MEMBERS, MODEL, SPEEDS, TABLE_4
+from paper_tables import MEMBERS, MODEL, SPEEDS, TABLE_4
 
-from csps.protocols.errors import ConfigError
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.ring_choice import (
+from csps.protocols.attention.ring_choice import (
     EmpiricalRule,
     FittedRule,
     RingRules,
@@ -19,6 +17,8 @@ from csps.protocols.ring_choice import (
     miss_rate,
     parse_rules,
 )
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import GroupShape
 
 PAPER = {"model": MODEL, "speeds": SPEEDS, "members": MEMBERS}
 PRINTED = EmpiricalRule(alpha=-1.059, beta=1.145, gamma=12.112)

@@ -14,7 +14,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from raw_rpc import RawPeer
 
-from csps.protocols.errors import (
+from csps.protocols.core.errors import (
     AuthenticationFailed,
     Cancelled,
     ConfigError,
@@ -27,9 +27,9 @@ from csps.protocols.errors import (
     RemoteError,
     TransferError,
 )
-from csps.protocols.rpc_client import RpcClient
-from csps.protocols.rpc_server import Handler, Peer, RpcServer
-from csps.protocols.rpc_wire import RpcLimits
+from csps.protocols.rpc.client import RpcClient
+from csps.protocols.rpc.server import Handler, Peer, RpcServer
+from csps.protocols.rpc.wire import RpcLimits
 
 SECRET, VERSION = b"a cluster secret", 7
 SECONDS = 60.0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.errors import ProtocolError
-from csps.protocols.rpc_wire import FrameReader, payload_and_meta
+from csps.protocols.core.errors import ProtocolError
+from csps.protocols.rpc.wire import FrameReader, payload_and_meta
 
 CEILING = 1 << 20
 

@@ -13,8 +13,8 @@ from pynvim.msgpack_rpc import tcp_session
 from pynvim.msgpack_rpc.session import Session
 from raw_rpc import proof
 
-from csps.protocols.messages import SCHEMA_VERSION
-from csps.protocols.rpc_server import Peer, RpcServer
+from csps.protocols.rpc.server import Peer, RpcServer
+from csps.protocols.rpc.wire import SCHEMA_VERSION
 
 SECRET = b"a cluster secret"
 SECONDS = 60.0

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols import messages, prefill_job, tokens
-from csps.protocols.errors import ProtocolError
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
-from csps.protocols.span import Span
+from csps.protocols.core.errors import ProtocolError
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang import messages
+from csps.protocols.gang import messages as tokens
+from csps.protocols.gang import step_messages as prefill_job
+from csps.protocols.gang.messages import Sampling
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
+from csps.protocols.rpc.schema import pack, unpack
 
 
 class Color(enum.StrEnum):
@@ -199,11 +200,11 @@ def test_every_message_of_the_protocol_can_travel() -> None:
 
 
 def test_a_job_travels() -> None:
-    share = KvShare(instance=1, span=Span(start=0, stop=5))
-    piece = PrefillPiece(rid=3, start=5, length=2, history=(share,))
-    piece = replace(piece, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
-    job = PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 2), pieces=(piece,))
-    assert unpack(PrefillJob, over_the_wire(pack(job))) == job
+    share = KvSlice(instance=1, span=Span(start=0, stop=5))
+    chunk = PrefillChunk(sequence_id=3, start=5, length=2, history=(share,))
+    chunk = replace(chunk, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
+    job = PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,))
+    assert unpack(PrefillStep, over_the_wire(pack(job))) == job
 
 
 def test_threads_that_are_the_first_to_unpack_a_message() -> None:

@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.even_share import even_share
-from csps.protocols.row_part import RowPart
-from csps.protocols.sp_tp_schedule import (
+from csps.protocols.attention.sp_tp import (
     Attend,
-    HandOn,
+    MicroPartition,
     Project,
-    Step,
+    ScheduleStep,
+    StartReduce,
     Wait,
     near_to_far,
     one_after_another,
     own_before_far,
 )
+from csps.protocols.core.placement import even_share
 
 
-def parts_of(lengths: Sequence[int], micro_partitions: int) -> tuple[RowPart, ...]:
+def parts_of(lengths: Sequence[int], micro_partitions: int) -> tuple[MicroPartition, ...]:
     parts, begin = [], 0
     for owner, length in enumerate(lengths):
         for index in range(micro_partitions):
             cut = even_share(length, micro_partitions, index)
             if cut:
-                parts.append(RowPart(owner, begin + cut.start, begin + cut.stop, index))
+                parts.append(MicroPartition(owner, begin + cut.start, begin + cut.stop, index))
         begin += length
     return tuple(parts)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[tuple[RowPart, ...], list[int]]:
+def groups(draw: st.DrawFn) -> tuple[tuple[MicroPartition, ...], list[int]]:
     """Parts, and distances as they are for one member of a group in order."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     servers = sorted(draw(st.integers(0, 2)) for _ in lengths)
@@ -45,11 +45,11 @@ def groups(draw: st.DrawFn) -> tuple[tuple[RowPart, ...], list[int]]:
     return parts_of(lengths, draw(st.integers(1, 4))), distances
 
 
-def check(steps: list[Step], parts: Sequence[RowPart]) -> None:
+def check(steps: list[ScheduleStep], parts: Sequence[MicroPartition]) -> None:
     here: set[int] = set()
     projected: set[int] = set()
     seen: set[tuple[int, int]] = set()
-    handed_on: list[RowPart] = []
+    handed_on: list[MicroPartition] = []
     for step in steps:
         match step:
             case Wait(part):
@@ -64,7 +64,7 @@ def check(steps: list[Step], parts: Sequence[RowPart]) -> None:
                 pairs = {(q, k) for q in range(*queries) for k in range(*keys) if k <= q}
                 assert seen.isdisjoint(pairs)
                 seen |= pairs
-            case HandOn(part):
+            case StartReduce(part):
                 rows = range(part.start, part.stop)
                 assert seen.issuperset((q, k) for q in rows for k in range(q + 1))
                 handed_on.append(part)
@@ -73,7 +73,7 @@ def check(steps: list[Step], parts: Sequence[RowPart]) -> None:
 
 @given(groups())
 def test_every_pair_once_and_rows_handed_on_in_order(
-    group: tuple[tuple[RowPart, ...], list[int]],
+    group: tuple[tuple[MicroPartition, ...], list[int]],
 ) -> None:
     parts, distances = group
     check(list(near_to_far(parts, distances)), parts)
@@ -83,7 +83,7 @@ def test_every_pair_once_and_rows_handed_on_in_order(
 
 @given(groups())
 def test_where_a_layer_judges_itself_no_far_key_is_read_before_all_have_come(
-    group: tuple[tuple[RowPart, ...], list[int]],
+    group: tuple[tuple[MicroPartition, ...], list[int]],
 ) -> None:
     parts, distances = group
     owner = {row: part.owner for part in parts for row in range(part.start, part.stop)}
@@ -98,7 +98,7 @@ def test_second_server_keeps_half_of_its_attention_for_the_reduce_scatter() -> N
     """And the first one hands on its own rows before any far one has come."""
     parts = parts_of([4, 4, 4, 4], 2)
 
-    def pairs(steps: Sequence[Step]) -> int:
+    def pairs(steps: Sequence[ScheduleStep]) -> int:
         attends = [step for step in steps if isinstance(step, Attend)]
         return sum(
             k <= q for step in attends for q in range(*step.queries) for k in range(*step.keys)
@@ -110,4 +110,4 @@ def test_second_server_keeps_half_of_its_attention_for_the_reduce_scatter() -> N
 
     steps = list(near_to_far(parts, [0, 1, 2, 2]))
     first_far = steps.index(Wait(parts[4]))
-    assert [s.part for s in steps[:first_far] if isinstance(s, HandOn)] == list(parts[:4])
+    assert [s.part for s in steps[:first_far] if isinstance(s, StartReduce)] == list(parts[:4])

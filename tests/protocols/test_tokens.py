@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.errors import ProtocolError
-from csps.protocols.schema import pack, unpack
-from csps.protocols.tokens import FinishReason, TokenDrawn, TokenLogprob, Tokens
+from csps.protocols.core.errors import ProtocolError
+from csps.protocols.gang.messages import FinishReason, SampledToken, SampledTokens, TokenLogprob
+from csps.protocols.rpc.schema import pack, unpack
 
 _ids = st.integers(0, 2**31 - 1)
 _tops = st.builds(TokenLogprob, token=_ids, logprob=st.floats(max_value=0.0, allow_nan=False))
@@ -21,11 +21,11 @@ _reasons: st.SearchStrategy[FinishReason | None] = st.sampled_from(
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> TokenDrawn:
+def rows(draw: st.DrawFn) -> SampledToken:
     logprob = draw(st.none() | st.floats(max_value=0.0, allow_nan=False))
     top = () if logprob is None else tuple(draw(st.lists(_tops, max_size=3)))
-    return TokenDrawn(
-        rid=draw(st.integers(0, 2**62)),
+    return SampledToken(
+        sequence_id=draw(st.integers(0, 2**62)),
         index=draw(_ids),
         token=draw(_ids),
         finish_reason=draw(_reasons),
@@ -35,15 +35,15 @@ def rows(draw: st.DrawFn) -> TokenDrawn:
 
 
 @given(st.lists(rows(), max_size=9))
-def test_rows_come_out_as_they_went_in(drawn: list[TokenDrawn]) -> None:
-    frame = msgpack.packb(pack(Tokens.of(drawn)))
+def test_rows_come_out_as_they_went_in(sampled: list[SampledToken]) -> None:
+    frame = msgpack.packb(pack(SampledTokens.of(sampled)))
     received = msgpack.unpackb(frame, strict_map_key=False)
-    assert list(unpack(Tokens, received).each()) == drawn
+    assert list(unpack(SampledTokens, received).each()) == sampled
 
 
 def test_a_token_costs_few_bytes() -> None:
-    drawn = [TokenDrawn(rid=10**15 + row, index=300, token=30_000) for row in range(64)]
-    assert len(msgpack.packb(pack(Tokens.of(drawn)))) < 64 * 16 + 80
+    sampled = [SampledToken(sequence_id=10**15 + row, index=300, token=30_000) for row in range(64)]
+    assert len(msgpack.packb(pack(SampledTokens.of(sampled)))) < 64 * 16 + 80
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_a_token_costs_few_bytes() -> None:
     ],
 )
 def test_what_does_not_fit_together_is_refused(wrong: dict[str, Any]) -> None:
-    drawn = [TokenDrawn(rid=row, index=0, token=1) for row in range(2)]
+    sampled = [SampledToken(sequence_id=row, index=0, token=1) for row in range(2)]
     with pytest.raises(ProtocolError, match="Tokens"):
-        unpack(Tokens, {**pack(Tokens.of(drawn)), **wrong})
+        unpack(SampledTokens, {**pack(SampledTokens.of(sampled)), **wrong})

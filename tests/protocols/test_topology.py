@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from csps.protocols.errors import ConfigError
-from csps.protocols.topology import Location, Topology
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import Location, Topology
 
 
 def test_an_id_is_rack_server_and_gpu() -> None:

@@ -8,7 +8,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace.span import TraceState
 
-from csps.protocols import trace_context
+from csps.protocols.rpc import trace_context
 
 SPAN = trace.SpanContext(
     0x0AF7651916CD43DD8448EB211C80319C,

@@ -15,40 +15,44 @@ from typing import Any
 
 import numpy as np
 
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.errors import FaultError, Superseded
-from csps.protocols.fence import Fence
-from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
-from csps.protocols.messages import (
+from csps.configurator.costs.cost_table import CostTable, Unmeasured
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.protocols.attention.plan import (
+    ENGINE_NAMES,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestions,
+)
+from csps.protocols.core.errors import FaultError, Superseded
+from csps.protocols.gang.members import Fence, GangMembers, GangRole, RankAddress
+from csps.protocols.gang.messages import (
     Attach,
-    CancelRequest,
+    CancelSequence,
     ConnectKv,
     JoinBatch,
-    KvLanded,
     PrefillDone,
     RankDescription,
+    RankKvReceived,
     RequestFailed,
-    Reserve,
+    ReserveKv,
+    SampledToken,
+    SampledTokens,
+    Sampling,
     SlotsFreed,
 )
-from csps.protocols.plans import ENGINE_NAMES, StrategyChoice, StrategyChoices, StrategyQuestions
-from csps.protocols.prefill_job import PrefillJob
-from csps.protocols.row_move import MoveRow
-from csps.protocols.rpc_server import Peer, RpcServer
-from csps.protocols.sampling import Sampling
-from csps.protocols.schema import pack, unpack
-from csps.protocols.tokens import TokenDrawn, Tokens
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
+from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.server import Peer, RpcServer
 from csps.services.cluster.attachment import Cluster, ClusterDeadlines
-from csps.services.cluster.directory import ClusterView, StaticDirectory
-from csps.services.cluster.generations import MemoryGenerations
-from csps.services.router.cost_book import Configure, CostBook
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
+from csps.services.cluster.fencing import MemoryGenerations
+from csps.services.cluster.membership import ClusterView, StaticDirectory
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.router.cost_table_service import Configure, CostTableService
 from csps.services.router.service import RequestService
-from csps.services.scheduling.cost import CostTable, Unmeasured
-from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
+from csps.services.scheduling.policies.registry import make_policy
 
 SECRET = b"only for tests"
 PATIENCE_S = 60.0
@@ -77,11 +81,11 @@ class FakeRank:
         self.asked = 0
         self.attached: list[str] = []
         self.connections: list[ConnectKv] = []
-        self.jobs: list[PrefillJob] = []
-        self.reserved: dict[int, Reserve] = {}
+        self.jobs: list[PrefillStep] = []
+        self.reserved: dict[int, ReserveKv] = {}
         self.all_reserved: list[int] = []
         self.joined: list[JoinBatch] = []
-        self.moves: list[MoveRow] = []
+        self.moves: list[MoveSequence] = []
         self.cancelled: list[int] = []
         self.heard: list[str] = []
         self.server = RpcServer(
@@ -94,7 +98,7 @@ class FakeRank:
                 "prefill": self._prefill,
                 "reserve": self._reserve,
                 "join": lambda payload, _: self._note("join", self.joined, JoinBatch, payload),
-                "move": lambda payload, _: self._note("move", self.moves, MoveRow, payload),
+                "move": lambda payload, _: self._note("move", self.moves, MoveSequence, payload),
                 "cancel": self._cancel,
             },
             secret=SECRET,
@@ -163,45 +167,45 @@ class FakeRank:
         await self.gang.may_connect.wait()
 
     def _prefill(self, payload: Any, _: Peer) -> None:
-        job = self._note("prefill", self.jobs, PrefillJob, payload)
+        job = self._note("prefill", self.jobs, PrefillStep, payload)
         used = sum(self.gang.slots_of(job, self.instance) for job in self.gang.running_jobs(self))
         assert used <= self.gang.kv_slots, "more prompts than slots"
         self.gang.on_job(self, job)
 
     async def _reserve(self, payload: Any, _: Peer) -> None:
-        request = unpack(Reserve, payload)
+        request = unpack(ReserveKv, payload)
         self.heard.append("reserve")
         await self.gang.may_reserve.wait()
         if self.gang.refuses is not None:
             raise self.gang.refuses
-        self.reserved[request.rid] = request
-        self.all_reserved.append(request.rid)
+        self.reserved[request.sequence_id] = request
+        self.all_reserved.append(request.sequence_id)
         used = sum(_slots(held, self.instance) for held in self.reserved.values())
         assert used <= self.gang.kv_slots, "more requests than slots"
 
     def _cancel(self, payload: Any, _: Peer) -> None:
-        rid = unpack(CancelRequest, payload).rid
-        self.cancelled.append(rid)
+        sequence_id = unpack(CancelSequence, payload).sequence_id
+        self.cancelled.append(sequence_id)
         self.heard.append("cancel")
         if self.gang.obeys_cancel:
-            self.give_back(rid)
+            self.give_back(sequence_id)
 
-    def give_back(self, rid: int) -> None:
+    def give_back(self, sequence_id: int) -> None:
         """What a rank does with a cancelled request."""
-        if self.reserved.pop(rid, None) is not None:
-            self.tell("freed", SlotsFreed(rid=rid, rank=self.rank))
+        if self.reserved.pop(sequence_id, None) is not None:
+            self.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=self.rank))
         for job in self.gang.running_jobs(self):
-            if {piece.rid for piece in job.pieces} <= set(self.cancelled):
+            if {chunk.sequence_id for chunk in job.chunks} <= set(self.cancelled):
                 self.job_done(job, cancelled=True)
 
-    def job_done(self, job: PrefillJob, *, cancelled: bool = False) -> None:
+    def job_done(self, job: PrefillStep, *, cancelled: bool = False) -> None:
         """Report a job as done; ranks outside of its group have nothing to report."""
-        self.gang.done.add((self.rank, job.job_id))
+        self.gang.done.add((self.rank, job.step_id))
         if self.instance in job.group:
             self.tell(
                 "prefill_done",
                 PrefillDone(
-                    job_id=job.job_id,
+                    step_id=job.step_id,
                     rank=self.rank,
                     cancelled=cancelled,
                     queue_s=0.0,
@@ -213,11 +217,11 @@ class FakeRank:
             )
 
 
-def _slots(request: Reserve, instance: int) -> int:
-    shares = sum(it.span.length for it in request.shares if it.instance == instance)
+def _slots(request: ReserveKv, instance: int) -> int:
+    slices = sum(it.span.length for it in request.slices if it.instance == instance)
     if request.answer:
-        return shares + sum(it.span.length for it in request.answer if it.instance == instance)
-    return shares + (request.sampling.max_tokens if request.master == instance else 0)
+        return slices + sum(it.span.length for it in request.answer if it.instance == instance)
+    return slices + (request.sampling.max_tokens if request.master == instance else 0)
 
 
 class FakeGang:
@@ -243,7 +247,7 @@ class FakeGang:
         self.refuses: FaultError | None = None
         self.obeys_cancel = True
         self.done: set[tuple[int, int]] = set()
-        self.on_job: Callable[[FakeRank, PrefillJob], None] = lambda rank, job: None
+        self.on_job: Callable[[FakeRank, PrefillStep], None] = lambda rank, job: None
         self.ranks = [FakeRank(self, rank) for rank in range(self.world_size)]
         self.addresses: list[RankAddress] = []
 
@@ -264,10 +268,10 @@ class FakeGang:
         """The rank's process is gone."""
         await self.ranks[rank].server.close(0.0)
 
-    def running_jobs(self, rank: FakeRank) -> list[PrefillJob]:
-        return [job for job in rank.jobs if (rank.rank, job.job_id) not in self.done]
+    def running_jobs(self, rank: FakeRank) -> list[PrefillStep]:
+        return [job for job in rank.jobs if (rank.rank, job.step_id) not in self.done]
 
-    def slots_of(self, job: PrefillJob, instance: int) -> int:
+    def slots_of(self, job: PrefillStep, instance: int) -> int:
         if instance not in job.group:
             return 0
         member = job.group.index(instance)
@@ -275,34 +279,40 @@ class FakeGang:
 
     # --- what the gang does at the test's word ---
 
-    def finish_job(self, job: PrefillJob) -> None:
+    def finish_job(self, job: PrefillStep) -> None:
         """Every rank of the group has computed and sent its part."""
         for rank in self.ranks:
             rank.job_done(job)
 
-    def draw(self, rid: int, index: int, token: int = 7, finish: Any = None) -> None:
+    def draw(self, sequence_id: int, index: int, token: int = 7, finish: Any = None) -> None:
         """A token, from whichever rank; the router does not care which."""
-        drawn = TokenDrawn(rid=rid, index=index, token=token, finish_reason=finish)
-        self.ranks[-1].tell("tokens", Tokens.of([drawn]))
+        drawn = SampledToken(
+            sequence_id=sequence_id, index=index, token=token, finish_reason=finish
+        )
+        self.ranks[-1].tell("tokens", SampledTokens.of([drawn]))
 
-    def land(self, rid: int) -> None:
+    def land(self, sequence_id: int) -> None:
         """The prompt's KV is there, on every rank that holds a share."""
         for rank in self.ranks:
-            request = rank.reserved.get(rid)  # None: cancelled meanwhile
-            for share in request.shares if request is not None else ():
+            request = rank.reserved.get(sequence_id)  # None: cancelled meanwhile
+            for share in request.slices if request is not None else ():
                 if share.instance == rank.instance:
                     tokens = share.span.length
-                    landed = KvLanded(rid=rid, rank=rank.rank, tokens=tokens, seconds=0.0)
-                    rank.tell("landed", landed)
+                    landed = RankKvReceived(
+                        sequence_id=sequence_id, rank=rank.rank, tokens=tokens, seconds=0.0
+                    )
+                    rank.tell("received", landed)
 
-    def free(self, rid: int) -> None:
+    def free(self, sequence_id: int) -> None:
         """Every rank gives its slots back."""
         for rank in self.ranks:
-            rank.reserved.pop(rid, None)
-            rank.tell("freed", SlotsFreed(rid=rid, rank=rank.rank))
+            rank.reserved.pop(sequence_id, None)
+            rank.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=rank.rank))
 
-    def fail(self, rid: int, code: str) -> None:
-        failed = RequestFailed(rid=rid, rank=0, code=code, message="as the test says")
+    def fail(self, sequence_id: int, code: str) -> None:
+        failed = RequestFailed(
+            sequence_id=sequence_id, rank=0, code=code, message="as the test says"
+        )
         self.ranks[0].tell("failed", failed)
 
     @property
@@ -310,8 +320,10 @@ class FakeGang:
         return self.ranks[0]
 
 
-def _job_of(rank: FakeRank, rid: int) -> PrefillJob | None:
-    jobs = (job for job in rank.jobs if any(piece.rid == rid for piece in job.pieces))
+def _job_of(rank: FakeRank, sequence_id: int) -> PrefillStep | None:
+    jobs = (
+        job for job in rank.jobs if any(chunk.sequence_id == sequence_id for chunk in job.chunks)
+    )
     return next(jobs, None)
 
 
@@ -345,10 +357,10 @@ class FakeCell:
     directory: StaticDirectory
     cluster: Cluster
     service: RequestService
-    costs: CostBook
+    costs: CostTableService
     gangs: list[FakeGang] = field(default_factory=list)
 
-    def submit(self, tokens: int = 100, max_tokens: int = 4, **options: Any) -> Running:
+    def submit(self, tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestHandle:
         return self.service.submit(generation(tokens, max_tokens, **options))
 
     async def replace(self, gang: FakeGang) -> None:
@@ -364,61 +376,61 @@ class FakeCell:
 
     # --- one request's way, step by step ---
 
-    def rid_of(self, running: Running) -> int:
+    def rid_of(self, handle: RequestHandle) -> int:
         """The number of the request's current attempt."""
-        assert running.sequence is not None
-        return running.sequence
+        assert handle.sequence_id is not None
+        return handle.sequence_id
 
-    async def prefilling(self, running: Running) -> PrefillJob:
+    async def prefilling(self, handle: RequestHandle) -> PrefillStep:
         """Wait until the request's job has reached every prefill rank."""
-        await until(lambda: running.state == "prefill")
-        rid = self.rid_of(running)
-        await until(lambda: all(_job_of(rank, rid) for rank in self.prefill.ranks))
-        job = _job_of(self.prefill.leader, rid)
+        await until(lambda: handle.state == "prefill")
+        sequence_id = self.rid_of(handle)
+        await until(lambda: all(_job_of(rank, sequence_id) for rank in self.prefill.ranks))
+        job = _job_of(self.prefill.leader, sequence_id)
         assert job is not None
         return job
 
-    async def decoding(self, running: Running) -> int:
+    async def decoding(self, handle: RequestHandle) -> int:
         """Take a request to the state decoding; returns its rid."""
-        job = await self.prefilling(running)
-        rid = self.rid_of(running)
-        self.prefill.draw(rid, 0)
-        self.decode.land(rid)
+        job = await self.prefilling(handle)
+        sequence_id = self.rid_of(handle)
+        self.prefill.draw(sequence_id, 0)
+        self.decode.land(sequence_id)
         self.prefill.finish_job(job)
-        await until(lambda: any(it.rid == rid for it in self.decode.leader.joined))
-        return rid
+        await until(lambda: any(it.sequence_id == sequence_id for it in self.decode.leader.joined))
+        return sequence_id
 
-    def finish(self, rid: int, count: int, first: int = 1) -> None:
+    def finish(self, sequence_id: int, count: int, first: int = 1) -> None:
         """Decode the tokens up to count - 1, the last one with a reason, and free the slots."""
         for index in range(first, count):
             finish = "length" if index == count - 1 else None
-            self.decode.draw(rid, index, token=100 + index, finish=finish)
-        self.decode.free(rid)
+            self.decode.draw(sequence_id, index, token=100 + index, finish=finish)
+        self.decode.free(sequence_id)
 
     def runs_by_itself(self) -> None:
         """The gangs do everything that is asked of them at once."""
         prefill, decode = self.prefill, self.decode
 
-        def on_job(rank: FakeRank, job: PrefillJob) -> None:
+        def on_job(rank: FakeRank, job: PrefillStep) -> None:
             if rank.rank == prefill.world_size - 1:  # the last one to hear of it
                 asyncio.get_running_loop().call_soon(run, job)
 
-        def run(job: PrefillJob) -> None:
-            for piece in job.pieces:
-                reserved = piece.rid in decode.leader.reserved or not piece.decoded
-                if reserved and piece.rid not in prefill.leader.cancelled:
-                    index = len(piece.drawn) // 4
-                    last = piece.sampling.max_tokens == index + 1
-                    prefill.draw(piece.rid, index, finish="length" if last else None)
-                    decode.land(piece.rid)
+        def run(job: PrefillStep) -> None:
+            for chunk in job.chunks:
+                reserved = chunk.sequence_id in decode.leader.reserved or not chunk.decoded
+                if reserved and chunk.sequence_id not in prefill.leader.cancelled:
+                    index = len(chunk.generated_tokens) // 4
+                    last = chunk.sampling.max_tokens == index + 1
+                    prefill.draw(chunk.sequence_id, index, finish="length" if last else None)
+                    decode.land(chunk.sequence_id)
             prefill.finish_job(job)
 
         def join(payload: Any, _: Peer) -> None:
             message = unpack(JoinBatch, payload)
-            request = decode.leader.reserved.get(message.rid)
+            request = decode.leader.reserved.get(message.sequence_id)
             if request is not None:
-                first = len(request.drawn) // 4 + (message.first_token is not None)
-                self.finish(message.rid, request.sampling.max_tokens, first=first)
+                first = len(request.generated_tokens) // 4 + (message.first_token is not None)
+                self.finish(message.sequence_id, request.sampling.max_tokens, first=first)
 
         prefill.on_job = on_job
         decode.leader.server._handlers["join"] = join
@@ -432,9 +444,9 @@ class FakeCell:
         self.service.check_health()
 
 
-def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> Generation:
-    return Generation(
-        request_id="r",
+def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestSpec:
+    return RequestSpec(
+        client_request_id="r",
         prompt=np.arange(tokens, dtype=np.int32),
         sampling=Sampling(max_tokens=max_tokens),
         **options,
@@ -442,7 +454,7 @@ def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> Genera
 
 
 SECOND_NS = 1_000_000_000
-QUICK = DeadlineSettings(watch_ns=SECOND_NS // 100, retry_pause_ns=0)
+QUICK = SchedulerDeadlines(liveness_check_ns=SECOND_NS // 100, retry_pause_ns=0)
 
 
 @asynccontextmanager
@@ -454,10 +466,10 @@ async def fake_cell(
     configure: Configure = as_asked,
     options: dict[str, Any] | None = None,
     limits: QueueLimits | None = None,
-    deadlines: DeadlineSettings = QUICK,
+    deadlines: SchedulerDeadlines = QUICK,
     policy: str = "csps",
     table: CostTable | None = None,
-    keep: Callable[[CostTable], None] | None = None,
+    store_table: Callable[[CostTable], None] | None = None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
     ready: bool = True,
     **service: Any,
@@ -472,11 +484,11 @@ async def fake_cell(
         directory,
         secret=SECRET,
         router_id="test",
-        generations=MemoryGenerations(),
+        specs=MemoryGenerations(),
         deadlines=ClusterDeadlines(retry_s=0.01),
         roles=tuple(members),
     )
-    costs = CostBook(table or CostTable(latencies=Unmeasured()), configure, keep)
+    costs = CostTableService(table or CostTable(latencies=Unmeasured()), configure, store_table)
     chosen = {"spt_tokens": 1000, "short_tokens": 200} if policy == "csps" else {}
     scheduler = make_scheduler(
         make_policy(policy, {**chosen, **(options or {})}),

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoints import make_tokenizer
 
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.openai_responses import CompletionLogprobs
-from csps.protocols.tokens import TokenDrawn, TokenLogprob
-from csps.services.http.answer import Answer
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.gang.messages import SampledToken, TokenLogprob
+from csps.protocols.openai.responses import CompletionLogprobs
+from csps.services.http.answer import AnswerText
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def sentencepiece(tmp_path: Path) -> Tokenizer:
 
 def entries_of(tokenizer: Tokenizer, ids: list[int], top: list[int], **options: Any) -> Any:
     """The answer's text and its log-probabilities."""
-    answer = Answer(tokenizer, **{"stop": (), "min_tokens": 0, "skip_special": True, **options})
+    answer = AnswerText(tokenizer, **{"stop": (), "min_tokens": 0, "skip_special": True, **options})
     last = len(ids) - 1
     pieces = [
         answer.push(
-            TokenDrawn(
-                rid=1,
+            SampledToken(
+                sequence_id=1,
                 index=index,
                 token=token,
                 finish_reason="length" if index == last else None,

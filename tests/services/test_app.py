@@ -12,15 +12,15 @@ from ray import serve
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.core.errors import ConfigError
 from csps.services.app import ONE_LOOP, build
-from csps.services.cluster.configurator import Configurator
 from csps.services.cluster.registry import Registry
-from csps.services.launch.replicas import only_one
-from csps.services.launch.settings import Settings
-from csps.services.router.deployment import Router
-from csps.services.router.wiring import make_deadlines
-from csps.services.scheduling.limits import DeadlineSettings
+from csps.services.deployments.configurator import Configurator
+from csps.services.deployments.router import Router
+from csps.services.router.scheduler_factory import make_deadlines
+from csps.services.scheduling.events.limits import SchedulerDeadlines
+from csps.services.settings.replicas import only_one
+from csps.services.settings.settings import Settings
 
 
 def built(**args: object) -> Application:
@@ -102,5 +102,5 @@ def test_a_typo_is_named(tiny_llama: Path) -> None:
 
 def test_the_operator_says_how_long_a_prefill_job_may_be_silent() -> None:
     settings = Settings.model_validate({"prefill": {"progress_deadline_s": 7.0}})
-    assert make_deadlines(settings).prefill_silence_ns == 7_000_000_000
-    assert make_deadlines(Settings()) == DeadlineSettings()
+    assert make_deadlines(settings).prefill_liveness_ns == 7_000_000_000
+    assert make_deadlines(Settings()) == SchedulerDeadlines()

@@ -12,7 +12,7 @@ from http_over_ranks import Served, served
 from tiny_checkpoints import VOCAB, make_checkpoint
 
 from csps.services.http.request_parser import RequestParser
-from csps.services.launch.settings import Settings
+from csps.services.settings.settings import Settings
 
 BEYOND = "<|im_end|>"
 """A token that the tokenizer of the checkpoint below knows, and its embedding does not."""

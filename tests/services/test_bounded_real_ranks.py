@@ -10,10 +10,15 @@ import httpx
 from greedy_reference import greedy_tokens
 from http_over_ranks import Served, served
 
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.options import option_name
-from csps.protocols.plans import BOUNDED, StrategyChoice, StrategyChoices, StrategyQuestions
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import (
+    BOUNDED,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestions,
+    option_name,
+)
 
 LENGTH, TOKENS = 400, 4
 WHOLE = StrategyChoice(strategy="ulysses", reason="whole")

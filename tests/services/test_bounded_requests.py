@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell, until
 
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import BoundNotMet
-from csps.protocols.options import option_name
-from csps.protocols.plans import (
+from csps.configurator.costs.cost_table import CostTable, Unmeasured
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import (
     BOUNDED,
     Objective,
     StrategyChoice,
     StrategyChoices,
     StrategyQuestion,
     StrategyQuestions,
+    option_name,
 )
-from csps.services.router.running import Running
-from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.protocols.core.errors import BoundNotMet
+from csps.services.requests.request_handle import RequestHandle
 
 TOKENS = 1500
 DROPS = CsaSettings(
@@ -69,13 +69,13 @@ async def warmed(cell: FakeCell, **options: Any) -> None:
     first = submit(cell, **options)
     job = await cell.prefilling(first)
     assert job.strategy == ("csa" if options.get("csa") else "ulysses")
-    row = first.generation.cls.row
+    row = first.spec.cls.row
     await until(lambda: any(it.row == row for it in cell.costs.costs.table.buckets))
     cell.finish(await cell.decoding(first), 4)
     await cell.settled()
 
 
-def submit(cell: FakeCell, *, objective: Objective, **options: Any) -> Running:
+def submit(cell: FakeCell, *, objective: Objective, **options: Any) -> RequestHandle:
     return cell.submit(tokens=TOKENS, **{"objective": objective, "open": True, **options})
 
 
@@ -95,9 +95,9 @@ async def test_bounds_change_what_is_computed(
     wanted = Objective(**bounds)
     async with cell_of() as cell:
         await warmed(cell, objective=Objective(max_accuracy_loss=0.3))
-        running = submit(cell, objective=wanted)
-        job = await cell.prefilling(running)
-        plan = running.plan
+        handle = submit(cell, objective=wanted)
+        job = await cell.prefilling(handle)
+        plan = handle.plan
         assert plan is not None
         assert plan.predicted_accuracy_loss == loss
         assert plan.bounds_met
@@ -131,14 +131,14 @@ async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
     impossible = Objective(kind="accuracy", max_ttft_ms=0.001)
     async with cell_of() as cell:
         await warmed(cell, objective=impossible)
-        running = submit(cell, objective=impossible)
-        job = await cell.prefilling(running)
+        handle = submit(cell, objective=impossible)
+        job = await cell.prefilling(handle)
         assert job.csa is not None
         assert job.csa.layer_groups[0].drop_ratios == ((0.9,),), "not what comes nearest"
-        assert running.explain()["plan"]["bounds_met"] is False
-        running.cancel()
+        assert handle.explain()["plan"]["bounds_met"] is False
+        handle.cancel()
         cell.prefill.finish_job(job)
-        refused = submit(cell, objective=impossible, refuses=True)
+        refused = submit(cell, objective=impossible, refuse_unmet=True)
         with pytest.raises(BoundNotMet, match="ms to the first token and a loss of accuracy of"):
             await anext(refused)
         cell.service.check_health()
@@ -159,8 +159,8 @@ async def test_time_in_the_line_counts_against_a_bound_on_ttft() -> None:
 
 async def test_nothing_but_exact_attention_under_a_policy_that_cuts_prompts() -> None:
     async with cell_of(policy="tetris") as cell:
-        running = submit(cell, objective=Objective(max_accuracy_loss=1.0))
-        job = await cell.prefilling(running)
+        handle = submit(cell, objective=Objective(max_accuracy_loss=1.0))
+        job = await cell.prefilling(handle)
         assert job.csa is None
         assert all(it.row != BOUNDED for it in cell.costs.costs.table.buckets)
 
@@ -176,4 +176,4 @@ async def test_requests_of_different_bounds_share_no_step() -> None:
         cell.decode.may_reserve.set()
         strict, wide, same = [await cell.prefilling(it) for it in sent]
         assert wide == same
-        assert strict.job_id != wide.job_id
+        assert strict.step_id != wide.step_id

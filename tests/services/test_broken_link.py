@@ -1,23 +1,67 @@
-"""The KV-transfer connection breaks between two living gangs."""
+"""Breaks connections of other processes, as a network does: neither of the two is asked.
+
+The KV-transfer connection breaks between two living gangs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ctypes
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from broken_sockets import break_between
-from gang_cell import ANSWER_S, START_S, GangPlan, prompt_of
+import psutil
+from cluster_waits import linked
+from gang_driver import ANSWER_S, START_S, GangPlan, prompt_of
 from gang_processes import ProcessGang
 from gang_threads import eventually
-from linked import linked
 from router_process import greedy, make_router
 from tiny_checkpoints import reference_tokens
 
 from csps.services.cluster.attachment import Cluster
-from csps.services.router.running import Running
+from csps.services.requests.request_handle import RequestHandle
 from csps.services.router.service import RequestService
+
+_PIDFD_GETFD = 438
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def break_between(ones: Sequence[int], others: Sequence[int], *, keep: Sequence[int]) -> int:
+    """Shut all TCP connections between two sets of processes down; returns how many there were.
+
+    Args:
+        keep: ports whose connections stay.
+    """
+    theirs = {(it.laddr, it.raddr) for pid in others for it in _connections(pid)}
+    broken = 0
+    for pid in ones:
+        for it in _connections(pid):
+            if (it.raddr, it.laddr) in theirs and not {it.laddr.port, it.raddr.port} & set(keep):
+                _shut_down(pid, it.fd)
+                broken += 1
+    return broken
+
+
+def _connections(pid: int) -> Iterator[psutil._common.pconn]:
+    found = psutil.Process(pid).net_connections("tcp")
+    return (it for it in found if it.status == psutil.CONN_ESTABLISHED)
+
+
+def _shut_down(pid: int, fd: int) -> None:
+    """A socket that two processes share is shut down for both."""
+    process = os.pidfd_open(pid)
+    try:
+        copied = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
+        if copied < 0:
+            raise OSError(ctypes.get_errno(), "pidfd_getfd")
+        with socket.socket(fileno=copied) as shared:
+            shared.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(process)
+
 
 PROMPT = prompt_of(40, 1).tolist()
 LONG = prompt_of(600, 2).tolist()
@@ -44,9 +88,9 @@ async def served(model: Path, folder: Path) -> AsyncIterator[tuple[Cluster, Requ
             gang.close()
 
 
-async def answer(running: Running) -> list[int]:
+async def answer(handle: RequestHandle) -> list[int]:
     async with asyncio.timeout(ANSWER_S):
-        return [token.token async for token in running]
+        return [token.token async for token in handle]
 
 
 async def test_a_broken_link_is_noticed_and_made_anew_while_decoding_goes_on(

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang_cell import ANSWER_S, START_S, GangPlan, prompt_of
+from cluster_waits import linked
+from gang_driver import ANSWER_S, START_S, GangPlan, prompt_of
 from gang_threads import eventually, thread_gang
-from linked import linked
 from router_process import greedy, make_router
 from tiny_checkpoints import reference_tokens
 
-from csps.actors.kv_transfer.body import KvBody
+from csps.actors.comm.process_group import Pending
 from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.process_group import Pending
-from csps.protocols.errors import TransferError
-from csps.protocols.gang_members import GangRole
-from csps.services.router.running import Running
+from csps.actors.kv_transfer.message import KvBody, KvHeader
+from csps.protocols.core.errors import TransferError
+from csps.protocols.gang.members import GangRole
+from csps.services.requests.request_handle import RequestHandle
 from csps.services.router.service import RequestService
 
 PROMPT = prompt_of(40, 1).tolist()
@@ -40,9 +39,9 @@ class Wire:
         send = KvConnection.send
 
         def changed(end: KvConnection, peer: int, header: KvHeader, body: KvBody) -> Pending:
-            if self.to_spoil and header.rid not in self.spoilt:
+            if self.to_spoil and header.sequence_id not in self.spoilt:
                 self.to_spoil -= 1
-                self.spoilt.add(header.rid)
+                self.spoilt.add(header.sequence_id)
                 body = replace(body, v=body.v.clone())
                 body.v.view(torch.int32).view(-1)[7] ^= 1 << 30
             return send(end, peer, header, body)
@@ -68,9 +67,9 @@ async def served(model: Path, folder: Path) -> AsyncIterator[RequestService]:
             await service.close(0.0)
 
 
-async def answer(running: Running) -> list[int]:
+async def answer(handle: RequestHandle) -> list[int]:
     async with asyncio.timeout(ANSWER_S):
-        return [token.token async for token in running]
+        return [token.token async for token in handle]
 
 
 async def test_an_attempt_whose_kv_was_changed_is_repeated(

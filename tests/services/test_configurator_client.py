@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.strategy_rules import StrategyRules
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.plans import StrategyQuestion, StrategyQuestions
-from csps.protocols.rpc_server import RpcServer
-from csps.protocols.schema import pack, unpack
-from csps.services.cluster.configurator import ConfiguratorClient
-from csps.services.launch.credentials import ClusterSecret
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.plan.strategy_rules import StrategyRules
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import StrategyQuestion, StrategyQuestions
+from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.server import RpcServer
+from csps.services.deployments.configurator import ConfiguratorClient
+from csps.services.settings.credentials import ClusterSecret
 
 SECRET = ClusterSecret(b"a secret of the tests")
 

@@ -13,7 +13,7 @@ import pytest
 from gang_threads import eventually
 from http_over_ranks import Served, served
 
-from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
+from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
 KEYS = ("one key", "another key")
 

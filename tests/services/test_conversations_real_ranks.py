@@ -8,20 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_layout import AnyLayout
+from arbitrary_layout_policy import AnyLayout
 from gang_threads import eventually
-from sent_headers import headers_sent, positions_of
+from rank_kv import headers_sent, positions_of
 from test_service_real_ranks import ELASTIC, PAIR, POLICIES, Cell, answer, real_cell
 from tiny_checkpoints import reference_tokens
 
-from csps.protocols.gang_members import GangRole
-from csps.protocols.sampling import Sampling
-from csps.services.router.generation import Generation
-from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.running import Running
-from csps.services.scheduling.cost import Unmeasured
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
+from csps.configurator.costs.cost_table import Unmeasured
+from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.messages import Sampling
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import PrefixKey, RequestSpec
+from csps.services.scheduling.events.limits import ReuseSettings
+from csps.services.scheduling.policies.registry import make_policy
 
 BLOCK = 16
 REUSE = ReuseSettings(enabled=True, block_tokens=BLOCK)
@@ -32,12 +31,12 @@ slow = pytest.mark.slow
 
 def ask(
     cell: Cell, prompt: list[int], key: PrefixKey = KEY, *, max_tokens: int = TOKENS
-) -> Running:
+) -> RequestHandle:
     ids = np.asarray(prompt, np.int32)
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
     return cell.service.submit(
-        Generation(
-            request_id="c", prompt=ids, sampling=sampling, prefix=key, hashes=key.hashes(ids)
+        RequestSpec(
+            client_request_id="c", prompt=ids, sampling=sampling, prefix=key, hashes=key.hashes(ids)
         )
     )
 
@@ -48,10 +47,10 @@ async def talk(cell: Cell, model: Path, seed: int, turns: int = 4) -> list[int]:
     text: list[int] = random.integers(0, 256, 70).tolist()
     cached = []
     for _ in range(turns):
-        running = ask(cell, text)
-        said = await answer(running)
+        handle = ask(cell, text)
+        said = await answer(handle)
         assert said == reference_tokens(model, text, TOKENS)
-        cached.append(running.cached_tokens)
+        cached.append(handle.cached_tokens)
         text = [*text, *said, *random.integers(0, 256, 20).tolist()]
         await at_rest(cell)
     return cached
@@ -149,12 +148,12 @@ async def test_a_short_turn_is_computed_where_it_is_decoded(
         cached = []
         for _ in range(4):
             with headers_sent() as sent:
-                running = ask(cell, text)
-                said = await answer(running)
+                handle = ask(cell, text)
+                said = await answer(handle)
                 await at_rest(cell)
             assert said == reference_tokens(tiny_llama, text, TOKENS)
             assert bool(sent) == (not cached)
-            cached.append(running.cached_tokens)
+            cached.append(handle.cached_tokens)
             text = [*text, *said, *random.integers(0, 256, 20).tolist()]
         assert cached == [0, 80, 96, 128]
 
@@ -169,10 +168,10 @@ async def test_conversations_beside_each_other_in_any_layout(
         await answer(ask(cell, text))
         await at_rest(cell)
         prompts = [[*text[:cut], *range(cut % 7, 40)] for cut in (100, 90, 64, 50, 33, 17)]
-        running = [ask(cell, prompt) for prompt in prompts]
-        for prompt, said in zip(prompts, await asyncio.gather(*map(answer, running)), strict=True):
+        handle = [ask(cell, prompt) for prompt in prompts]
+        for prompt, said in zip(prompts, await asyncio.gather(*map(answer, handle)), strict=True):
             assert said == reference_tokens(tiny_llama, prompt, TOKENS)
-        assert any(it.cached_tokens for it in running)
+        assert any(it.cached_tokens for it in handle)
         await at_rest(cell)
 
 
@@ -181,13 +180,13 @@ async def test_a_prompt_whose_answer_nobody_waits_for_stays(tiny_llama: Path) ->
     async with real_cell(tiny_llama, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
         for _ in range(2):
-            running = ask(cell, text, max_tokens=500)
-            async with running:
-                async for _token in running:
-                    if running.timings.tokens == 3:
+            handle = ask(cell, text, max_tokens=500)
+            async with handle:
+                async for _token in handle:
+                    if handle.timings.tokens == 3:
                         break
             await at_rest(cell)
-        assert running.cached_tokens == 96
+        assert handle.cached_tokens == 96
         with headers_sent() as sent:
             again = ask(cell, text)
             assert await answer(again) == reference_tokens(tiny_llama, text, TOKENS)
@@ -202,13 +201,13 @@ async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> No
         await at_rest(cell)
         for owner, salt in ((b"other", None), (b"", "salt"), (b"", ""), (b"sal", "t")):
             key = PrefixKey.of(owner=owner, salt=salt, block=BLOCK)
-            running = ask(cell, text, key)
-            await answer(running)
-            assert running.cached_tokens == 0
+            handle = ask(cell, text, key)
+            await answer(handle)
+            assert handle.cached_tokens == 0
             await at_rest(cell)
-        running = ask(cell, text)
-        await answer(running)
-        assert running.cached_tokens == 96
+        handle = ask(cell, text)
+        await answer(handle)
+        assert handle.cached_tokens == 96
         await at_rest(cell)
 
 

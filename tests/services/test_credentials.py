@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from csps.protocols.errors import ConfigError, Unauthorized
-from csps.services.launch.credentials import (
+from csps.protocols.core.errors import ConfigError, Unauthorized
+from csps.services.settings.credentials import (
     KEYS_VARIABLE,
     SECRET_VARIABLE,
     ApiKeys,

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from fake_gangs import SHAPE, FakeCell, FakeGang, fake_cell, until
 
-from csps.configurator.strategy_rules import StrategyRules
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import ConfigError, InvalidRequest
-from csps.protocols.messages import PrefillDone
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.protocols.sampling import Sampling
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
-from csps.services.router.timings import Timings
+from csps.configurator.plan.strategy_rules import StrategyRules
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.core.errors import ConfigError, InvalidRequest
+from csps.protocols.gang.messages import PrefillDone, Sampling
+from csps.services.requests.request_handle import RequestHandle, Timings
+from csps.services.requests.request_spec import RequestSpec
 
 RULES = StrategyRules(SHAPE)
 SETTINGS = CsaSettings(drop_ratios=((0.5,),))
@@ -32,17 +30,17 @@ def cell_of(instances: int = 2, **options: Any) -> Any:
     return fake_cell(**{"prefill": gang, "configure": configure, **options})
 
 
-def submit(cell: FakeCell, tokens: int, **options: Any) -> Running:
+def submit(cell: FakeCell, tokens: int, **options: Any) -> RequestHandle:
     return cell.submit(tokens=tokens, attention="csa", csa=CsaSettings(**options))
 
 
 async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> None:
     async with cell_of(instances=3) as cell:
-        running = submit(
+        handle = submit(
             cell, 1500, levels=2, drop_ratios=((0.5,),), micro_partitions=((3,),), strategy="ntp",
             importance_window=9, pipelined=False,
         )  # fmt: skip
-        job = await cell.prefilling(running)
+        job = await cell.prefilling(handle)
         assert [rank.jobs[0].csa for rank in cell.prefill.ranks] == [job.csa] * 3
         assert job.strategy == "csa"
         assert job.csa is not None
@@ -53,7 +51,7 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
         assert (layers.first, layers.stop) == (0, 2)
         assert layers.drop_ratios == ((0.5,),)
         assert layers.micro_partitions == (3, 3)
-        plan = running.explain()["plan"]
+        plan = handle.explain()["plan"]
         assert plan["csa"]["locations"] == job.csa.locations
         assert (plan["attention"], plan["predicted_accuracy_loss"]) == ("csa", None)
 
@@ -61,22 +59,22 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
 @pytest.mark.parametrize("kept_only", [False, True])
 async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_only: bool) -> None:
     async with cell_of() as cell:
-        running = submit(cell, 1500, drop_ratios=((0.5,),), decode_kept_only=kept_only)
-        job = await cell.prefilling(running)
+        handle = submit(cell, 1500, drop_ratios=((0.5,),), decode_kept_only=kept_only)
+        job = await cell.prefilling(handle)
         assert job.csa is not None
         assert job.csa.decode_kept_only == kept_only
-        rid = cell.rid_of(running)
-        assert {rank.reserved[rid].kept_only for rank in cell.decode.ranks} == {kept_only}
+        sequence_id = cell.rid_of(handle)
+        assert {rank.reserved[sequence_id].kept_only for rank in cell.decode.ranks} == {kept_only}
 
 
 async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
     async with cell_of() as cell:
-        running = submit(cell, 50, levels=2, drop_ratios=((0.5,),))
-        job = await cell.prefilling(running)
-        assert job.urgent
+        handle = submit(cell, 50, levels=2, drop_ratios=((0.5,),))
+        job = await cell.prefilling(handle)
+        assert job.high_priority
         assert job.csa is not None
         assert job.csa.levels == 1
-        plan = running.explain()["plan"]
+        plan = handle.explain()["plan"]
         assert plan["csa"]["levels"] == 1
         assert plan["reason"].endswith("one instance, which attends exactly")
 
@@ -89,11 +87,11 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
         cell.decode.may_reserve.set()
         jobs = cell.prefill.leader.jobs
         await until(lambda: len(jobs) == 2)  # an instance has no more at a time
-        for piece in jobs[0].pieces:
-            cell.prefill.draw(piece.rid, 0)
+        for chunk in jobs[0].chunks:
+            cell.prefill.draw(chunk.sequence_id, 0)
         cell.prefill.finish_job(jobs[0])
         await until(lambda: len(jobs) == 3)
-        together = [[piece.rid for piece in job.pieces] for job in jobs]
+        together = [[chunk.sequence_id for chunk in job.chunks] for job in jobs]
         expected = [[sparse[0], sparse[2]], [sparse[1]], exact]
         assert together == [[cell.rid_of(it) for it in group] for group in expected]
         assert jobs[2].csa is None
@@ -101,10 +99,10 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
 
 async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:
     async with cell_of(instances=1) as cell:
-        running = submit(cell, 1500, levels=1, drop_ratios=((0.5,),))
-        await cell.prefilling(running)
-        rid = cell.rid_of(running)
-        cell.prefill.fail(rid, "TransferError")
+        handle = submit(cell, 1500, levels=1, drop_ratios=((0.5,),))
+        await cell.prefilling(handle)
+        sequence_id = cell.rid_of(handle)
+        cell.prefill.fail(sequence_id, "TransferError")
         await until(lambda: len(cell.prefill.leader.jobs) == 2)
         first, second = cell.prefill.leader.jobs
         assert first.csa == second.csa
@@ -133,17 +131,17 @@ async def test_how_an_open_strategy_is_chosen_is_told_once_it_was_compared() -> 
 
     async with cell_of(configure=later) as cell:
         for _ in range(2):
-            running = submit(cell, 1500, drop_ratios=((0.5,),))
-            await cell.prefilling(running)
-            assert running.plan is not None
+            handle = submit(cell, 1500, drop_ratios=((0.5,),))
+            await cell.prefilling(handle)
+            assert handle.plan is not None
             if not may_answer.is_set():
-                assert running.plan.strategy == "csa"
-                assert "nothing was compared yet" in running.plan.reason
+                assert handle.plan.strategy == "csa"
+                assert "nothing was compared yet" in handle.plan.reason
                 before = cell.costs.costs.table.digest
                 may_answer.set()
                 await until(lambda before=before: cell.costs.costs.table.digest != before)
-            running.cancel()
-        assert "because nothing moves less" in running.plan.reason
+            handle.cancel()
+        assert "because nothing moves less" in handle.plan.reason
 
 
 async def test_what_no_group_can_run_ends_its_request_alone(
@@ -158,16 +156,16 @@ async def test_what_no_group_can_run_ends_its_request_alone(
         other = cell.submit(tokens=900)
         await cell.decoding(other)
         monkeypatch.setattr(CsaSettings, "for_group", refuse)
-        bad = Generation(
-            request_id="bad",
+        bad = RequestSpec(
+            client_request_id="bad",
             prompt=np.arange(1500, dtype=np.int32),
             sampling=Sampling(max_tokens=2),
             attention="csa",
             csa=SETTINGS,
         )
-        running = cell.service.submit(bad)
+        handle = cell.service.submit(bad)
         with pytest.raises(ConfigError, match="no group can run this"):
-            await anext(running)
+            await anext(handle)
         cell.service.check_health()
         assert cell.service.ready
         other.cancel()
@@ -185,6 +183,6 @@ def test_hidden_communication_is_of_all_ranks_together() -> None:
 
 def _done(*, waited_s: float, exchange_s: float) -> PrefillDone:
     return PrefillDone(
-        job_id=1, rank=0, cancelled=False, queue_s=0.0, compute_s=0.0, transfer_s=0.0,
+        step_id=1, rank=0, cancelled=False, queue_s=0.0, compute_s=0.0, transfer_s=0.0,
         yielded_s=0.0, communication_s=waited_s, exchange_s=exchange_s,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from csps.services.scheduling.scheduler import Counts
+from csps.services.scheduling.core.scheduler import SchedulerCounts
 from csps.services.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -18,7 +18,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 class Load:
-    counts = Counts(running=0, waiting=0, prefill_kv=0.0, decode_kv=0.0)
+    counts = SchedulerCounts(running=0, waiting=0, prefill_kv=0.0, decode_kv=0.0)
     ready = True
 
 

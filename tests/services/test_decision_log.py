@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from fake_gangs import QUICK, FakeGang, fake_cell, turns
 
-from csps.protocols.errors import ConfigError
-from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
-from csps.services.launch.settings import Settings
+from csps.configurator.costs.cost_table import CostTable
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
+from csps.protocols.core.errors import ConfigError
+from csps.services.requests.request_handle import RequestHandle
 from csps.services.router.decision_log import DecisionLog, replayed
-from csps.services.router.running import Running
-from csps.services.router.wiring import make_deadlines, open_log
-from csps.services.scheduling.cost import CostTable
-from csps.services.scheduling.decisions import digest_of
-from csps.services.scheduling.events import AnyEvent
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.log import Header, command_bytes
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Outcome, Scheduler
+from csps.services.router.scheduler_factory import make_deadlines, open_log
+from csps.services.scheduling.core.decision_log import DecisionLogHeader, command_bytes
+from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
+from csps.services.scheduling.deciding.decisions import digest_of
+from csps.services.scheduling.events.events import AnyEvent
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.settings.settings import Settings
 
 _SPEEDS = RingSpeeds(flops=1e14, bytes_per_s=1e10)
 _RINGS = RingRules(
@@ -37,20 +37,20 @@ class Noting(Scheduler):
 
     commands = b""
 
-    def handle(self, events: Iterable[AnyEvent], now_ns: int) -> Outcome:
+    def handle(self, events: Iterable[AnyEvent], now_ns: int) -> RoundResult:
         outcome = super().handle(events, now_ns)
         self.commands += command_bytes(outcome.commands)
         return outcome
 
 
-async def read(running: Running) -> int:
-    return len([token async for token in running])
+async def read(handle: RequestHandle) -> int:
+    return len([token async for token in handle])
 
 
 async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> None:
     path = tmp_path / "decisions"
     policy = make_policy("csps", OPTIONS)
-    header = Header(
+    header = DecisionLogHeader(
         policy="csps",
         policy_digest=digest_of(policy),
         table_digest=TABLE.digest,
@@ -65,7 +65,7 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
 
     with DecisionLog(path, header, TABLE) as log:
         async with fake_cell(
-            table=TABLE, keep=log.keep, recorder=log, make_scheduler=scheduler
+            table=TABLE, store_table=log.store_table, recorder=log, make_scheduler=scheduler
         ) as cell:
             cell.runs_by_itself()
             requests = [cell.submit(50 + 397 * n % 2500, 1 + n % 7) for n in range(25)]
@@ -103,7 +103,7 @@ def test_the_settings_say_whether_there_is_a_log(
     assert log is not None
     log.close()
     assert replayed(tmp_path / "log") == b""
-    assert make_deadlines(settings).landing_ns == 60_000_000_000
+    assert make_deadlines(settings).transfer_ns == 60_000_000_000
 
 
 def test_a_log_that_cannot_be_written_is_the_operators_mistake(tiny_llama: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.gang_client import GangClient
-from csps.services.router.decode_groups import DecodeGroups, Members
+from csps.protocols.gang.client import GangClient
+from csps.services.router.live_sequences import DecodeGroups, Members
 
 GANG = cast(GangClient, object())
 members = st.frozensets(st.integers(0, 5), min_size=1, max_size=3)
@@ -53,7 +53,7 @@ def test_groups_follow_rows_that_come_move_and_go(events: list[tuple[str, Member
                 )
                 rows.append(placed)
         assert groups_of(groups) == together(rows)
-    assert (not rows) == (not groups._rows)
+    assert (not rows) == (not groups._sequence_counts)
 
 
 @pytest.mark.parametrize(

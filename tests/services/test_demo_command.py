@@ -11,8 +11,8 @@ import pytest
 from free_ports import free_port
 
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
-from csps.protocols.errors import FaultError
-from csps.services.launch.demo_command import Streamed, ask, how_to_go_on, summary
+from csps.protocols.core.errors import FaultError
+from csps.services.launch.demo_command import StreamedAnswer, ask, summary, usage_hints
 from csps.services.launch.deploy_config import read_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "config.yaml"
@@ -35,7 +35,7 @@ def test_reused_kv_is_told_beside_the_time_that_it_saved(cached: int) -> None:
         "completion_tokens": 2,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    streamed = Streamed(text=prompt.answer, stamps=[11.5, 11.6], usage=usage, report=REPORT)
+    streamed = StreamedAnswer(text=prompt.answer, stamps=[11.5, 11.6], usage=usage, report=REPORT)
     lines = summary(prompt, streamed, 10.0)
     assert "(right)" in lines[0]
     times = next(number for number, line in enumerate(lines) if "first token: 1.50 s" in line)
@@ -76,4 +76,4 @@ def test_it_has_the_servers_key_and_a_broken_connection_is_one_line(
     finally:
         thread.join(30)
         server.server_close()
-    assert "Bearer $KEY" in how_to_go_on(config)
+    assert "Bearer $KEY" in usage_hints(config)

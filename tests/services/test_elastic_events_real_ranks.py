@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from any_layout import AnyLayout
-from gang_cell import ANSWER_S
+from arbitrary_layout_policy import AnyLayout
+from gang_driver import ANSWER_S
 from gang_threads import eventually
-from held_steps import HeldSteps
+from paused_ranks import HeldSteps
 from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
 from tiny_checkpoints import reference_tokens
 
-from csps.actors.engine.stream import Stream
-from csps.services.router.running import Running
-from csps.services.scheduling.decisions import Policy
+from csps.actors.engine.decode_batch import DecodeBatch as Stream
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.scheduling.deciding.decisions import Policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -35,7 +35,7 @@ WANTED["scale up"] = streams(4, first=115, further=5, max_tokens=MAX_TOKENS)
 class Held:
     """Requests, some of them in the middle of an event."""
 
-    requests: Sequence[Running]
+    requests: Sequence[RequestHandle]
     answers: Sequence[asyncio.Future[list[int]]]
     go_on: Callable[[], None]
 
@@ -55,7 +55,7 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
     wanted = WANTED[event]
     requests = [cell.submit(**it) for it in wanted[:-1]]
     scaled_up = asyncio.Event()
-    answers = [asyncio.ensure_future(read(running, scaled_up)) for running in requests]
+    answers = [asyncio.ensure_future(read(handle, scaled_up)) for handle in requests]
     await eventually(lambda: any(it.state == "decoding" for it in requests))
     steps = HeldSteps(patch) if event == "preempt and scale down" else None
     requests.append(cell.submit(**wanted[-1]))
@@ -72,13 +72,13 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
     return Held(requests, answers, lambda: None)
 
 
-async def read(running: Running, scaled_up: asyncio.Event) -> list[int]:
+async def read(handle: RequestHandle, scaled_up: asyncio.Event) -> list[int]:
     """All tokens. The event comes with the first whose KV lies where none of its prompt's does."""
-    more, tokens = KV_SLOTS - running.generation.prompt.size + 5, list[int]()
+    more, tokens = KV_SLOTS - handle.spec.prompt.size + 5, list[int]()
     async with asyncio.timeout(ANSWER_S):
-        async for token in running:
+        async for token in handle:
             tokens.append(token.token)
-            if len(tokens) > more and any(it.kind == "scale_up" for it in running.elastic):
+            if len(tokens) > more and any(it.kind == "scale_up" for it in handle.elastic):
                 scaled_up.set()
     return tokens
 
@@ -152,9 +152,9 @@ async def test_no_answer_is_evicted_whatever_the_order(
         requests = [cell.submit(*shape, seed=seed) for seed, shape in enumerate(shapes)]
         told = await asyncio.gather(*map(answer, requests))
         assert [len(tokens) for tokens in told] == [most for _, most in shapes]
-        for running, tokens in zip(requests, told, strict=True):
-            prompt = running.generation.prompt.tolist()
+        for handle, tokens in zip(requests, told, strict=True):
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, len(tokens))
-        assert {running.timings.attempts for running in requests} == {1}
+        assert {handle.timings.attempts for handle in requests} == {1}
         await cell.settled()
     assert len(checked) == 3 * tp

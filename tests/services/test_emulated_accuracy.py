@@ -13,34 +13,42 @@ import yaml
 from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
-from csps.actors.csa.strategy import Csa
-from csps.actors.engine.engine import Engine
-from csps.actors.levels.schedule import DropSchedule
-from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.sp_tp import SpTp
-from csps.configurator.enumeration import Judging
-from csps.configurator.scaling_information_base import (
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.levels import DropSchedule
+from csps.actors.attention.csa.strategy import Csa
+from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     Identity,
     ScalingInformationBase,
 )
-from csps.protocols.csa import CsaPlan
+from csps.configurator.search.space import ImportanceScoring
+from csps.protocols.attention.csa import CsaPlan
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.launch.settings import shipped_models
 from csps.services.profiling import command
 from csps.services.profiling.accuracy import profile
-from csps.services.profiling.accuracy.emulated_group import EmulatedGroup
-from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
-from csps.services.profiling.accuracy.first_layer import FirstLayer, SharedText
-from csps.services.profiling.accuracy.points import Branch, Enumeration, Point
-from csps.services.profiling.accuracy.profile import HOPELESS, AccuracyProfile
+from csps.services.profiling.accuracy.emulated_attention import (
+    EmulatedGroup,
+    EmulatedPrompt,
+    FirstLayer,
+    SharedText,
+)
+from csps.services.profiling.accuracy.profile import (
+    HOPELESS,
+    AccuracyProfile,
+    Branch,
+    Enumeration,
+    Point,
+)
 from csps.services.profiling.accuracy.questions import (
-    KINDS,
+    QUESTION_KINDS,
     NeedleQuestions,
     PlainText,
     QuestionKind,
     Score,
 )
+from csps.services.settings.settings import shipped_models
 
 LAYERS, HEADS, KV_HEADS = 5, 4, 2
 TOKENS = 70
@@ -67,7 +75,7 @@ def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
         group_shape="2+2",
         strategy="tp" if strategy == "tp" else "ntp",
         levels=levels,
-        judging=Judging(layer, 8),
+        scoring=ImportanceScoring(layer, 8),
     )
     return Point(branch=branch, drop_ratio=ratio)
 
@@ -187,7 +195,7 @@ def test_other_seeds_ask_for_other_facts(needle: LocalModel) -> None:
 
 
 def test_kinds_are_told_apart_by_their_names() -> None:
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert len({kind.name for kind in QUESTION_KINDS}) == len(QUESTION_KINDS)
 
 
 # --- what is asked -----------------------------------------------------------------------------
@@ -228,7 +236,7 @@ class ScriptedPrompt:
 BRANCHES = Enumeration(
     lengths=(64,),
     group_shapes=("2",),
-    judging=(("ntp", Judging("same", 8)),),
+    scoring=(("ntp", ImportanceScoring("same", 8)),),
     drop_ratios=(0.1, 0.5, 0.9, 0.95),
 )
 
@@ -241,7 +249,7 @@ def run(
     **options: float,
 ) -> dict[tuple[float, str], int]:
     """Rounds by drop ratio and kind, of all runs so far."""
-    monkeypatch.setattr(profile, "KINDS", tuple(kinds))
+    monkeypatch.setattr(profile, "QUESTION_KINDS", tuple(kinds))
     model = LocalModel(network, None, frozenset())  # type: ignore[arg-type]
     with ScalingInformationBase.create(path, HERE) as base:
         AccuracyProfile(base, model, BRANCHES, lambda line: None, **options).run()
@@ -289,7 +297,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 def test_the_command_keeps_rows_and_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profile, "KINDS", (ScriptedKind("a", 0.5, rounds=1),))
+    monkeypatch.setattr(profile, "QUESTION_KINDS", (ScriptedKind("a", 0.5, rounds=1),))
     arguments = {"model": "needle"}
     application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
     config, sib = tmp_path / "config.yaml", tmp_path / "sib"

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gang_cell import GangPlan
+from gang_driver import GangPlan
 from gang_threads import ThreadGang, eventually, thread_gang
 from router_process import make_router
 from safetensors.torch import load_file, save_file
 
-from csps.protocols.messages import RankDescription
+from csps.protocols.gang.messages import RankDescription
 from csps.services.cluster.attachment import UNUSABLE
 
 

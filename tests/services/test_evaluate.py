@@ -9,17 +9,15 @@ import httpx
 import pytest
 import torch
 
-from csps.configurator.interval import wilson
-from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
-from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order
+from csps.configurator.regressors.samples import wilson
+from csps.models.needle_prompts.filler import FILLER_KINDS
+from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order
 from csps.models.needle_prompts.words import count_words
 from csps.services.evaluation import command
+from csps.services.evaluation.answerers import LocalAnswerer, ServerAnswerer, client_of, read
 from csps.services.evaluation.cases import Case, Evaluation, cases
-from csps.services.evaluation.local_answerer import LocalAnswerer, read
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.evaluation.scores import accuracy, evaluate, summary
-from csps.services.evaluation.sensitivity import sensitivity
-from csps.services.evaluation.server_answerer import ServerAnswerer, client_of
+from csps.services.evaluation.scores import accuracy, evaluate, sensitivity, summary
 
 
 def read_answer(prompt: str) -> str:

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from file_generations import FileGenerations
+from file_generation_store import FileGenerations
 from ray.experimental import internal_kv
 
-from csps.services.cluster.generations import Generations, MemoryGenerations
-from csps.services.cluster.ray_generations import RayGenerations
+from csps.services.cluster.fencing import Generations, MemoryGenerations
+from csps.services.cluster.ray_context import RayGenerations
 
 
 class Kv:
@@ -52,8 +52,8 @@ def counter(kind: str, path: Path) -> Generations:
 
 
 async def test_memory_counts_from_one() -> None:
-    generations = MemoryGenerations()
-    assert [await generations.claim() for _ in range(3)] == [1, 2, 3]
+    specs = MemoryGenerations()
+    assert [await specs.claim() for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["file", "ray"])
@@ -105,13 +105,13 @@ async def test_what_is_held_is_seen_by_all_until_it_is_released(
     memory = MemoryGenerations()
     here, there = (memory if kind == "memory" else counter(kind, tmp_path) for _ in range(2))
     await here.claim()
-    await here.hold(1, 1)
-    await here.hold(12, 5)
-    await here.hold(1, 2)
-    assert await there.held() == {1: 2, 12: 5}
-    await there.release(1)
-    await there.release(1)
-    assert await here.held() == {12: 5}
+    await here.claim_priority(1, 1)
+    await here.claim_priority(12, 5)
+    await here.claim_priority(1, 2)
+    assert await there.priorities() == {1: 2, 12: 5}
+    await there.release_priority(1)
+    await there.release_priority(1)
+    assert await here.priorities() == {12: 5}
     assert await there.claim() == 2, "counting has nothing to do with it"
 
 

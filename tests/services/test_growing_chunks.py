@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang_cell import ANSWER_S
+from gang_driver import ANSWER_S
 from gang_threads import eventually
 from test_service_real_ranks import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.actors.engine.step_run import StepRun
-from csps.services.router.running import Running
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.policies.tetris.cdsp import Cdsp, CdspChunk
 
 GROUPS = ((0,), (0, 2), (0, 1, 2, 3))
 TETRIS = {"improvement_rate": 0.0, "min_chunk": 1}
@@ -27,10 +27,12 @@ TETRIS = {"improvement_rate": 0.0, "min_chunk": 1}
 def three_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the other instances were busy for a while: whatever the machine has to do."""
 
-    def planned(cdsp: Cdsp, length: int, free_ns: Sequence[int], *_: Any, **__: Any) -> list[Chunk]:
+    def planned(
+        cdsp: Cdsp, length: int, free_ns: Sequence[int], *_: Any, **__: Any
+    ) -> list[CdspChunk]:
         cuts = [0, length // 3, 2 * length // 3, length]
         return [
-            Chunk(start, stop - start, group, 0, 0)
+            CdspChunk(start, stop - start, group, 0, 0)
             for start, stop, group in zip(cuts, cuts[1:], GROUPS, strict=False)
             if stop > start
         ]
@@ -46,7 +48,7 @@ class HeldChunk:
         compute = StepRun.compute
 
         def held(run: StepRun, *arguments: Any) -> None:
-            if run.leads and run.job.pieces[0].start:
+            if run.leads and run.step.chunks[0].start:
                 self._come.set()
                 assert self.go_on.wait(ANSWER_S), "nobody let the chunk go on"
             compute(run, *arguments)
@@ -57,9 +59,9 @@ class HeldChunk:
         assert await asyncio.to_thread(self._come.wait, ANSWER_S)
 
 
-def check(model: Path, request: Running, tokens: list[int]) -> None:
+def check(model: Path, request: RequestHandle, tokens: list[int]) -> None:
     """These are transformers' tokens."""
-    assert tokens == reference_tokens(model, request.generation.prompt.tolist(), 6)
+    assert tokens == reference_tokens(model, request.spec.prompt.tolist(), 6)
 
 
 async def test_three_chunks_give_the_tokens_of_transformers(tiny_llama: Path) -> None:

@@ -16,16 +16,15 @@ import pytest
 from fake_service import FakeService
 from live_server import serving
 
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import GangLost, QueueFull
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import GangLost, QueueFull
 from csps.services.http import api as http_api
-from csps.services.http.api import Api
+from csps.services.http.api import HEARTBEAT, EventStream, HttpApi
 from csps.services.http.request_parser import RequestParser
-from csps.services.http.streaming import HEARTBEAT, EventStream
-from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.settings import Settings
-from csps.services.router.running import Running
-from csps.services.router.slo import Slo
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import SloBounds
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import Settings
 from csps.services.telemetry.metrics import Metrics
 
 ANSWER = "The naïve café 🙂 END of it"
@@ -43,8 +42,8 @@ async def service(parser: RequestParser) -> FakeService:
 
 
 @pytest.fixture
-def api(parser: RequestParser, service: FakeService) -> Api:
-    return Api(
+def api(parser: RequestParser, service: FakeService) -> HttpApi:
+    return HttpApi(
         parser=parser,
         service=service,
         keys=ApiKeys([]),
@@ -54,7 +53,7 @@ def api(parser: RequestParser, service: FakeService) -> Api:
 
 
 @pytest.fixture
-async def client(api: Api) -> AsyncIterator[httpx.AsyncClient]:
+async def client(api: HttpApi) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serving(api.app()) as url,
         httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
@@ -145,8 +144,8 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
         body = response.json()
         assert body["choices"][0]["text"] == shown
         assert body["usage"]["completion_tokens"] == drawn
-    assert service.running[0].finish_reason == "stop"
-    assert service.running[0].timings.tokens <= drawn + 1
+    assert service.handles[0].finish_reason == "stop"
+    assert service.handles[0].timings.tokens <= drawn + 1
 
 
 async def test_max_tokens_ends_with_length(client: httpx.AsyncClient) -> None:
@@ -220,14 +219,14 @@ async def test_what_is_asked_for_reaches_the_engine(
     }  # fmt: skip
     headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}
     await client.post("/v1/completions", json=completion(**fields), headers=headers)
-    generation = service.generations[0]
-    sampling = generation.sampling
+    spec = service.specs[0]
+    sampling = spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
     assert (sampling.seed, sampling.min_tokens) == (7, 2)
     assert sampling.stop_token_ids == (65,)
     assert sampling.logit_bias == {66: -1.0}
-    assert generation.objective.kind == "accuracy"
-    assert generation.slo == Slo(ttft_ms=250.0, tpot_ms=12.5)
+    assert spec.objective.kind == "accuracy"
+    assert spec.slo == SloBounds(ttft_ms=250.0, tpot_ms=12.5)
 
 
 async def test_sparse_attention_by_hand_reaches_the_engine(
@@ -239,9 +238,9 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
         "drop_queries": False,
     }  # fmt: skip
     await client.post("/v1/completions", json=completion(csps=wanted))
-    generation = service.generations[0]
-    assert generation.attention == "csa"
-    assert generation.csa == CsaSettings(
+    spec = service.specs[0]
+    assert spec.attention == "csa"
+    assert spec.csa == CsaSettings(
         levels=3,
         drop_ratios=((0.0,), (0.5, 0.9)),
         micro_partitions=((1,), (1, 1, 2)),
@@ -290,10 +289,10 @@ async def test_what_a_request_leaves_to_the_configurator(
     given: tuple[str, ...],
 ) -> None:
     await client.post("/v1/completions", json=completion(csps={"unmet": "refuse", **wanted}))
-    generation = service.generations[0]
-    assert (generation.open, generation.csa, generation.given) == (is_open, csa, given)
-    assert generation.refuses
-    assert (generation.cls.objective is not None) == is_open
+    spec = service.specs[0]
+    assert (spec.open, spec.csa, spec.given) == (is_open, csa, given)
+    assert spec.refuse_unmet
+    assert (spec.cls.objective is not None) == is_open
 
 
 async def test_models(client: httpx.AsyncClient, parser: RequestParser) -> None:
@@ -373,7 +372,7 @@ async def test_bad_bodies_are_refused_in_openai_shape(
     assert_openai_error(response)
     if param is not None:
         assert response.json()["error"]["param"] == param
-    assert not service.generations
+    assert not service.specs
 
 
 def assert_openai_error(response: httpx.Response) -> None:
@@ -453,7 +452,7 @@ async def test_a_full_queue_says_when_to_come_back(
     assert_openai_error(response)
 
 
-async def test_keys_are_asked_for(api: Api) -> None:
+async def test_keys_are_asked_for(api: HttpApi) -> None:
     app = replace(api, keys=ApiKeys(["secret"])).app()
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         for path in ("/v1/models", "/v1/models/tiny"):
@@ -471,7 +470,7 @@ async def test_keys_are_asked_for(api: Api) -> None:
 # --- writes ----------------------------------------------------------------------------------
 
 
-async def written(api: Api, service: FakeService, burst: int, **fields: Any) -> list[bytes]:
+async def written(api: HttpApi, service: FakeService, burst: int, **fields: Any) -> list[bytes]:
     """The HTTP chunks of a streamed answer, as they are on the wire: a chunk is a write.
 
     So many tokens come together, and the next when the client has what was written of them.
@@ -497,7 +496,7 @@ async def written(api: Api, service: FakeService, burst: int, **fields: Any) -> 
 @pytest.mark.parametrize("burst", [1, 3, 1000])
 @pytest.mark.parametrize("options", [{}, {"include_usage": True, "continuous_usage_stats": True}])
 async def test_all_pending_events_leave_in_one_write(
-    api: Api, service: FakeService, burst: int, options: dict[str, Any]
+    api: HttpApi, service: FakeService, burst: int, options: dict[str, Any]
 ) -> None:
     one_by_one = await written(api, service, 1, logprobs=1, stream_options=options)
     chunks = await written(api, service, burst, logprobs=1, stream_options=options)
@@ -534,8 +533,8 @@ async def test_a_token_alone_leaves_at_once(
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "T"
 
 
-async def first_token_only(service: FakeService, running: Running) -> None:
-    running.deliver(service._tokens(running.generation)[0])
+async def first_token_only(service: FakeService, handle: RequestHandle) -> None:
+    handle.deliver(service._tokens(handle.spec)[0])
 
 
 async def test_what_came_before_the_servers_cancelling_is_shown(
@@ -548,10 +547,10 @@ async def test_what_came_before_the_servers_cancelling_is_shown(
     assert error["error"]["code"] == "unavailable"
 
 
-async def cancelled_after_two(service: FakeService, running: Running) -> None:
-    first, second, third, *_ = service._tokens(running.generation)
+async def cancelled_after_two(service: FakeService, handle: RequestHandle) -> None:
+    first, second, third, *_ = service._tokens(handle.spec)
     for token in (first, second, replace(third, finish_reason="cancelled")):
-        running.deliver(token)
+        handle.deliver(token)
 
 
 # --- faults and cancellation -----------------------------------------------------------------
@@ -601,7 +600,7 @@ async def test_a_client_that_goes_away_stops_the_work(
         await service.submitted.wait()
         request.cancel()
         await service.cancelled.wait()
-    assert service.running[0].finish_reason == "cancelled"
+    assert service.handles[0].finish_reason == "cancelled"
 
 
 async def test_a_client_that_leaves_a_stream_stops_the_work(

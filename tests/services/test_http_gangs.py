@@ -15,16 +15,15 @@ import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell, until
 from live_server import serving
 
-from csps.protocols.errors import QueueFull
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.http import body_budget
-from csps.services.http.api import Api
-from csps.services.http.body_budget import LARGE_BODY_BYTES
-from csps.services.http.request_parser import Accepted, Arrival, RequestParser
-from csps.services.http.tokenizer_pool import LARGE_AT_ONCE, TokenizerPool
-from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.settings import HttpSettings, Settings
-from csps.services.scheduling.limits import QueueLimits
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.core.errors import QueueFull
+from csps.services.http import body as body_budget
+from csps.services.http.api import HttpApi
+from csps.services.http.body import LARGE_AT_ONCE, LARGE_BODY_BYTES, TokenizerPool
+from csps.services.http.request_parser import ParsedRequest, RequestMetadata, RequestParser
+from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import HttpSettings, Settings
 from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
@@ -41,7 +40,7 @@ def parser(tiny_llama: Path) -> RequestParser:
 class Server:
     cell: FakeCell
     client: httpx.AsyncClient
-    lanes: TokenizerPool
+    tokenizer_pool: TokenizerPool
 
     async def complete(self, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 2, **fields}
@@ -68,7 +67,7 @@ class Server:
 @asynccontextmanager
 async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
-        api = Api(
+        api = HttpApi(
             parser=parser,
             service=cell.service,
             keys=ApiKeys([]),
@@ -79,7 +78,7 @@ async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]
             serving(api.app()) as url,
             httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
         ):
-            yield Server(cell, client, api.lanes)
+            yield Server(cell, client, api.tokenizer_pool)
 
 
 def check_error(response: httpx.Response, status: int, code: str) -> None:
@@ -124,7 +123,7 @@ async def test_a_request_cut_off_by_the_shutdown_may_come_again(parser: RequestP
 async def failed_by_a_rank(server: Server, code: str) -> httpx.Response:
     request = asyncio.ensure_future(server.complete())
     await until(lambda: server.cell.prefill.leader.jobs)
-    server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].pieces[0].rid, code)
+    server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].chunks[0].sequence_id, code)
     return await request
 
 
@@ -206,11 +205,11 @@ class GatedParser(RequestParser):
         self.large = threading.Semaphore(0)
         """Counts those that have begun."""
 
-    def completion(self, body: bytes, arrival: Arrival) -> Accepted:
+    def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
         if len(body) > LARGE_BODY_BYTES:
             self.large.release()
             assert self.gate.wait(DEADLINE_S)
-        return super().completion(body, arrival)
+        return super().completion(body, metadata)
 
 
 async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> None:
@@ -230,15 +229,15 @@ async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> 
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
 
-async def read_whole(lanes: TokenizerPool, body: bytes, read: Callable[[bytes], T]) -> T:
-    with lanes.holding() as held:
+async def read_whole(tokenizer_pool: TokenizerPool, body: bytes, read: Callable[[bytes], T]) -> T:
+    with tokenizer_pool.counted_body() as held:
         held.grown(len(body))
-        return await lanes.run(body, read, held)
+        return await tokenizer_pool.run(body, read, held)
 
 
 async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
     """Its place in the line stays until a thread comes to it; its bytes need not."""
-    lanes, gate, let_go = TokenizerPool(), threading.Event(), threading.Event()
+    tokenizer_pool, gate, let_go = TokenizerPool(), threading.Event(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
 
     class Body(bytes):
@@ -248,10 +247,10 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
     try:
         size = LARGE_BODY_BYTES + 1
         held = [
-            asyncio.ensure_future(read_whole(lanes, bytes(size), waits))
+            asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits))
             for _ in range(LARGE_AT_ONCE)
         ]
-        leaving = asyncio.ensure_future(read_whole(lanes, Body(size), waits))
+        leaving = asyncio.ensure_future(read_whole(tokenizer_pool, Body(size), waits))
         await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -262,25 +261,27 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
         assert await asyncio.gather(*held) == [True] * LARGE_AT_ONCE
     finally:
         gate.set()
-        lanes.close()
+        tokenizer_pool.close()
 
 
 async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 3 * size)
-    lanes, gate = TokenizerPool(), threading.Event()
+    tokenizer_pool, gate = TokenizerPool(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
     try:
-        held = [asyncio.ensure_future(read_whole(lanes, bytes(size), waits)) for _ in range(3)]
+        held = [
+            asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits)) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await read_whole(lanes, bytes(size), waits)
+            await read_whole(tokenizer_pool, bytes(size), waits)
         gate.set()
         assert await asyncio.gather(*held) == [True] * 3
-        assert await read_whole(lanes, bytes(size), len) == size
+        assert await read_whole(tokenizer_pool, bytes(size), len) == size
     finally:
         gate.set()
-        lanes.close()
+        tokenizer_pool.close()
 
 
 async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_gone(
@@ -288,26 +289,26 @@ async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_g
 ) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", size)
-    lanes, begun, gate = TokenizerPool(), threading.Event(), threading.Event()
+    tokenizer_pool, begun, gate = TokenizerPool(), threading.Event(), threading.Event()
 
     def waits(body: bytes) -> bool:
         begun.set()
         return gate.wait(DEADLINE_S)
 
     try:
-        leaving = asyncio.ensure_future(read_whole(lanes, bytes(size), waits))
+        leaving = asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits))
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         with pytest.raises(QueueFull):
-            await read_whole(lanes, bytes(size), len)
+            await read_whole(tokenizer_pool, bytes(size), len)
         gate.set()
-        await until(lambda: not lanes.large_bytes.held)
-        assert await read_whole(lanes, bytes(size), len) == size
+        await until(lambda: not tokenizer_pool.large_bytes.in_use)
+        assert await read_whole(tokenizer_pool, bytes(size), len) == size
     finally:
         gate.set()
-        lanes.close()
+        tokenizer_pool.close()
 
 
 async def test_large_bodies_that_arrive_are_bounded(
@@ -319,9 +320,9 @@ async def test_large_bodies_that_arrive_are_bounded(
         server.cell.runs_by_itself()
         prompt = "x" * size
         async with server.sending(10 * size, bytes(size)):
-            await until(lambda: server.lanes.large_bytes.held == size)
+            await until(lambda: server.tokenizer_pool.large_bytes.in_use == size)
             check_error(await server.complete(prompt=prompt), 429, "queue_full")
             assert (await server.complete()).status_code == 200
-        await until(lambda: not server.lanes.large_bytes.held)
+        await until(lambda: not server.tokenizer_pool.large_bytes.in_use)
         # Read, and too long for the gangs.
         check_error(await server.complete(prompt=prompt), 400, "context_length_exceeded")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from csps.protocols.plans import StrategyQuestion, StrategyQuestions
-from csps.services.cluster.configurator import make_rules
+from csps.protocols.attention.plan import StrategyQuestion, StrategyQuestions
+from csps.services.deployments.configurator import make_rules
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.settings import Settings
+from csps.services.measured.identity import identity_of
 from csps.services.profiling import idle_profile
-from csps.services.profiling.identity import identity_of
 from csps.services.profiling.idle_profile import COMMANDS, profile_when_idle
+from csps.services.settings.settings import Settings
 
 
 @pytest.fixture

@@ -8,25 +8,25 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tetris_table_1 import TETRIS_TABLE_1
+from paper_tables import TETRIS_TABLE_1
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.latency import (
+from csps.configurator.costs.latency import (
     FRACTION_BITS,
     DecodeCost,
-    DecodeLine,
     HybridCost,
     LatencyKey,
     LatencyTable,
+    LinearDecodeCost,
     LinkCost,
     StepCost,
     parse_table,
 )
-from csps.services.scheduling.latency_published import (
+from csps.configurator.costs.latency_tables import (
     LOONGSERVE_LWM_7B_A800,
     PUBLISHED,
     TETRIS_LLAMA3_8B_A100,
 )
+from csps.protocols.core.errors import ConfigError
 
 ONE_NS = 1 << FRACTION_BITS
 coefficients = st.builds(
@@ -49,29 +49,33 @@ def table_of(**fields: object) -> LatencyTable:
 # --- predicting -------------------------------------------------------------------------------
 
 lines = st.builds(
-    DecodeLine,
+    LinearDecodeCost,
     a=st.integers(0, 10**9 * ONE_NS),
     b=st.integers(0, 100 * ONE_NS),
     c=st.integers(0, 10**6 * ONE_NS),
 )
-pieces = st.lists(
+chunks = st.lists(
     st.lists(st.tuples(st.integers(1, 4000), lengths), min_size=1, max_size=3), max_size=3
 )
 
 
-@given(step=coefficients, line=lines, pieces=pieces, batch=st.integers(0, 64), context=lengths)
+@given(step=coefficients, line=lines, chunks=chunks, batch=st.integers(0, 64), context=lengths)
 def test_an_iteration_with_pieces_costs_what_its_parts_add(
-    step: StepCost, line: DecodeLine, pieces: list[list[tuple[int, int]]], batch: int, context: int
+    step: StepCost,
+    line: LinearDecodeCost,
+    chunks: list[list[tuple[int, int]]],
+    batch: int,
+    context: int,
 ) -> None:
     """Nothing but pieces is a step, nothing but rows an iteration of decoding; together they pay
     the larger constant, and masters work side by side."""
     decode = DecodeCost(small=line, large=line, tipping_batch=8)
     hybrid = HybridCost(step=step, decode=decode)
-    took_ns = hybrid.predict_ns(pieces, batch, context)
+    took_ns = hybrid.predict_ns(chunks, batch, context)
     if batch:
         assert hybrid.predict_ns([], batch, context) == decode.predict_ns(batch, context)
     rows_ns = decode.predict_ns(batch, context) if batch else 0
-    alone_ns = [step.predict_batch_ns(of_master) for of_master in pieces]
+    alone_ns = [step.predict_batch_ns(of_master) for of_master in chunks]
     assert took_ns >= max([rows_ns, *alone_ns])
     assert took_ns <= max(alone_ns, default=0) + rows_ns + 1
     if not batch:
@@ -196,7 +200,7 @@ def test_gamma_times_sp_is_constant_in_loongserve_s_measurements() -> None:
 
 
 def test_decode_groups_are_interpolated_alike() -> None:
-    lines = [DecodeLine.of_seconds(1e-3, b, 1e-5) for b in (4e-9, 1e-9)]
+    lines = [LinearDecodeCost.of_seconds(1e-3, b, 1e-5) for b in (4e-9, 1e-9)]
     decode = tuple(
         (
             LatencyKey(strategy="decode", sp=sp),
@@ -222,7 +226,7 @@ def test_what_was_never_measured_is_an_error_that_says_what_was() -> None:
 
 
 def test_decoding_has_two_regimes() -> None:
-    small, large = DecodeLine.of_seconds(1, 0, 0), DecodeLine.of_seconds(2, 1e-3, 1e-2)
+    small, large = LinearDecodeCost.of_seconds(1, 0, 0), LinearDecodeCost.of_seconds(2, 1e-3, 1e-2)
     cost = DecodeCost(small=small, large=large, tipping_batch=95)
     assert cost.predict_ns(95, 1000) == 10**9
     assert cost.predict_ns(96, 1000) == pytest.approx(3.96e9)
@@ -232,7 +236,7 @@ def test_decoding_has_two_regimes() -> None:
 
 
 def test_a_table_survives_its_bytes_and_its_digest_names_its_coefficients() -> None:
-    line = DecodeLine.of_seconds(1e-3, 1e-8, 1e-5)
+    line = LinearDecodeCost.of_seconds(1e-3, 1e-8, 1e-5)
     decode = DecodeCost(small=line, large=line, tipping_batch=4)
     table = table_of(
         decode=((LatencyKey(strategy="decode", sp=1), decode),),

@@ -9,29 +9,29 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper_tables import TETRIS_TABLE_1
 from scipy.optimize import nnls
-from tetris_table_1 import TETRIS_TABLE_1
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.latency import (
-    DecodeCost,
-    DecodeLine,
-    LatencyKey,
-    LatencyTable,
-    LinkCost,
-    StepCost,
-)
-from csps.services.scheduling.latency_fit import (
+from csps.configurator.costs.fitting import (
     DecodeMeasurement,
     LinkMeasurement,
+    NormalEquations,
+    Refit,
     StepMeasurement,
     fit_decode,
     fit_link,
     fit_step,
 )
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
-from csps.services.scheduling.latency_refit import Refit
-from csps.services.scheduling.least_squares import NormalEquations
+from csps.configurator.costs.latency import (
+    DecodeCost,
+    LatencyKey,
+    LatencyTable,
+    LinearDecodeCost,
+    LinkCost,
+    StepCost,
+)
+from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800
+from csps.protocols.core.errors import ConfigError
 
 LENGTHS = (128, 512, 1024, 4096, 8192, 16_384, 32_768)
 SHAPE = LatencyKey(strategy="ulysses", sp=2)
@@ -115,13 +115,13 @@ def test_without_measured_history_a_pair_with_it_costs_as_much_as_a_causal_one()
 
 @given(
     cost=st.builds(
-        DecodeLine.of_seconds,
+        LinearDecodeCost.of_seconds,
         a=st.floats(1e-4, 1e-1),
         b=seconds(1e-10, 1e-7),
         c=seconds(1e-7, 1e-3),
     )
 )
-def test_planted_decode_coefficients_are_recovered_in_one_regime(cost: DecodeLine) -> None:
+def test_planted_decode_coefficients_are_recovered_in_one_regime(cost: LinearDecodeCost) -> None:
     fitted = fit_decode(iterations(DecodeCost(small=cost, large=cost, tipping_batch=1)))
     for batch, context in [(1, 100), (5, 20_000), (200, 300_000)]:
         expected = cost.predict_ns(batch, context)
@@ -131,8 +131,8 @@ def test_planted_decode_coefficients_are_recovered_in_one_regime(cost: DecodeLin
 @pytest.mark.parametrize("tipping", [4, 16, 95])
 def test_two_regimes_are_told_apart_where_the_batch_tips(tipping: int) -> None:
     cost = DecodeCost(
-        small=DecodeLine.of_seconds(5e-3, 1e-8, 1e-6),
-        large=DecodeLine.of_seconds(1e-3, 1e-8, 5e-4),
+        small=LinearDecodeCost.of_seconds(5e-3, 1e-8, 1e-6),
+        large=LinearDecodeCost.of_seconds(1e-3, 1e-8, 5e-4),
         tipping_batch=tipping,
     )
     fitted = fit_decode(iterations(cost))

@@ -11,20 +11,15 @@ from pathlib import Path
 import pytest
 from measured_rows import link_rows
 
-from csps.configurator.scaling_information_base import ScalingInformationBase
-from csps.protocols.errors import ConfigError, FaultError
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.services.cluster.configurator import make_rules
-from csps.services.launch.settings import Settings
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.links import LOOPBACK, LocalEnd, measure_links, ranks_here
-from csps.services.profiling.measured_links import (
-    MeasuredLinks,
-    gang_places,
-    kind_of,
-    link_ratio,
-)
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
+from csps.protocols.core.errors import ConfigError, FaultError
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.services.deployments.configurator import make_rules
+from csps.services.measured.identity import identity_of
+from csps.services.measured.measured_groups import MeasuredLinks, gang_places, kind_of, link_ratio
+from csps.services.profiling.links import LOOPBACK, LocalLinkProbe, measure_links, ranks_here
 from csps.services.profiling.server_links import _placed
+from csps.services.settings.settings import Settings
 
 PLACES = ["0-0-0", "0-0-1", "0-1-2", "0-1-3"]
 SIZES = (8, 65_536)
@@ -102,7 +97,7 @@ async def test_real_ranks_measure_all_their_pairs() -> None:
     def keep(sender: int, receiver: int, seconds: dict[int, float]) -> None:
         found[sender, receiver] = seconds
 
-    ends = [LocalEnd("cpu", 0.0) for _ in range(4)]
+    ends = [LocalLinkProbe("cpu", 0.0) for _ in range(4)]
     await measure_links(ends, [LOOPBACK] * 4, SIZES, keep)
     assert list(found) == list(combinations(range(4), 2))
     assert all(it[8] > 0 for it in found.values())

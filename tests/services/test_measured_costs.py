@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from csps.protocols.group_shape import GroupShape
-from csps.services.router.measured_costs import FEWEST, OptionDrift, Overhead
-from csps.services.scheduling.cost import Allowed, Bucket
+from csps.configurator.costs.cost_table import Allowed, Bucket
+from csps.protocols.core.topology import GroupShape
+from csps.services.router.cost_table_service import FEWEST, OptionDrift, Overhead
 
 BUCKET = Bucket("bounded", GroupShape((2,)), 10)
 BUCKETS = {BUCKET: (Allowed("ulysses"), Allowed("csa#{}", permille=500))}

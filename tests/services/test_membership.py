@@ -7,8 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from csps.protocols.gang_members import GangRole, RankAddress
-from csps.services.cluster.membership import SILENT_S, Member, Membership
+from csps.protocols.gang.members import GangRole, RankAddress
+from csps.services.cluster.membership import LIVENESS_TIMEOUT_S, Member, Membership
 
 ORDER = {"a": 1, "b": 2, "c": 3}
 """Incarnations."""
@@ -98,11 +98,11 @@ def test_after_a_restart_the_newest_gang_counts_in_whatever_order_ranks_come(see
 def test_a_dead_gang_bars_no_living_one() -> None:
     membership = Membership()
     join(membership, "b")
-    join(membership, "a", now=SILENT_S)
+    join(membership, "a", now=LIVENESS_TIMEOUT_S)
     assert serving(membership) == "b"
-    join(membership, "a", now=SILENT_S + 1.0)
+    join(membership, "a", now=LIVENESS_TIMEOUT_S + 1.0)
     assert serving(membership) == "a"
-    join(membership, "b", now=SILENT_S + 2.0)
+    join(membership, "b", now=LIVENESS_TIMEOUT_S + 2.0)
     assert serving(membership) == "b", "it was only silent"
 
 

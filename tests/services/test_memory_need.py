@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_checkpoint
 
-from csps.actors.kv_pool import KvPool
-from csps.models.loading import load_network
-from csps.protocols.errors import ConfigError
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.models.checkpoints.loading import load_network
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch import preflight
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.memory_need import GIB, MemoryNeed, memory_need
-from csps.services.launch.settings import Settings
+from csps.services.launch.preflight import GIB, MemoryNeed, memory_need
+from csps.services.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def allocated(config: Settings, section: Any) -> tuple[int, int]:
     pool = KvPool(
         layers=network.spec.layers,
         slots=section.kv_slots,
-        kv_heads=len(network.layers[0].share.kv_heads),
+        kv_heads=len(network.layers[0].shard.kv_heads),
         head_dim=network.spec.head_dim,
         dtype=dtype,
         device="cpu",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from csps.protocols.errors import (
+from csps.protocols.attention.plan import AttentionPlan, Objective
+from csps.protocols.core.errors import (
     BoundNotMet,
     GangLost,
     InvalidRequest,
@@ -16,29 +17,26 @@ from csps.protocols.errors import (
     RequestError,
     TransferError,
 )
-from csps.protocols.messages import KvLanded, PrefillDone
-from csps.protocols.plans import Objective, Plan
-from csps.protocols.sampling import Sampling
-from csps.protocols.topology import Location
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
-from csps.services.router.slo import Slo
-from csps.services.scheduling.scheduler import Counts
-from csps.services.telemetry.elastic_metrics import ElasticEvent
+from csps.protocols.core.topology import Location
+from csps.protocols.gang.messages import PrefillDone, RankKvReceived, Sampling
+from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.scheduling.core.scheduler import SchedulerCounts
 from csps.services.telemetry.metrics import Metrics
-from csps.services.telemetry.step_metrics import StepFigures
+from csps.services.telemetry.observer import StepFigures
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def running(slo: Slo | None = None) -> Running:
-    generation = Generation(
-        request_id="r",
+def handle(slo: SloBounds | None = None) -> RequestHandle:
+    spec = RequestSpec(
+        client_request_id="r",
         prompt=np.arange(100, dtype=np.int32),
         sampling=Sampling(),
-        slo=slo or Slo(),
+        slo=slo or SloBounds(),
     )
-    request = Running(generation, number=1, on_cancel=lambda _: None)
+    request = RequestHandle(spec, request_id=1, on_cancel=lambda _: None)
     timings = request.timings
     timings.queue_s, timings.prefill_s, timings.ttft_s = 0.5, 1.5, 2.0
     timings.decode_s, timings.total_s, timings.tokens = 3.0, 5.0, 4
@@ -59,7 +57,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def test_a_request_from_submission_to_end() -> None:
-    metrics, request = Metrics("m"), running(Slo(ttft_ms=1999.0, e2e_ms=5000.0))
+    metrics, request = Metrics("m"), handle(SloBounds(ttft_ms=1999.0, e2e_ms=5000.0))
     metrics.submitted(request)
     metrics.started(request)
     metrics.first_token(request)
@@ -79,11 +77,11 @@ def test_a_request_from_submission_to_end() -> None:
 
 def test_predictions_are_compared_with_what_came() -> None:
     """2 s, where 1.6 were predicted and 1.9 are the bound."""
-    metrics, request = Metrics("m"), running(Slo())
+    metrics, request = Metrics("m"), handle(SloBounds())
     metrics.first_token(request)
     assert value(metrics, "prefill_prediction_error_ratio_count") == 0
-    request.plan = Plan(predicted_ttft_ms=1600.0)
-    request.generation = replace(request.generation, objective=Objective(max_ttft_ms=1900.0))
+    request.plan = AttentionPlan(predicted_ttft_ms=1600.0)
+    request.spec = replace(request.spec, objective=Objective(max_ttft_ms=1900.0))
     metrics.first_token(request)
     assert value(metrics, "prefill_prediction_error_ratio_sum") == 1.25
     assert value(metrics, "request_ttft_bounds_total", met="false") == 1
@@ -98,17 +96,17 @@ def slo_counts(metrics: Metrics) -> dict[tuple[str, str], float]:
     }
 
 
-BOUNDS = Slo(ttft_ms=3000.0, tpot_ms=1000.0)
+BOUNDS = SloBounds(ttft_ms=3000.0, tpot_ms=1000.0)
 
 
 def test_an_answer_within_all_bounds_meets_them() -> None:
     metrics = Metrics("m")
-    metrics.finished(running(BOUNDS), "stop")
+    metrics.finished(handle(BOUNDS), "stop")
     assert slo_counts(metrics) == {(name, "true"): 1 for name in ("ttft", "tpot", "all")}
 
 
 def test_one_token_has_no_time_per_further_token() -> None:
-    metrics, request = Metrics("m"), running(BOUNDS)
+    metrics, request = Metrics("m"), handle(BOUNDS)
     request.timings.tokens = 1
     metrics.finished(request, "length")
     assert slo_counts(metrics) == {("ttft", "true"): 1, ("all", "true"): 1}
@@ -130,7 +128,7 @@ def test_a_refused_request_missed_its_objectives_unless_it_was_wrong(
     """Whether it had been admitted before or not."""
     metrics = Metrics("m")
     if admitted:
-        metrics.failed(running(BOUNDS), error)
+        metrics.failed(handle(BOUNDS), error)
     else:
         metrics.refused(error, BOUNDS)
     assert slo_counts(metrics) == {(name, "false"): 1 for name in ("ttft", "tpot", "all") if missed}
@@ -141,8 +139,8 @@ def test_a_refused_request_missed_its_objectives_unless_it_was_wrong(
 
 def test_a_failed_request_missed_its_objectives_and_a_cancelled_one_had_none() -> None:
     failed, cancelled = Metrics("m"), Metrics("m")
-    failed.failed(running(BOUNDS), GangLost("died"))
-    cancelled.finished(running(BOUNDS), "cancelled")
+    failed.failed(handle(BOUNDS), GangLost("died"))
+    cancelled.finished(handle(BOUNDS), "cancelled")
     assert slo_counts(failed) == {(name, "false"): 1 for name in ("ttft", "tpot", "all")}
     assert slo_counts(cancelled) == {}
 
@@ -150,14 +148,14 @@ def test_a_failed_request_missed_its_objectives_and_a_cancelled_one_had_none() -
 def test_objectives_that_nobody_has_met_were_met_by_none() -> None:
     metrics = Metrics("m")
     assert not any(name == "csps:request_slo_total" for name, _ in series(metrics))
-    metrics.failed(running(BOUNDS), GangLost("died"))
+    metrics.failed(handle(BOUNDS), GangLost("died"))
     for name in ("ttft", "tpot", "all"):
         assert value(metrics, "request_slo_total", slo=name, met="true") == 0
 
 
 def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
     metrics = Metrics("m")
-    figures = {"job_id": 1, "cancelled": False, "queue_s": 0.0, "transfer_s": 0.0}
+    figures = {"step_id": 1, "cancelled": False, "queue_s": 0.0, "transfer_s": 0.0}
     ranks = [
         PrefillDone(
             rank=rank,
@@ -184,16 +182,16 @@ def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
         assert value(metrics, "prefill_sent_bytes_total", within=within) == size
 
 
-def landed(rank: int, *, size: int, seconds: float) -> KvLanded:
-    return KvLanded(
-        rid=1, rank=rank, tokens=9, seconds=9.0, receiving_s=seconds, received_bytes=size
+def landed(rank: int, *, size: int, seconds: float) -> RankKvReceived:
+    return RankKvReceived(
+        sequence_id=1, rank=rank, tokens=9, seconds=9.0, receiving_s=seconds, received_bytes=size
     )
 
 
 def test_a_prompts_kv_counts_once_over_its_ranks() -> None:
     metrics = Metrics("m")
     ranks = [landed(0, size=10**9, seconds=0.5), landed(1, size=10**9, seconds=2.0)]
-    metrics.kv_landed(ranks)
+    metrics.kv_received(ranks)
     assert value(metrics, "kv_transfer_speed_gb_s_sum") == 1.0
     assert value(metrics, "kv_transfer_latency_ms_sum") == 2000.0
     assert value(metrics, "kv_transfer_total_mb_sum") == 2000.0
@@ -201,13 +199,13 @@ def test_a_prompts_kv_counts_once_over_its_ranks() -> None:
 
 def test_kv_that_stays_where_it_lies_was_not_transferred() -> None:
     metrics = Metrics("m")
-    metrics.kv_landed([landed(0, size=0, seconds=0.0)])
+    metrics.kv_received([landed(0, size=0, seconds=0.0)])
     assert value(metrics, "kv_transfer_speed_gb_s_count") == 0
 
 
 def test_what_goes_wrong_is_counted_by_reason() -> None:
-    metrics, request = Metrics("m"), running()
-    metrics.refused(QueueFull("full", retry_after_s=1), Slo())
+    metrics, request = Metrics("m"), handle()
+    metrics.refused(QueueFull("full", retry_after_s=1), SloBounds())
     metrics.retried(request, TransferError("late"))
     metrics.failed(request, GangLost("died"))
     metrics.gang_lost("decode", "0xdead")
@@ -219,7 +217,7 @@ def test_what_goes_wrong_is_counted_by_reason() -> None:
 
 
 class FakeLoad:
-    counts = Counts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5)
+    counts = SchedulerCounts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5)
     ready = True
 
 

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fake_gangs import FakeCell, FakeGang, fake_cell, turns, until
-from one_move import OneMove
+from scripted_policies import OneMove
 
-from csps.protocols.row_move import RowMoved
-from csps.protocols.tokens import TokenDrawn, Tokens
-from csps.services.router.running import Running
-from csps.services.scheduling.scheduler import Scheduler
+from csps.protocols.gang.messages import SampledToken, SampledTokens
+from csps.protocols.gang.step_messages import SequenceMoved
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.scheduling.core.scheduler import Scheduler
 
 COUNT = 4
 
@@ -23,55 +23,60 @@ def one_move(_policy: object, *args: Any, **options: Any) -> Scheduler:
 
 
 @asynccontextmanager
-async def decoding() -> AsyncIterator[tuple[FakeCell, Running, int]]:
+async def decoding() -> AsyncIterator[tuple[FakeCell, RequestHandle, int]]:
     """A request that instances 0 and 1 of three decode."""
     gang = FakeGang("elastic", "e1", instances=3)
     async with fake_cell(elastic=gang, make_scheduler=one_move) as cell:
-        running = cell.submit(tokens=10, max_tokens=COUNT)
-        yield cell, running, await cell.decoding(running)
+        handle = cell.submit(tokens=10, max_tokens=COUNT)
+        yield cell, handle, await cell.decoding(handle)
         await cell.settled()
 
 
-def draw_last(cell: FakeCell, rank: int, rid: int) -> None:
+def draw_last(cell: FakeCell, rank: int, sequence_id: int) -> None:
     drawn = [
-        TokenDrawn(rid=rid, index=n, token=7, finish_reason="length" if n == COUNT - 1 else None)
+        SampledToken(
+            sequence_id=sequence_id,
+            index=n,
+            token=7,
+            finish_reason="length" if n == COUNT - 1 else None,
+        )
         for n in range(1, COUNT)
     ]
-    cell.decode.ranks[rank].tell("tokens", Tokens.of(drawn))
+    cell.decode.ranks[rank].tell("tokens", SampledTokens.of(drawn))
 
 
-def moved(cell: FakeCell, rank: int, rid: int) -> None:
-    told = RowMoved(rid=rid, rank=rank, tokens=1, sent_bytes=8, seconds=0.1)
+def moved(cell: FakeCell, rank: int, sequence_id: int) -> None:
+    told = SequenceMoved(sequence_id=sequence_id, rank=rank, tokens=1, sent_bytes=8, seconds=0.1)
     cell.decode.ranks[rank].tell("moved", told)
 
 
 async def test_a_rank_may_free_what_another_has_not_told_to_have_moved() -> None:
-    async with decoding() as (cell, running, rid):
+    async with decoding() as (cell, handle, sequence_id):
         other = cell.submit()  # for whose sake the policy moves
         ranks = cell.decode.ranks
         await until(lambda: all(rank.moves for rank in ranks))
         for rank in (0, 1):
-            moved(cell, rank, rid)
-            ranks[rank].give_back(rid)
+            moved(cell, rank, sequence_id)
+            ranks[rank].give_back(sequence_id)
         await turns()
-        moved(cell, 2, rid)
-        draw_last(cell, 2, rid)
-        ranks[2].give_back(rid)
-        assert len([token async for token in running]) == COUNT
+        moved(cell, 2, sequence_id)
+        draw_last(cell, 2, sequence_id)
+        ranks[2].give_back(sequence_id)
+        assert len([token async for token in handle]) == COUNT
         async with other:
             pass
 
 
 async def test_a_request_whose_last_token_is_on_its_way_is_not_moved() -> None:
     """Instance 2 has told, where nothing of it is, and would not tell again."""
-    async with decoding() as (cell, running, rid):
+    async with decoding() as (cell, handle, sequence_id):
         ranks = cell.decode.ranks
-        ranks[2].give_back(rid)
+        ranks[2].give_back(sequence_id)
         await turns()
         async with cell.submit():
             await turns()
             assert not any(rank.moves for rank in ranks)
-            draw_last(cell, 0, rid)
+            draw_last(cell, 0, sequence_id)
             for rank in ranks[:2]:
-                rank.give_back(rid)
-            assert len([token async for token in running]) == COUNT
+                rank.give_back(sequence_id)
+            assert len([token async for token in handle]) == COUNT

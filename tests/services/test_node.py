@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from csps.protocols.errors import ConfigError
-from csps.services.cluster import gangs
-from csps.services.launch.settings import Settings, TopologySettings
+from csps.protocols.core.errors import ConfigError
+from csps.services.deployments import gang_rank as gangs
+from csps.services.settings.settings import Settings, TopologySettings
 
 
 def on_node(monkeypatch: pytest.MonkeyPatch, label: str | None) -> None:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from csps.actors import phase_probe
-from csps.actors.phase_probe import Row
-from csps.configurator.profiles import NEEDED, fit_phases
-from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
-from csps.models.spec import read_spec
+from csps.actors.phase_probe import PhaseTime as Row
+from csps.configurator.model.scaling_information_base import PhaseRow, ScalingInformationBase
+from csps.configurator.plan.profiles import NEEDED, fit_phases
+from csps.models.network.spec import read_spec
 from csps.services.profiling import command, phases
 
 

@@ -10,33 +10,34 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gang_cell import in_threads
+from gang_driver import in_threads
 
-from csps.actors.rank import Rank
-from csps.actors.rank_config import RankConfig
-from csps.actors.rendezvous import host_store
-from csps.configurator.scaling_information_base import (
+from csps.actors.comm.process_group import host_store
+from csps.actors.worker.rank import Rank
+from csps.actors.worker.rank_config import RankConfig
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.configurator.model.scaling_information_base import (
     LinkRow,
     PhaseRow,
     ScalingInformationBase,
     StepRow,
 )
-from csps.configurator.step_overheads import BESIDE, CROWDING, STEP, measured_settings
-from csps.protocols.errors import FaultError
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.options import parse_option
-from csps.services.launch.settings import Settings
-from csps.services.profiling import cell as profiling_cell
-from csps.services.profiling import command, links, overheads, plan, step_profile
-from csps.services.profiling.cell import Cell, open_cell
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.latency_source import LATENCY, latency_table
-from csps.services.profiling.plan import DecodeRun, StepRun
-from csps.services.profiling.ring_fits import RING, fitted_rings
-from csps.services.profiling.ring_source import ring_rules
+from csps.configurator.plan.profiles import BESIDE, CROWDING, STEP, measured_settings
+from csps.protocols.attention.plan import parse_option
+from csps.protocols.core.errors import FaultError
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.services.measured.fits import RING, fitted_rings
+from csps.services.measured.identity import identity_of
+from csps.services.measured.scheduler_inputs import LATENCY, latency_table, ring_rules
+from csps.services.profiling import command, links, step_profile
+from csps.services.profiling import local_gangs as profiling_cell
+from csps.services.profiling import phases as overheads
+from csps.services.profiling import runs as plan
+from csps.services.profiling.local_gangs import LocalGangs, open_local_gangs
+from csps.services.profiling.runs import DecodeRun, PrefillRun
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.profiling.steps import measure_iterations, measure_step
-from csps.services.scheduling.latency_shipped import SHIPPED
+from csps.services.settings.settings import Settings
 
 
 @pytest.fixture
@@ -87,33 +88,33 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling_cell, "RankProcesses", RankThreads)
 
 
-async def used_slots(cell: Cell) -> set[int]:
-    stats = [*await cell.prefill.stats(), *await cell.decode.stats()]
+async def used_slots(gangs: LocalGangs) -> set[int]:
+    stats = [*await gangs.prefill.stats(), *await gangs.decode.stats()]
     return {it.kv_used for it in stats}
 
 
 async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
     settings: Settings, rank_threads: None
 ) -> None:
-    async with open_cell(settings) as cell:
-        seconds = await measure_step(cell, StepRun(sp=2, tokens=41, chunks=3, batch=2))
+    async with open_local_gangs(settings) as gangs:
+        seconds = await measure_step(gangs, PrefillRun(sp=2, tokens=41, chunks=3, batch=2))
         assert len(seconds) == 3
         assert min(seconds) > 0
-        assert await used_slots(cell) == {0}
-        assert await measure_iterations(cell, DecodeRun(sp=2, context=37, batch=3), 8) > 0
-        assert await used_slots(cell) == {0}
+        assert await used_slots(gangs) == {0}
+        assert await measure_iterations(gangs, DecodeRun(sp=2, context=37, batch=3), 8) > 0
+        assert await used_slots(gangs) == {0}
 
 
 @pytest.mark.slow
 async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Settings) -> None:
     """Ranks are processes of their own, and none of them stays."""
-    async with open_cell(settings) as cell:
-        assert len(await measure_step(cell, StepRun(sp=2, tokens=64))) == 1
-        processes = [it.pid for it in (*cell.prefill.descriptions, *cell.decode.descriptions)]
+    async with open_local_gangs(settings) as gangs:
+        assert len(await measure_step(gangs, PrefillRun(sp=2, tokens=64))) == 1
+        processes = [it.pid for it in (*gangs.prefill.descriptions, *gangs.decode.descriptions)]
         assert len({*processes, os.getpid()}) == 5
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(FaultError, match="rank 1 of prefill gang"):
-            await measure_step(cell, StepRun(sp=2, tokens=64))
+            await measure_step(gangs, PrefillRun(sp=2, tokens=64))
     for pid in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -122,7 +123,7 @@ async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Set
 async def test_steps_by_every_option_are_measured_for_what_phases_leave_out(
     settings: Settings, rank_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overheads, "QUICK_TOKENS", (24, 5_000))
+    monkeypatch.setattr(overheads, "QUICK_OVERHEAD_TOKENS", (24, 5_000))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # fewer than ranks
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
         await overheads.measure_overheads(base, settings, lambda _: None, quick=True)
@@ -168,7 +169,7 @@ def test_the_command_measures_fits_and_does_not_measure_again(
     def no_ranks(_settings: Settings) -> None:
         raise AssertionError("ranks were started with nothing to measure")
 
-    monkeypatch.setattr(step_profile, "open_cell", no_ranks)
+    monkeypatch.setattr(step_profile, "open_local_gangs", no_ranks)
     command.main(["steps", *argv])
     assert "0 runs to do" in capsys.readouterr().out
 

@@ -11,37 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoints import make_checkpoint
 
-from csps.configurator.scaling_information_base import (
+from csps.configurator.costs.latency import LatencyKey, LinearDecodeCost, LinkCost, StepCost
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.configurator.model.scaling_information_base import (
     FitRow,
     LinkRow,
     ScalingInformationBase,
     StepRow,
 )
-from csps.models.spec import read_spec
-from csps.models.weights_digest import weights_digest
-from csps.protocols.errors import ConfigError
-from csps.services.launch.settings import Settings
-from csps.services.profiling.fitting import fit_table, fitted_points
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.latency_source import LATENCY, latency_table
-from csps.services.profiling.plan import (
-    Limits,
+from csps.models.checkpoints.checkpoint import weights_digest
+from csps.models.network.spec import read_spec
+from csps.protocols.core.errors import ConfigError
+from csps.services.measured.fits import fit_table, fitted_points
+from csps.services.measured.identity import identity_of
+from csps.services.measured.scheduler_inputs import LATENCY, latency_table, ring_rules
+from csps.services.profiling.command import coefficient_lines, link_lines, step_lines
+from csps.services.profiling.runs import (
+    GangLimits,
     RingRun,
     decode_runs,
     group_sizes,
+    prefill_runs,
     ring_runs,
-    step_runs,
 )
-from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
-from csps.services.profiling.ring_source import ring_rules
-from csps.services.profiling.steps import even_shares
-from csps.services.scheduling.latency import DecodeLine, LatencyKey, LinkCost, StepCost
-from csps.services.scheduling.latency_shipped import SHIPPED
+from csps.services.profiling.steps import even_slices
+from csps.services.settings.settings import Settings
 
 # --- the plan -----------------------------------------------------------------------------------
 
 limits = st.builds(
-    Limits,
+    GangLimits,
     instances=st.integers(1, 20),
     kv_slots=st.integers(16, 60_000),
     max_positions=st.integers(16, 140_000),
@@ -49,21 +48,21 @@ limits = st.builds(
 
 
 @given(limits=limits, quick=st.booleans())
-def test_every_step_of_the_plan_fits(limits: Limits, quick: bool) -> None:
-    for run in step_runs(limits, quick=quick):
-        shares = even_shares(run.tokens * run.batch, run.sp)
-        assert run.chunks * max(share.span.length for share in shares) <= limits.kv_slots
+def test_every_step_of_the_plan_fits(limits: GangLimits, quick: bool) -> None:
+    for run in prefill_runs(limits, quick=quick):
+        slices = even_slices(run.tokens * run.batch, run.sp)
+        assert run.chunks * max(share.span.length for share in slices) <= limits.kv_slots
         assert run.longest < limits.max_positions
         assert run.sp <= limits.instances
 
 
 @given(limits=limits, quick=st.booleans(), max_prompt=st.integers(1, 50_000))
-def test_every_batch_of_the_plan_fits(limits: Limits, quick: bool, max_prompt: int) -> None:
+def test_every_batch_of_the_plan_fits(limits: GangLimits, quick: bool, max_prompt: int) -> None:
     for run in decode_runs(limits, quick=quick, answer=34, max_batch=8, max_prompt=max_prompt):
         slots = [0] * run.sp
         for number in range(run.batch):
             slots[number % run.sp] += 34
-            for share in even_shares(run.context, run.sp):
+            for share in even_slices(run.context, run.sp):
                 slots[share.instance] += share.span.length
         assert max(slots) <= limits.kv_slots
         assert run.batch <= 8
@@ -72,7 +71,9 @@ def test_every_batch_of_the_plan_fits(limits: Limits, quick: bool, max_prompt: i
 
 
 @given(limits=limits, quick=st.booleans())
-def test_every_ring_of_the_plan_fits_and_is_measured_both_ways(limits: Limits, quick: bool) -> None:
+def test_every_ring_of_the_plan_fits_and_is_measured_both_ways(
+    limits: GangLimits, quick: bool
+) -> None:
     runs = ring_runs(limits, quick=quick)
     for run in runs:
         slots = sum(-(-chunk // run.sp) for chunk in run.chunks)
@@ -92,7 +93,9 @@ def test_a_rings_chunks_reach_from_nothing_cached_to_nearly_all() -> None:
 
 
 def test_the_default_server_is_measured_at_both_group_sizes_from_short_to_long() -> None:
-    runs = step_runs(Limits(instances=2, kv_slots=40_960, max_positions=131_072), quick=False)
+    runs = prefill_runs(
+        GangLimits(instances=2, kv_slots=40_960, max_positions=131_072), quick=False
+    )
     assert {run.sp for run in runs} == {1, 2}
     assert max(run.longest for run in runs) == 32_768
     sizes = [run.longest * run.batch for run in runs]
@@ -110,7 +113,7 @@ def test_group_sizes_are_powers_of_two_and_the_whole_gang() -> None:
 # --- fitting ------------------------------------------------------------------------------------
 
 COST = StepCost.of_seconds(4e-3, 2e-5, 2e-9, 1e-9)
-LINE = DecodeLine.of_seconds(2e-3, 2e-7, 1e-4)
+LINE = LinearDecodeCost.of_seconds(2e-3, 2e-7, 1e-4)
 
 
 def step_row(tokens: int, history: int, batch: int, factor: float = 1.0) -> StepRow:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from ray.serve.gang import GangContext
 
-from csps.protocols.gang_members import GangRole
-from csps.services.cluster.gangs import rank_config
-from csps.services.launch.settings import Settings
+from csps.protocols.gang.members import GangRole
+from csps.services.deployments.gang_rank import rank_config
+from csps.services.settings.settings import Settings
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "elastic"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from csps.protocols.errors import ConfigError
-from csps.services.cluster.gangs import resolve_device
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch.deploy_config import read_config
+from csps.services.settings.devices import resolve_device
 
 
 @pytest.fixture(autouse=True)

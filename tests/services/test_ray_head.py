@@ -16,8 +16,8 @@ from typing import NoReturn
 import pytest
 from free_ports import free_port
 
-from csps.cli import Command, main
-from csps.protocols.errors import FaultError
+from csps.cli import Subcommand, main
+from csps.protocols.core.errors import FaultError
 from csps.services.launch import ray_head
 from csps.services.profiling.command import warn_of_a_server
 
@@ -93,7 +93,7 @@ def gone(pid: int) -> bool:
 
 
 def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
-    head = ray_head.recall(run_dir)
+    head = ray_head.find_head(run_dir)
     assert head is not None
     assert head.alive
 
@@ -104,7 +104,7 @@ def test_who_interrupts_is_told_of_it_only_where_it_runs(
     def interrupted(words: list[str]) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Command, "load", lambda self: interrupted)
+    monkeypatch.setattr(Subcommand, "load", lambda self: interrupted)
     assert main(["eval"]) == 130
     assert "csps: interrupted; a server runs, `csps stop` ends it" in capsys.readouterr().err
     tree.end()
@@ -123,12 +123,12 @@ def test_who_measures_beside_it_is_warned(
 
 def test_without_its_leader_it_is_known_by_what_is_left(run_dir: Path, tree: Tree) -> None:
     tree.kill_leader()
-    head = ray_head.recall(run_dir)
+    head = ray_head.find_head(run_dir)
     assert head is not None
     assert not head.alive
     head.stop()
     assert gone(tree.child)
-    assert ray_head.recall(run_dir) is None
+    assert ray_head.find_head(run_dir) is None
 
 
 def test_stopping_ends_what_a_killed_leader_left(
@@ -147,7 +147,7 @@ def test_a_session_of_somebody_else_is_left_alone(run_dir: Path, tmp_path: Path)
     other = Tree(tmp_path / "another-token")
     try:
         write_state(run_dir, other.leader.pid)
-        assert ray_head.recall(run_dir) is None
+        assert ray_head.find_head(run_dir) is None
         assert main(["stop"]) == 0
         assert not gone(other.child)
     finally:

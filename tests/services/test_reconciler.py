@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.services.cluster.directory import ClusterView, Directory, StaticDirectory
-from csps.services.cluster.reconciler import Reconciler
+from csps.protocols.gang.members import GangMembers, RankAddress
+from csps.services.cluster.attachment import Reconciler
+from csps.services.cluster.membership import ClusterView, Directory, StaticDirectory
 
 PATIENCE_S = 60.0
 
@@ -79,7 +79,7 @@ async def test_what_was_done_is_done_again_when_it_is_undone() -> None:
     async with reconciling(StaticDirectory(FIRST), done.put) as (reconciler, _):
         while await done.get() != FIRST:
             pass
-        reconciler.again()
+        reconciler.retry_now()
         assert await done.get() == FIRST
 
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from csps.protocols.errors import FaultError
-from csps.protocols.gang_members import RankAddress
+from csps.protocols.core.errors import FaultError
+from csps.protocols.gang.members import RankAddress
 from csps.services.cluster.membership import Member
-from csps.services.cluster.registration import Join, Registration
+from csps.services.cluster.registry import Join, Registration
 
 DEADLINE_S = 60.0
 MEMBER = Member(
@@ -68,7 +68,7 @@ def pushed_back() -> Exception:
 
 
 async def test_it_survives_whatever_serve_raises(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "csps.services.cluster.registration")
+    caplog.set_level(logging.INFO, "csps.services.cluster.registry")
     registry = Registry(unavailable, unavailable, pushed_back, RuntimeError)
     async with registering(registry.join) as registration:
         await registry.joins(3)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from csps.protocols.gang_members import RankAddress
+from csps.protocols.gang.members import RankAddress
 from csps.services.cluster import registry as module
 from csps.services.cluster.membership import Member
 from csps.services.cluster.registry import Registry

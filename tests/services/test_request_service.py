@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from fake_gangs import QUICK, FakeCell, FakeGang, fake_cell, generation, turns, until
 
-from csps.protocols.errors import (
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.core.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -19,59 +20,57 @@ from csps.protocols.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.protocols.schema import pack
-from csps.protocols.tokens import TokenDrawn
-from csps.services.router.running import Running
-from csps.services.scheduling.events import AnyEvent
-from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.scheduler import Outcome, Scheduler
+from csps.protocols.gang.messages import LinkBroken, PrefillProgress, RequestFailed, SampledToken
+from csps.protocols.rpc.schema import pack
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
+from csps.services.scheduling.events.events import AnyEvent
+from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.telemetry.metrics import Metrics
 
 
-async def read(running: Running) -> list[TokenDrawn]:
-    return [token async for token in running]
+async def read(handle: RequestHandle) -> list[SampledToken]:
+    return [token async for token in handle]
 
 
 async def test_a_request_runs_from_submission_to_its_last_token() -> None:
     async with fake_cell() as cell:
-        running = cell.submit(tokens=300, max_tokens=3)
-        rid = await cell.decoding(running)
-        cell.finish(rid, 3)
-        tokens = await read(running)
+        handle = cell.submit(tokens=300, max_tokens=3)
+        sequence_id = await cell.decoding(handle)
+        cell.finish(sequence_id, 3)
+        tokens = await read(handle)
         assert [token.index for token in tokens] == [0, 1, 2]
         assert [token.token for token in tokens] == [7, 101, 102]
-        assert tokens[-1].finish_reason == running.finish_reason == "length"
+        assert tokens[-1].finish_reason == handle.finish_reason == "length"
         await cell.settled()
-        timings = running.timings
+        timings = handle.timings
         assert timings.tokens == 3
         assert timings.attempts == 1
         assert timings.compute_s == pytest.approx(0.1)
         for name in ("plan_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "ttft_s"):
             assert getattr(timings, name) >= 0
-        assert running.explain()["plan"]["reason"].startswith("exact attention loses nothing; ")
-        assert running.explain()["placement"]["bounds"] == (0, 300)
-        assert running.explain()["plan"]["predicted_ttft_ms"] == pytest.approx(30 + 5, abs=5)
+        assert handle.explain()["plan"]["reason"].startswith("exact attention loses nothing; ")
+        assert handle.explain()["placement"]["bounds"] == (0, 300)
+        assert handle.explain()["plan"]["predicted_ttft_ms"] == pytest.approx(30 + 5, abs=5)
 
 
 async def test_no_first_token_is_predicted_where_it_has_been_drawn() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        await cell.decoding(running)
+        handle = cell.submit()
+        await cell.decoding(handle)
         await cell.decode.kill(0)
         await cell.replace(FakeGang("decode", "d2"))
-        await until(lambda: running.timings.attempts == 2 and running.state == "prefill")
-        assert running.explain()["plan"]["predicted_ttft_ms"] is None
+        await until(lambda: handle.timings.attempts == 2 and handle.state == "prefill")
+        assert handle.explain()["plan"]["predicted_ttft_ms"] is None
 
 
 async def test_each_rank_gets_its_own_tokens_and_every_rank_gets_the_job() -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1", instances=3, tp=2)) as cell:
-        running = cell.submit(tokens=1500)
-        job = await cell.prefilling(running)
+        handle = cell.submit(tokens=1500)
+        job = await cell.prefilling(handle)
         assert len(job.group) == 2
         tokens = [rank.jobs[0].tokens for rank in cell.prefill.ranks]
-        expected = running.generation.prompt.astype("<i4")
+        expected = handle.spec.prompt.astype("<i4")
         for instance in range(3):
             share = b""
             if instance in job.group:
@@ -83,27 +82,27 @@ async def test_each_rank_gets_its_own_tokens_and_every_rank_gets_the_job() -> No
 async def test_slots_are_reserved_on_every_decode_rank_before_the_job_is_sent() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
-        running = cell.submit()
+        handle = cell.submit()
         await until(lambda: all(rank.heard[-1] == "reserve" for rank in cell.decode.ranks))
         await turns()
-        assert running.state == "reserving"
+        assert handle.state == "reserving"
         assert not cell.prefill.leader.jobs
         cell.decode.may_reserve.set()
-        await cell.prefilling(running)
+        await cell.prefilling(handle)
 
 
 async def test_decode_takes_over_when_all_kv_has_landed_and_not_before() -> None:
     async with fake_cell(decode=FakeGang("decode", "d1", instances=2, tp=2)) as cell:
-        running = cell.submit(tokens=8500)
-        job = await cell.prefilling(running)
-        rid = job.pieces[0].rid
-        cell.prefill.draw(rid, 0, token=42)
-        assert (await anext(running)).token == 42
-        landing = [rank for rank in cell.decode.ranks if rank.reserved[rid].shares]
+        handle = cell.submit(tokens=8500)
+        job = await cell.prefilling(handle)
+        sequence_id = job.chunks[0].sequence_id
+        cell.prefill.draw(sequence_id, 0, token=42)
+        assert (await anext(handle)).token == 42
+        landing = [rank for rank in cell.decode.ranks if rank.reserved[sequence_id].slices]
         assert len(landing) == 4
-        assert running.state == "landing"
+        assert handle.state == "receiving"
         assert not cell.decode.leader.joined
-        cell.decode.land(rid)
+        cell.decode.land(sequence_id)
         await until(lambda: cell.decode.leader.joined)
         assert cell.decode.leader.joined[0].first_token == 42
         assert not cell.decode.ranks[1].joined
@@ -111,23 +110,26 @@ async def test_decode_takes_over_when_all_kv_has_landed_and_not_before() -> None
 
 async def test_a_wrong_amount_of_kv_is_an_error() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
-        running = cell.submit()
-        rid = (await cell.prefilling(running)).pieces[0].rid
+        handle = cell.submit()
+        sequence_id = (await cell.prefilling(handle)).chunks[0].sequence_id
         for rank in cell.decode.ranks:
-            first = rank.reserved[rid].shares[0]
-            rank.reserved[rid] = rank.reserved[rid].__class__(
+            first = rank.reserved[sequence_id].slices[0]
+            rank.reserved[sequence_id] = rank.reserved[sequence_id].__class__(
                 **{
-                    **{name: getattr(rank.reserved[rid], name) for name in _fields(rank, rid)},
-                    "shares": (type(first)(instance=first.instance, span=_shorter(first.span)),),
+                    **{
+                        name: getattr(rank.reserved[sequence_id], name)
+                        for name in _fields(rank, sequence_id)
+                    },
+                    "slices": (type(first)(instance=first.instance, span=_shorter(first.span)),),
                 }
             )
-        cell.decode.land(rid)
+        cell.decode.land(sequence_id)
         with pytest.raises(Exception, match="99 tokens landed"):
-            await read(running)
+            await read(handle)
 
 
-def _fields(rank: Any, rid: int) -> list[str]:
-    return list(type(rank.reserved[rid]).__dataclass_fields__)
+def _fields(rank: Any, sequence_id: int) -> list[str]:
+    return list(type(rank.reserved[sequence_id]).__dataclass_fields__)
 
 
 def _shorter(span: Any) -> Any:
@@ -136,11 +138,11 @@ def _shorter(span: Any) -> Any:
 
 async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None:
     async with fake_cell() as cell:
-        running = cell.submit(max_tokens=1)
-        job = await cell.prefilling(running)
-        assert not job.pieces[0].decoded, "nothing is sent"
-        cell.prefill.draw(job.pieces[0].rid, 0, finish="length")
-        assert len(await read(running)) == 1
+        handle = cell.submit(max_tokens=1)
+        job = await cell.prefilling(handle)
+        assert not job.chunks[0].decoded, "nothing is sent"
+        cell.prefill.draw(job.chunks[0].sequence_id, 0, finish="length")
+        assert len(await read(handle)) == 1
         cell.prefill.finish_job(job)
         await cell.settled()
         assert all("reserve" not in it.heard for it in cell.decode.ranks)
@@ -149,12 +151,12 @@ async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None
 
 async def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
     async with fake_cell() as cell:
-        running = cell.submit(max_tokens=3)
-        job = await cell.prefilling(running)
-        rid = job.pieces[0].rid
-        cell.prefill.draw(rid, 0, finish="stop")
-        assert len(await read(running)) == 1
-        await until(lambda: all(rid in rank.cancelled for rank in cell.decode.ranks))
+        handle = cell.submit(max_tokens=3)
+        job = await cell.prefilling(handle)
+        sequence_id = job.chunks[0].sequence_id
+        cell.prefill.draw(sequence_id, 0, finish="stop")
+        assert len(await read(handle)) == 1
+        await until(lambda: all(sequence_id in rank.cancelled for rank in cell.decode.ranks))
         assert not cell.prefill.leader.cancelled
         cell.prefill.finish_job(job)
         await cell.settled()
@@ -166,9 +168,9 @@ async def test_all_ranks_see_all_jobs_in_one_order() -> None:
         cell.runs_by_itself()
         requests = [cell.submit(tokens=50 + 397 * n % 2500) for n in range(30)]
         await asyncio.gather(*map(read, requests))
-        orders = [[job.job_id for job in rank.jobs] for rank in cell.prefill.ranks]
+        orders = [[job.step_id for job in rank.jobs] for rank in cell.prefill.ranks]
         assert orders[0] == orders[1] == orders[2]
-        assert sum(len(job.pieces) for job in cell.prefill.leader.jobs) == 30
+        assert sum(len(job.chunks) for job in cell.prefill.leader.jobs) == 30
         await cell.settled()
 
 
@@ -181,9 +183,9 @@ async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> No
         await until(lambda: all(it.state == "prefill" for it in shorts))
         await until(lambda: len(cell.prefill.leader.jobs) == 2)
         first, second = cell.prefill.leader.jobs
-        assert not first.urgent
-        assert second.urgent
-        assert len(second.pieces) == 3
+        assert not first.high_priority
+        assert second.high_priority
+        assert len(second.chunks) == 3
         assert 'csps:num_preemptions_total{model_name="tiny"} 1.0' in metrics.render().decode()
 
 
@@ -205,10 +207,10 @@ async def test_cancelled_in_the_queue() -> None:
 async def test_cancelled_while_slots_are_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
-        running = cell.submit()
-        await until(lambda: running.state == "reserving")
-        running.cancel()
-        assert await read(running) == []
+        handle = cell.submit()
+        await until(lambda: handle.state == "reserving")
+        handle.cancel()
+        assert await read(handle) == []
         assert cell.service.counts.decode_kv > 0
         cell.decode.may_reserve.set()
         await cell.settled()
@@ -224,53 +226,55 @@ async def test_one_of_a_batch_is_cancelled_while_slots_are_reserved() -> None:
         cell.decode.may_reserve.set()
         await until(lambda: all(it.state == "prefill" for it in (runs[0], runs[2], runs[3])))
         jobs = cell.prefill.leader.jobs
-        await until(lambda: sum(len(job.pieces) for job in jobs) == 3)
-        lengths = sorted(piece.length for job in jobs for piece in job.pieces)
+        await until(lambda: sum(len(job.chunks) for job in jobs) == 3)
+        lengths = sorted(chunk.length for job in jobs for chunk in job.chunks)
         assert lengths == [40, 50, 60]
         for job in jobs:
-            assert job.bounds[-1] == sum(piece.length for piece in job.pieces)
-        for running in runs:
-            running.cancel()
+            assert job.bounds[-1] == sum(chunk.length for chunk in job.chunks)
+        for handle in runs:
+            handle.cancel()
         await cell.settled()
 
 
-@pytest.mark.parametrize("stage", ["prefill", "landing", "decoding"])
+@pytest.mark.parametrize("stage", ["prefill", "receiving", "decoding"])
 async def test_cancelled_at_work_gives_slots_back_when_the_ranks_say_so(stage: str) -> None:
     async with fake_cell() as cell:
         cell.prefill.obeys_cancel = cell.decode.obeys_cancel = False
-        running = cell.submit()
-        job = await cell.prefilling(running)
-        rid = job.pieces[0].rid
+        handle = cell.submit()
+        job = await cell.prefilling(handle)
+        sequence_id = job.chunks[0].sequence_id
         if stage != "prefill":
-            cell.prefill.draw(rid, 0)
-            await until(lambda: running.state == "landing")
+            cell.prefill.draw(sequence_id, 0)
+            await until(lambda: handle.state == "receiving")
         if stage == "decoding":
-            cell.decode.land(rid)
-            await until(lambda: running.state == "decoding")
-        async with running:
+            cell.decode.land(sequence_id)
+            await until(lambda: handle.state == "decoding")
+        async with handle:
             pass
-        assert running.finish_reason == "cancelled"
+        assert handle.finish_reason == "cancelled"
         ranks = cell.decode.ranks if stage == "decoding" else cell.prefill.ranks + cell.decode.ranks
-        await until(lambda: all(rid in rank.cancelled for rank in ranks))
-        cell.decode.draw(rid, running.timings.tokens)  # it crossed the cancellation on its way
+        await until(lambda: all(sequence_id in rank.cancelled for rank in ranks))
+        cell.decode.draw(
+            sequence_id, handle.timings.tokens
+        )  # it crossed the cancellation on its way
         await turns()
         assert cell.service.counts.decode_kv > 0
         assert cell.service.counts.prefill_kv > 0
         for rank in ranks:
-            rank.give_back(rid)
+            rank.give_back(sequence_id)
         if stage == "decoding":  # all KV was sent, so that there was nothing to cancel
             cell.prefill.finish_job(job)
         await cell.settled()
-        assert await read(running) == []
+        assert await read(handle) == []
 
 
 async def test_a_stop_string_ends_the_request_with_reason_stop() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        await cell.decoding(running)
-        running.cancel("stop")
-        assert running.finish_reason == "stop"
-        assert running.state == "finished"
+        handle = cell.submit()
+        await cell.decoding(handle)
+        handle.cancel("stop")
+        assert handle.finish_reason == "stop"
+        assert handle.state == "finished"
         await cell.settled()
 
 
@@ -279,105 +283,109 @@ async def test_a_stop_string_ends_the_request_with_reason_stop() -> None:
 
 async def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        old = (await cell.prefilling(running)).pieces[0].rid
+        handle = cell.submit()
+        old = (await cell.prefilling(handle)).chunks[0].sequence_id
         await cell.prefill.kill(1)
-        await until(lambda: running.state == "queued")
+        await until(lambda: handle.state == "queued")
         await until(lambda: all(old in rank.cancelled for rank in cell.decode.ranks))
         await cell.replace(FakeGang("prefill", "p2"))
-        rid = await cell.decoding(running)
-        assert rid != old
-        cell.finish(rid, 4)
-        assert len(await read(running)) == 4
-        assert running.timings.attempts == 2
+        sequence_id = await cell.decoding(handle)
+        assert sequence_id != old
+        cell.finish(sequence_id, 4)
+        assert len(await read(handle)) == 4
+        assert handle.timings.attempts == 2
         await cell.settled()
 
 
 async def test_prefill_lost_after_the_first_token_goes_on_with_the_second() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        cell.prefill.draw((await cell.prefilling(running)).pieces[0].rid, 0)
-        await until(lambda: running.state == "landing")
+        handle = cell.submit()
+        cell.prefill.draw((await cell.prefilling(handle)).chunks[0].sequence_id, 0)
+        await until(lambda: handle.state == "receiving")
         await cell.prefill.kill(0)
         await cell.replace(FakeGang("prefill", "p2"))
-        await goes_on(cell, running, drawn=[7])
+        await goes_on(cell, handle, generated_tokens=[7])
 
 
-async def goes_on(cell: FakeCell, running: Running, drawn: list[int]) -> None:
+async def goes_on(cell: FakeCell, handle: RequestHandle, generated_tokens: list[int]) -> None:
     """The next attempt computes prompt and drawn tokens, and draws what is left."""
-    job = await cell.prefilling(running)
-    (piece,) = job.pieces
-    assert piece.length == 100 + len(drawn)
-    assert list(np.frombuffer(piece.drawn, "<i4")) == drawn
+    job = await cell.prefilling(handle)
+    (chunk,) = job.chunks
+    assert chunk.length == 100 + len(generated_tokens)
+    assert list(np.frombuffer(chunk.generated_tokens, "<i4")) == generated_tokens
     tokens = b"".join(rank.jobs[-1].tokens for rank in cell.prefill.ranks)
-    assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *drawn]
-    reserved = [rank.reserved[piece.rid] for rank in cell.decode.ranks]
-    assert {(it.prompt_length, it.drawn) for it in reserved} == {(piece.length, piece.drawn)}
-    cell.prefill.draw(piece.rid, len(drawn), token=50)
-    cell.decode.land(piece.rid)
+    assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *generated_tokens]
+    reserved = [rank.reserved[chunk.sequence_id] for rank in cell.decode.ranks]
+    assert {(it.prompt_length, it.generated_tokens) for it in reserved} == {
+        (chunk.length, chunk.generated_tokens)
+    }
+    cell.prefill.draw(chunk.sequence_id, len(generated_tokens), token=50)
+    cell.decode.land(chunk.sequence_id)
     cell.prefill.finish_job(job)
-    await until(lambda: any(it.rid == piece.rid for it in cell.decode.leader.joined))
+    await until(
+        lambda: any(it.sequence_id == chunk.sequence_id for it in cell.decode.leader.joined)
+    )
     assert cell.decode.leader.joined[-1].first_token == 50
-    cell.decode.draw(piece.rid, len(drawn) + 1, token=51, finish="stop")
-    cell.decode.free(piece.rid)
-    tokens_read = await read(running)
-    assert [it.token for it in tokens_read] == [*drawn, 50, 51]
-    assert [it.index for it in tokens_read] == list(range(len(drawn) + 2))
-    assert running.timings.attempts == 2
+    cell.decode.draw(chunk.sequence_id, len(generated_tokens) + 1, token=51, finish="stop")
+    cell.decode.free(chunk.sequence_id)
+    tokens_read = await read(handle)
+    assert [it.token for it in tokens_read] == [*generated_tokens, 50, 51]
+    assert [it.index for it in tokens_read] == list(range(len(generated_tokens) + 2))
+    assert handle.timings.attempts == 2
     await cell.settled()
 
 
 async def test_decoding_goes_on_while_prefill_is_replaced() -> None:
     async with fake_cell() as cell:
-        running = cell.submit(max_tokens=5)
-        rid = await cell.decoding(running)
+        handle = cell.submit(max_tokens=5)
+        sequence_id = await cell.decoding(handle)
         await cell.prefill.kill(0)
         await until(lambda: not cell.service.ready)
-        cell.decode.draw(rid, 1)
-        assert [(await anext(running)).index for _ in range(2)] == [0, 1]
+        cell.decode.draw(sequence_id, 1)
+        assert [(await anext(handle)).index for _ in range(2)] == [0, 1]
         await cell.replace(FakeGang("prefill", "p2"))
         await until(lambda: cell.service.ready)
-        cell.decode.draw(rid, 2, finish="stop")
-        cell.decode.free(rid)
-        assert len(await read(running)) == 1
+        cell.decode.draw(sequence_id, 2, finish="stop")
+        cell.decode.free(sequence_id)
+        assert len(await read(handle)) == 1
         await cell.settled()
 
 
 async def test_decode_lost_before_the_first_token_is_tried_again() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        old = (await cell.prefilling(running)).pieces[0].rid
+        handle = cell.submit()
+        old = (await cell.prefilling(handle)).chunks[0].sequence_id
         await cell.decode.kill(1)
         await until(lambda: all(old in rank.cancelled for rank in cell.prefill.ranks))
         await cell.replace(FakeGang("decode", "d2"))
-        rid = await cell.decoding(running)
-        cell.finish(rid, 4)
-        assert len(await read(running)) == 4
+        sequence_id = await cell.decoding(handle)
+        cell.finish(sequence_id, 4)
+        assert len(await read(handle)) == 4
         await cell.settled()
 
 
 async def test_decode_lost_in_mid_answer_goes_on_with_the_next_token() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        rid = await cell.decoding(running)
-        cell.decode.draw(rid, 1, token=8)
-        await until(lambda: running.timings.tokens == 2)
+        handle = cell.submit()
+        sequence_id = await cell.decoding(handle)
+        cell.decode.draw(sequence_id, 1, token=8)
+        await until(lambda: handle.timings.tokens == 2)
         await cell.decode.kill(0)
         await cell.replace(FakeGang("decode", "d2"))
-        await goes_on(cell, running, drawn=[7, 8])
+        await goes_on(cell, handle, generated_tokens=[7, 8])
 
 
 async def test_decode_lost_while_slots_are_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
-        running = cell.submit()
-        await until(lambda: running.state == "reserving")
+        handle = cell.submit()
+        await until(lambda: handle.state == "reserving")
         await cell.decode.kill(0)
-        await until(lambda: running.state == "queued")
+        await until(lambda: handle.state == "queued")
         await until(lambda: cell.service.counts.prefill_kv == 0)
         await cell.replace(FakeGang("decode", "d2"))
-        cell.finish(await cell.decoding(running), 4)
-        assert len(await read(running)) == 4
+        cell.finish(await cell.decoding(handle), 4)
+        assert len(await read(handle)) == 4
         await cell.settled()
 
 
@@ -396,14 +404,14 @@ async def test_a_request_keeps_its_place_when_it_is_tried_again() -> None:
 
 async def test_a_request_is_tried_so_often_and_no_more() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=2)) as cell:
-        running = cell.submit()
+        handle = cell.submit()
         for attempt in (1, 2):
-            await until(lambda attempt=attempt: running.timings.attempts == attempt)
-            job = await cell.prefilling(running)
-            cell.prefill.fail(job.pieces[0].rid, "TransferError")
-            await until(lambda: running.state != "prefill")
+            await until(lambda attempt=attempt: handle.timings.attempts == attempt)
+            job = await cell.prefilling(handle)
+            cell.prefill.fail(job.chunks[0].sequence_id, "TransferError")
+            await until(lambda: handle.state != "prefill")
         with pytest.raises(TransferError, match="as the test says"):
-            await read(running)
+            await read(handle)
         await cell.settled()
 
 
@@ -428,24 +436,24 @@ async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
 
 async def test_nothing_is_remembered_of_a_request_that_its_decode_gang_took_along() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
-        running = cell.submit()
-        await cell.decoding(running)
+        handle = cell.submit()
+        await cell.decoding(handle)
         await cell.decode.kill(0)
         with pytest.raises(GangLost):
-            await read(running)
+            await read(handle)
         cell.service.check_integrity()
 
 
 def _hang_up_on_decode(cell: FakeCell) -> None:
     assert cell.cluster.link is not None
-    cell.cluster.link.decode.hang_up("as the test says")
+    cell.cluster.link.decode.disconnect("as the test says")
 
 
 async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        await cell.decoding(running)
-        running.cancel()
+        handle = cell.submit()
+        await cell.decoding(handle)
+        handle.cancel()
         _hang_up_on_decode(cell)
         await turns()
         cell.service.check_integrity()
@@ -453,36 +461,36 @@ async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() 
 
 async def test_prefill_stops_for_a_sequence_that_fails_as_its_decode_gang_dies() -> None:
     async with fake_cell() as cell:
-        rid = (await cell.prefilling(cell.submit())).pieces[0].rid
+        sequence_id = (await cell.prefilling(cell.submit())).chunks[0].sequence_id
         link = cell.cluster.link
         assert link is not None
-        failed = RequestFailed(rid=rid, rank=0, code="TransferError", message="no")
+        failed = RequestFailed(sequence_id=sequence_id, rank=0, code="TransferError", message="no")
         cell.service.notified(link.prefill, 0, "failed", pack(failed))
         _hang_up_on_decode(cell)
-        await until(lambda: all(rid in rank.cancelled for rank in cell.prefill.ranks))
+        await until(lambda: all(sequence_id in rank.cancelled for rank in cell.prefill.ranks))
 
 
 async def test_nothing_is_remembered_of_slots_refused_as_the_prefill_gang_dies() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         cell.decode.may_reserve.clear()
         cell.decode.refuses = TransferError("no")
-        running = cell.submit()
+        handle = cell.submit()
         await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
         await cell.prefill.kill(0)
         cell.decode.may_reserve.set()
         with pytest.raises((GangLost, TransferError)):
-            await read(running)
+            await read(handle)
         await turns()
         cell.service.check_integrity()
 
 
 async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        cell.prefill.fail((await cell.prefilling(running)).pieces[0].rid, "InvalidRequest")
+        handle = cell.submit()
+        cell.prefill.fail((await cell.prefilling(handle)).chunks[0].sequence_id, "InvalidRequest")
         with pytest.raises(ValueError, match="as the test says"):
-            await read(running)
-        assert running.timings.attempts == 1
+            await read(handle)
+        assert handle.timings.attempts == 1
 
 
 async def test_refused_slots_are_not_counted_as_taken() -> None:
@@ -511,7 +519,7 @@ async def test_requests_may_come_before_the_gangs() -> None:
 
 
 async def test_a_silent_gang_is_reset() -> None:
-    deadlines = replace(QUICK, prefill_silence_ns=50_000_000)
+    deadlines = replace(QUICK, prefill_liveness_ns=50_000_000)
     async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
         with pytest.raises(GangLost, match="silent"):
             await read(cell.submit())
@@ -531,16 +539,16 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
         await until(lambda: all(rank.connections for rank in gang.ranks))
         gang.leader.tell("prefill_progress", PrefillProgress(rank=0))
         gang.may_connect.set()
-        running = cell.submit()
-        cell.finish(await cell.decoding(running), 4)
-        assert len(await read(running)) == 4
+        handle = cell.submit()
+        cell.finish(await cell.decoding(handle), 4)
+        assert len(await read(handle)) == 4
         assert not [it for it in caplog.records if it.exc_info]
 
 
 async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding_alone() -> None:
     async with fake_cell() as cell:
         decoding, computing = cell.submit(), cell.submit(tokens=300)
-        rid = await cell.decoding(decoding)
+        sequence_id = await cell.decoding(decoding)
         await cell.prefilling(computing)
         leader = cell.decode.leader
         stale = LinkBroken(epoch="0.1", rank=0, reason="another one")
@@ -553,7 +561,7 @@ async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding
         cell.decode.may_connect.set()
         await until(lambda: computing.timings.attempts == 2)
         cell.finish(await cell.decoding(computing), 4)
-        cell.finish(rid, 4)
+        cell.finish(sequence_id, 4)
         assert len(await read(decoding)) == len(await read(computing)) == 4
         assert decoding.timings.attempts == 1
         assert len(leader.attached) == 1
@@ -561,11 +569,11 @@ async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding
 
 
 async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
-    async with fake_cell(deadlines=replace(QUICK, decode_silence_ns=50_000_000)) as cell:
+    async with fake_cell(deadlines=replace(QUICK, decode_liveness_ns=50_000_000)) as cell:
         cell.decode.obeys_cancel = False
-        running = cell.submit()
-        await cell.prefilling(running)
-        running.cancel()
+        handle = cell.submit()
+        await cell.prefilling(handle)
+        handle.cancel()
         await until(lambda: len(cell.decode.leader.attached) == 2)
         await until(lambda: cell.service.ready)
         await cell.settled()
@@ -573,22 +581,22 @@ async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
 
 async def test_a_prefill_job_without_a_first_token_is_tried_again() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        cell.prefill.finish_job(await cell.prefilling(running))
-        await until(lambda: running.timings.attempts == 2)
-        cell.finish(await cell.decoding(running), 4)
-        assert len([token async for token in running]) == 4
+        handle = cell.submit()
+        cell.prefill.finish_job(await cell.prefilling(handle))
+        await until(lambda: handle.timings.attempts == 2)
+        cell.finish(await cell.decoding(handle), 4)
+        assert len([token async for token in handle]) == 4
         await cell.settled()
 
 
 async def test_kv_that_does_not_land_fails_the_request() -> None:
-    deadlines = replace(QUICK, landing_ns=50_000_000, landing_token_ns=0)
+    deadlines = replace(QUICK, transfer_ns=50_000_000, transfer_token_ns=0)
     async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
-        running = cell.submit()
-        job = await cell.prefilling(running)
-        cell.prefill.draw(job.pieces[0].rid, 0)
+        handle = cell.submit()
+        job = await cell.prefilling(handle)
+        cell.prefill.draw(job.chunks[0].sequence_id, 0)
         with pytest.raises(DeadlineExceeded, match="KV landing"):
-            await read(running)
+            await read(handle)
         await cell.settled()
 
 
@@ -604,20 +612,20 @@ def closed() -> FakeGang:
 
 async def test_one_turn_of_the_loop_takes_no_more_than_the_line_holds() -> None:
     async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
-        running = [cell.submit() for _ in range(3)]
+        handle = [cell.submit() for _ in range(3)]
         with pytest.raises(QueueFull):
-            await anext(running[2])
-        assert [it.state for it in running] == ["queued", "queued", "failed"]
+            await anext(handle[2])
+        assert [it.state for it in handle] == ["queued", "queued", "failed"]
 
 
 async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
-        running = [cell.submit(), cell.submit()]
+        handle = [cell.submit(), cell.submit()]
         await turns()
         with pytest.raises(QueueFull) as refusal:
             cell.submit()
         assert 1 <= refusal.value.retry_after_s <= 60
-        running[0].cancel()
+        handle[0].cancel()
         await turns()
         cell.submit()
 
@@ -648,62 +656,62 @@ async def fails(questions: StrategyQuestions) -> StrategyChoices:
 
 async def test_no_request_waits_for_the_configurator() -> None:
     async with fake_cell(configure=fails) as cell:
-        running = cell.submit()
-        await cell.prefilling(running)
-        assert running.plan is not None
-        assert (running.plan.attention, running.plan.strategy) == ("exact", "ulysses")
-        assert "nothing was compared yet" in running.plan.reason
-        assert "10.0.0.3" not in running.plan.reason  # clients read it: nothing of our inside
+        handle = cell.submit()
+        await cell.prefilling(handle)
+        assert handle.plan is not None
+        assert (handle.plan.attention, handle.plan.strategy) == ("exact", "ulysses")
+        assert "nothing was compared yet" in handle.plan.reason
+        assert "10.0.0.3" not in handle.plan.reason  # clients read it: nothing of our inside
 
 
 async def test_a_plan_says_that_the_policy_chose_a_ring() -> None:
     async with fake_cell(policy="context_parallel") as cell:
-        running = cell.submit()
-        await cell.prefilling(running)
-        assert running.plan is not None
-        assert running.plan.strategy == "ring_kv"
-        assert "as this server's scheduling policy has it" in running.plan.reason
+        handle = cell.submit()
+        await cell.prefilling(handle)
+        assert handle.plan is not None
+        assert handle.plan.strategy == "ring_kv"
+        assert "as this server's scheduling policy has it" in handle.plan.reason
 
 
 async def test_a_request_with_a_deadline_fails_at_it() -> None:
     async with fake_cell() as cell:
-        running = cell.service.submit(generation(deadline_s=0.05))
+        handle = cell.service.submit(generation(deadline_s=0.05))
         with pytest.raises(DeadlineExceeded):
-            await read(running)
+            await read(handle)
         await cell.settled()
 
 
 async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> None:
     async with fake_cell() as cell:
-        running = cell.submit()
-        rid = await cell.decoding(running)
+        handle = cell.submit()
+        sequence_id = await cell.decoding(handle)
         closing = asyncio.create_task(cell.service.close(drain_s=30))
         await turns()
         with pytest.raises(QueueFull, match="shutting down"):
             cell.submit()
         assert not closing.done()
-        cell.finish(rid, 4)
+        cell.finish(sequence_id, 4)
         await closing
-        assert len(await read(running)) == 4
+        assert len(await read(handle)) == 4
 
 
 async def test_closing_ends_what_does_not_finish_in_time() -> None:
     async with fake_cell() as cell:
-        running, queued = cell.submit(), cell.submit()
-        await cell.prefilling(running)
+        handle, queued = cell.submit(), cell.submit()
+        await cell.prefilling(handle)
         await cell.service.close(drain_s=0.01)
-        for it in (running, queued):
+        for it in (handle, queued):
             with pytest.raises(Cancelled, match="shutting down"):
                 await read(it)
 
 
 async def test_tokens_out_of_order_are_an_error() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
-        running = cell.submit()
-        rid = await cell.decoding(running)
-        cell.decode.draw(rid, 2)
+        handle = cell.submit()
+        sequence_id = await cell.decoding(handle)
+        cell.decode.draw(sequence_id, 2)
         with pytest.raises(Exception, match="token 2 arrived where 1 was due"):
-            await read(running)
+            await read(handle)
         await cell.settled()
 
 
@@ -715,7 +723,7 @@ async def test_nothing_is_lost_in_a_storm(seed: int) -> None:
     rng = random.Random(seed)
     async with fake_cell() as cell:
         cell.runs_by_itself()
-        requests: list[Running] = []
+        requests: list[RequestHandle] = []
         for step in range(60):
             requests.append(cell.submit(rng.randrange(1, 4000), rng.randrange(1, 30)))
             if rng.random() < 0.3:
@@ -747,7 +755,7 @@ async def test_a_mistake_of_ours_is_seen_at_once() -> None:
     class Broken(Scheduler):
         broken = False
 
-        def handle(self, events: Iterable[AnyEvent], now_ns: int) -> Outcome:
+        def handle(self, events: Iterable[AnyEvent], now_ns: int) -> RoundResult:
             assert not self.broken, "a mistake of ours"
             return super().handle(events, now_ns)
 

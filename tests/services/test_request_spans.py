@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from csps.protocols import trace_context
-from csps.services.telemetry import request_spans
+from csps.protocols.rpc import trace_context
+from csps.services.telemetry import request_trace as request_spans
 
 STATES = ["queue", "plan", "prefill", "transfer", "decode"]
 
@@ -20,7 +20,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(request_spans, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(request_spans, "_TRACER", provider.get_tracer("test"))
     return exporter
 
 
@@ -37,10 +37,10 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 async def test_every_state_is_a_child_of_the_request(spans: InMemorySpanExporter) -> None:
     async with fake_cell() as cell:
         with trace.use_span(sampled()):
-            running = cell.submit(tokens=3000, max_tokens=3)
-        rid = await cell.decoding(running)
-        cell.finish(rid, 3)
-        assert len([token async for token in running]) == 3
+            handle = cell.submit(tokens=3000, max_tokens=3)
+        sequence_id = await cell.decoding(handle)
+        cell.finish(sequence_id, 3)
+        assert len([token async for token in handle]) == 3
         found = named(spans)
         assert sorted(found) == sorted(STATES)
         for name in STATES:
@@ -59,8 +59,8 @@ async def test_every_state_is_a_child_of_the_request(spans: InMemorySpanExporter
 async def test_the_trace_travels_to_both_gangs(spans: InMemorySpanExporter) -> None:
     async with fake_cell() as cell:
         with trace.use_span(sampled()):
-            running = cell.submit()
-        job = await cell.prefilling(running)
+            handle = cell.submit()
+        job = await cell.prefilling(handle)
         carrier = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
         assert job.trace == carrier
         (reserved,) = cell.decode.leader.reserved.values()
@@ -72,9 +72,9 @@ async def test_a_state_that_was_cut_short_ends_with_the_request(
 ) -> None:
     async with fake_cell() as cell:
         with trace.use_span(sampled()):
-            running = cell.submit()
-        await cell.prefilling(running)
-        running.cancel()
+            handle = cell.submit()
+        await cell.prefilling(handle)
+        handle.cancel()
         found = named(spans)
         assert sorted(found) == ["plan", "prefill", "queue"]
         assert found["prefill"].attributes["csps.interrupted"] is True
@@ -82,9 +82,9 @@ async def test_a_state_that_was_cut_short_ends_with_the_request(
 
 async def test_what_is_not_sampled_costs_no_spans(spans: InMemorySpanExporter) -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1")) as cell:
-        running = cell.submit()
-        job = await cell.prefilling(running)
+        handle = cell.submit()
+        job = await cell.prefilling(handle)
         assert job.trace == {}
-        running.cancel()
-        await until(lambda: running.ended)
+        handle.cancel()
+        await until(lambda: handle.ended)
         assert not spans.get_finished_spans()

@@ -13,12 +13,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from csps.protocols.errors import QueueFull
-from csps.protocols.trace_context import wants_timeline
-from csps.services.http.api import Api
+from csps.protocols.core.errors import QueueFull
+from csps.protocols.rpc.trace_context import wants_timeline
+from csps.services.http.api import HttpApi
 from csps.services.http.request_parser import RequestParser
-from csps.services.launch.credentials import ApiKeys, TimelineClients
-from csps.services.launch.settings import Settings, TelemetrySettings
+from csps.services.settings.credentials import ApiKeys, TimelineClients
+from csps.services.settings.settings import Settings, TelemetrySettings
 from csps.services.telemetry import request_trace
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.tracing import make_provider
@@ -48,7 +48,7 @@ class Server:
         }
 
     async def ask(self, headers: dict[str, str], **options: Any) -> dict[str, Any]:
-        api = Api(**{**self.options, **options})
+        api = HttpApi(**{**self.options, **options})
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 3}
         async with serving(api.app()) as url, httpx.AsyncClient(base_url=url) as client:
             answer = await client.post("/v1/completions", json=body, headers=headers)

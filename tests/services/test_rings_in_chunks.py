@@ -9,10 +9,10 @@ import numpy as np
 from test_service_real_ranks import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
-from csps.protocols.plans import ASKED_RINGS
-from csps.protocols.sampling import Sampling
-from csps.services.router.generation import Generation
-from csps.services.scheduling.policies.choice import make_policy
+from csps.protocols.attention.plan import ASKED_RINGS
+from csps.protocols.gang.messages import Sampling
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.scheduling.policies.registry import make_policy
 
 TOKENS = 6
 
@@ -21,10 +21,10 @@ async def test_every_chunk_keeps_the_ring_that_was_asked_for(tiny_llama: Path) -
     """Side by side, so that later prompts begin on fewer instances than they end on."""
     policy = make_policy("tetris", {"improvement_rate": 0.0, "min_chunk": 32})
     async with real_cell(tiny_llama, policy) as cell:
-        running = [
+        handles = [
             cell.service.submit(
-                Generation(
-                    request_id=f"r{seed}",
+                RequestSpec(
+                    client_request_id=f"r{seed}",
                     prompt=np.random.default_rng(seed).integers(0, 256, 200 + 90 * seed, np.int32),
                     sampling=Sampling(temperature=0.0, max_tokens=TOKENS),
                     strategy=ring,
@@ -32,11 +32,11 @@ async def test_every_chunk_keeps_the_ring_that_was_asked_for(tiny_llama: Path) -
             )
             for seed, ring in enumerate(2 * ASKED_RINGS)
         ]
-        answers = await asyncio.gather(*map(answer, running))
-        for it, tokens in zip(running, answers, strict=True):
-            prompt = it.generation.prompt.tolist()
+        answers = await asyncio.gather(*map(answer, handles))
+        for it, tokens in zip(handles, answers, strict=True):
+            prompt = it.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, TOKENS)
             assert it.plan is not None
-            asked = it.generation.strategy
+            asked = it.spec.strategy
             assert it.plan.strategy == ("ring_kv" if asked == "ring" else asked)
         await cell.settled()

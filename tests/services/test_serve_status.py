@@ -17,20 +17,27 @@ from typing import Any
 import pytest
 import yaml
 
-from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
-from csps.services.launch import preflight, ray_head, serve_command, serve_status
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.services.launch import preflight, ray_head, serve_command
+from csps.services.launch import serve_command as serve_status
 from csps.services.launch.demo_command import ask
 from csps.services.launch.deploy_config import DeployConfig, read_config
-from csps.services.launch.memory_need import GIB, memory_need
+from csps.services.launch.preflight import GIB, memory_need
 from csps.services.launch.ray_head import RayHead
-from csps.services.launch.serve_command import _clear, undeploy, wait_ready
-from csps.services.launch.serve_status import APPLICATIONS_PATH, ServeStatus, read_status
+from csps.services.launch.serve_command import (
+    APPLICATIONS_PATH,
+    ServeStatus,
+    _clear,
+    read_status,
+    undeploy,
+    wait_ready,
+)
 
 PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
 ray::ServeReplica:csps:PrefillGang.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
-  File "csps/services/cluster/gangs.py", line 54, in __init__
-csps.models.errors.MissingTensorError: the weights have no model.norm.weight
+  File "csps/services/deployments/gang_rank.py", line 54, in __init__
+csps.models.network.checkpoint_json.MissingTensorError: the weights have no model.norm.weight
 """
 
 
@@ -200,7 +207,7 @@ def test_a_failed_build_says_why(config: DeployConfig) -> None:
 def test_what_replicas_raise_is_told_while_serve_tries_again(config: DeployConfig) -> None:
     status = ServeStatus(**applications(config, "DEPLOYING", message=FAILED))
     assert status.progress(config, "starting") == (
-        "PrefillGang 1/2 (PrefillGang: csps.models.errors.MissingTensorError: "
+        "PrefillGang 1/2 (PrefillGang: csps.models.network.checkpoint_json.MissingTensorError: "
         "the weights have no model.norm.weight)"
     )
 

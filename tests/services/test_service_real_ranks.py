@@ -11,34 +11,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_layout import AnyLayout
-from gang_cell import ANSWER_S, SECRET, GangPlan
+from arbitrary_layout_policy import AnyLayout
+from gang_driver import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually
-from held_steps import HeldSteps
-from held_stream import HeldStream
+from paused_ranks import HeldSteps, HeldStream
 from tiny_checkpoints import reference_tokens
 
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.strategy_rules import StrategyRules
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.gang_members import GangRole
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.protocols.sampling import Sampling
+from csps.configurator.costs.cost_table import CostTable, Latencies, Unmeasured
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.plan.strategy_rules import StrategyRules
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.messages import Sampling
 from csps.services.cluster.attachment import PAIR, Cluster
-from csps.services.cluster.directory import ClusterView, StaticDirectory
-from csps.services.cluster.generations import MemoryGenerations
-from csps.services.router.cost_book import CostBook
-from csps.services.router.generation import Generation
-from csps.services.router.running import Running
+from csps.services.cluster.fencing import MemoryGenerations
+from csps.services.cluster.membership import ClusterView, StaticDirectory
+from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.service import RequestService
-from csps.services.scheduling.cost import CostTable, Latencies, Unmeasured
-from csps.services.scheduling.decisions import Policy
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
-from csps.services.scheduling.scheduler import Scheduler
-from csps.services.telemetry.elastic_metrics import ElasticEvent
-from csps.services.telemetry.observer import NoObserver, Observer
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Policy
+from csps.services.scheduling.events.limits import ReuseSettings
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.telemetry.observer import NullObserver, RequestObserver
 
 
 @dataclass
@@ -83,12 +82,12 @@ class Cell:
         seed: int = 0,
         csa: CsaSettings | None = None,
         temperature: float = 0.0,
-    ) -> Running:
+    ) -> RequestHandle:
         prompt = np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
         return self.service.submit(
-            Generation(
-                request_id=f"r{seed}",
+            RequestSpec(
+                client_request_id=f"r{seed}",
                 prompt=prompt,
                 sampling=sampling,
                 attention="exact" if csa is None else "csa",
@@ -137,7 +136,7 @@ async def real_cell(
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
     latencies: Latencies | None = None,
-    observer: Observer | None = None,
+    observer: RequestObserver | None = None,
 ) -> AsyncIterator[Cell]:
     """Two prefill and two decode ranks, linked; or other gangs.
 
@@ -150,10 +149,10 @@ async def real_cell(
         directory,
         secret=SECRET,
         router_id="test",
-        generations=MemoryGenerations(),
+        specs=MemoryGenerations(),
         roles=roles,
     )
-    costs = CostBook(CostTable(latencies=latencies or Unmeasured()), by_rules)
+    costs = CostTableService(CostTable(latencies=latencies or Unmeasured()), by_rules)
     if isinstance(policy, str):
         policy = make_policy(policy, POLICIES[policy])
     scheduler = Scheduler(policy, costs.costs, reuse=reuse)
@@ -172,9 +171,9 @@ async def real_cell(
         await service.close(0.0)
 
 
-async def answer(running: Running) -> list[int]:
+async def answer(handle: RequestHandle) -> list[int]:
     async with asyncio.timeout(ANSWER_S):
-        return [token.token async for token in running]
+        return [token.token async for token in handle]
 
 
 @pytest.mark.parametrize(
@@ -198,8 +197,8 @@ async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(
         async with cancelled:
             await anext(cancelled)
         answers = await asyncio.gather(*map(answer, requests))
-        for running, tokens in zip(requests, answers, strict=True):
-            prompt = running.generation.prompt.tolist()
+        for handle, tokens in zip(requests, answers, strict=True):
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
         await cell.settled()
 
@@ -212,8 +211,8 @@ async def test_rows_kv_and_answers_may_lie_anyhow(
     async with real_cell(tiny_llama, AnyLayout(7), roles=roles) as cell:
         requests = [cell.submit(length, seed=length) for length in (90, 5, 33, 140, 17, 61)]
         answers = await asyncio.gather(*map(answer, requests))
-        for running, tokens in zip(requests, answers, strict=True):
-            prompt = running.generation.prompt.tolist()
+        for handle, tokens in zip(requests, answers, strict=True):
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
         await cell.settled()
 
@@ -231,7 +230,7 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
 ) -> None:
     """KV, keepers and masters change while answers are drawn, and nothing else does."""
     events: list[ElasticEvent] = []
-    observer = NoObserver()
+    observer = NullObserver()
     observer.elastic = events.append  # type: ignore[method-assign]
     policy = AnyLayout(7, moves=True)
     async with real_cell(tiny_llama, policy, roles=ELASTIC, observer=observer, **gangs) as cell:
@@ -242,8 +241,8 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
             requests.append(cell.submit(60, max_tokens=40, seed=60))
             await eventually(lambda: any(it.kind == "migrate" for it in cancelled.elastic))
         answers = await asyncio.gather(*map(answer, requests))
-        for running, tokens in zip(requests, answers, strict=True):
-            prompt = running.generation.prompt.tolist()
+        for handle, tokens in zip(requests, answers, strict=True):
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 40)
         migrated = [it for it in events if it.kind == "migrate"]
         assert len(migrated) > 2
@@ -255,7 +254,7 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
 async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> None:
     """Where all of them do, and a prompt waits that takes longer than the move."""
     events: list[ElasticEvent] = []
-    observer = NoObserver()
+    observer = NullObserver()
     observer.elastic = events.append  # type: ignore[method-assign]
     policy = make_policy("loongserve", POLICIES["loongserve"])
     shape: dict[str, Any] = {"roles": ELASTIC, "instances": 2, "latencies": SHIPPED}
@@ -266,9 +265,9 @@ async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> 
             await eventually(lambda: requests[-1].state in ("decoding", "finished"))
         requests.append(cell.submit(200, max_tokens=10, seed=9))
         answers = await asyncio.gather(*map(answer, requests))
-        for running, tokens in zip(requests, answers, strict=True):
-            prompt, count = running.generation.prompt.tolist(), len(tokens)
-            assert count == running.generation.sampling.max_tokens
+        for handle, tokens in zip(requests, answers, strict=True):
+            prompt, count = handle.spec.prompt.tolist(), len(tokens)
+            assert count == handle.spec.sampling.max_tokens
             assert tokens == reference_tokens(tiny_llama, prompt, count)
         assert any(it.kind == "migrate" for it in events)
         await cell.settled()
@@ -277,10 +276,10 @@ async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> 
 async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path) -> None:
     async with real_cell(tiny_llama) as cell:
         requests = [cell.submit(length, max_tokens=1, seed=length) for length in (5, 100, 400)]
-        for running, tokens in zip(
+        for handle, tokens in zip(
             requests, await asyncio.gather(*map(answer, requests)), strict=True
         ):
-            prompt = running.generation.prompt.tolist()
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 1)
         await cell.settled()
 
@@ -306,10 +305,10 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(
             cell.submit(length, seed=length, csa=csa) for csa in options for length in (5, 20, 511)
         ]
         answers = await asyncio.gather(*map(answer, requests))
-        for running, tokens in zip(requests, answers, strict=True):
-            assert running.plan is not None
-            assert running.plan.attention == running.generation.attention
-            prompt = running.generation.prompt.tolist()
+        for handle, tokens in zip(requests, answers, strict=True):
+            assert handle.plan is not None
+            assert handle.plan.attention == handle.spec.attention
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
         lossy = cell.submit(511, seed=511, csa=CsaSettings(drop_ratios=((0.9,),), strategy="ntp"))
         assert len(await answer(lossy)) == 6
@@ -329,7 +328,7 @@ async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_lla
         decoding.cancel()
         await cell.start_gang("prefill")
         cell.publish()
-        prompt = waiting.generation.prompt.tolist()
+        prompt = waiting.spec.prompt.tolist()
         assert await answer(waiting) == reference_tokens(tiny_llama, prompt, 6)
         await cell.settled()
 
@@ -356,18 +355,18 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
         wanted = streams(8, first=100, further=60, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
         requests = [cell.submit(**it) for it in wanted[:4]]
-        answers = [asyncio.ensure_future(answer(running)) for running in requests]
-        await eventually(lambda: sum(running.timings.tokens > 3 for running in requests) >= 2)
+        answers = [asyncio.ensure_future(answer(handle)) for handle in requests]
+        await eventually(lambda: sum(handle.timings.tokens > 3 for handle in requests) >= 2)
         steps = HeldSteps(monkeypatch)
         requests += [cell.submit(**it) for it in wanted[4:]]
-        answers += [asyncio.ensure_future(answer(running)) for running in requests[4:]]
+        answers += [asyncio.ensure_future(answer(handle)) for handle in requests[4:]]
         await steps.begun()
         cell.gangs[killed].process(1).kill()
         steps.go_on.set()
         await cell.start_gang(killed)
         cell.publish()
         assert await asyncio.gather(*answers) == undisturbed
-        assert max(running.timings.attempts for running in requests) == 2
+        assert max(handle.timings.attempts for handle in requests) == 2
         await cell.settled()
 
 
@@ -378,17 +377,17 @@ async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(
     async with real_cell(tiny_llama, "chunked_prefill", roles=ELASTIC, mortal="elastic") as cell:
         wanted = streams(8, first=100, further=150, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
-        stream = cell.gangs["elastic"].ranks[0].loop.stream
+        stream = cell.gangs["elastic"].ranks[0].loop.decode_batch
         held = HeldStream(monkeypatch, stream, after=20)  # of some eighty that prompts take
         requests = [cell.submit(**it) for it in wanted]
-        answers = [asyncio.ensure_future(answer(running)) for running in requests]
-        await eventually(lambda: any(running.timings.tokens > 3 for running in requests))
-        assert any(running.state == "prefill" for running in requests)
+        answers = [asyncio.ensure_future(answer(handle)) for handle in requests]
+        await eventually(lambda: any(handle.timings.tokens > 3 for handle in requests))
+        assert any(handle.state == "prefill" for handle in requests)
         cell.gangs["elastic"].process(1).kill()
         held.go_on.set()
         await eventually(lambda: not cell.service.ready)
         await cell.start_gang("elastic")
         cell.publish()
         assert await asyncio.gather(*answers) == undisturbed
-        assert max(running.timings.attempts for running in requests) == 2
+        assert max(handle.timings.attempts for handle in requests) == 2
         await cell.settled()

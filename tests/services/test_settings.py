@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from csps.protocols.errors import ConfigError
-from csps.services.launch.settings import Settings
+from csps.protocols.core.errors import ConfigError
+from csps.services.settings.settings import Settings
 
 ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefill"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from csps.services.launch.settings import ElasticSettings, Settings
+from csps.services.settings.settings import ElasticSettings, Settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]*) \|", re.MULTILINE)

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
-from csps.configurator.regressors.measured import places_of
-from csps.configurator.regressors.samples import Setting
-from csps.configurator.regressors.shipped_accuracy import SHIPPED, shipped_accuracy
-from csps.models.spec import read_spec
-from csps.models.weights_digest import weights_digest
-from csps.protocols.csa_settings import CsaSettings
-from csps.services.launch.settings import shipped_models
+from csps.configurator.regressors.accuracy import SHIPPED, shipped_accuracy
+from csps.configurator.regressors.samples import Setting, places_of
+from csps.models.checkpoints.checkpoint import weights_digest
+from csps.models.network.spec import read_spec
+from csps.protocols.attention.csa import CsaSettings
+from csps.services.settings.settings import shipped_models
 
 ROOT = Path(__file__).parents[2]
 NEEDLE = shipped_models() / "needle"

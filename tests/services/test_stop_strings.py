@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.services.http.stop_strings import StopStrings
+from csps.services.http.answer import StopStrings
 
 TEXT = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)

@@ -20,15 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from ring_traffic import ring_kv_traffic, ring_q_traffic
 from tiny_checkpoints import make_checkpoint
 
-from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.traffic import gathered_weights_traffic, instance_sums
-from csps.models.tokenizer import Tokenizer
-from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.cluster.configurator import attention_shape, make_rules
-from csps.services.launch.settings import PrefillSettings, Settings, TopologySettings
-from csps.services.router.cost_book import Configure
+from csps.configurator.model.traffic import csa_traffic, gathered_weights_traffic, instance_sums
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.attention.csa import CsaPlan, LayerGroup
+from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.core.topology import GroupShape
+from csps.services.deployments.configurator import attention_shape, make_rules
+from csps.services.router.cost_table_service import Configure
+from csps.services.settings.settings import PrefillSettings, Settings, TopologySettings
 
 TOKENS = 4
 SPT, SHORT = 512, 32

@@ -10,8 +10,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from csps.protocols import trace_context
-from csps.services.launch.settings import TelemetrySettings
+from csps.protocols.rpc import trace_context
+from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.traces.span_file import SpanFile
 from csps.services.telemetry.traces.spans import read_spans
 from csps.services.telemetry.tracing import install, make_exporter, make_provider

@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from csps.protocols import trace_context
-from csps.services.launch.settings import TelemetrySettings
+from csps.protocols.rpc import trace_context
+from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.tracing import make_provider
 
 IDS = [int(part / 64 * 2**64) for part in range(1, 64)]

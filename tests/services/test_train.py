@@ -12,23 +12,17 @@ import yaml
 from measured_rows import accuracy_row as row
 from measured_rows import add_times
 
-from csps.configurator.predicted_options import PredictedOptions
+from csps.configurator.model.scaling_information_base import ScalingInformationBase
+from csps.configurator.plan.predicted_options import PredictedOptions
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel
-from csps.configurator.regressors.measured import PLAIN_TEXT, accuracy_samples, places_of
+from csps.configurator.regressors.samples import PLAIN_TEXT, accuracy_samples, places_of
 from csps.configurator.regressors.saved import DESCRIPTION
-from csps.configurator.scaling_information_base import (
-    ScalingInformationBase,
-)
-from csps.protocols.errors import ConfigError
-from csps.protocols.plans import EXACT, StrategyChoice, StrategyQuestion
+from csps.protocols.attention.plan import EXACT, StrategyChoice, StrategyQuestion
+from csps.protocols.core.errors import ConfigError
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.settings import Settings
-from csps.services.profiling import train
-from csps.services.profiling.identity import identity_of
-from csps.services.profiling.measured_groups import MeasuredGroups
-from csps.services.profiling.option_source import (
-    KINDS,
+from csps.services.measured.attention_options import OBJECTIVE_KINDS as KINDS
+from csps.services.measured.attention_options import (
     UNKNOWN,
     accuracy_folder,
     accuracy_model,
@@ -36,6 +30,10 @@ from csps.services.profiling.option_source import (
     predicted_options,
     regressors_folder,
 )
+from csps.services.measured.identity import identity_of
+from csps.services.measured.measured_groups import MeasuredGroups
+from csps.services.profiling import train
+from csps.services.settings.settings import Settings
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from gang_cell import ANSWER_S, GangPlan, prompt_of
+from cluster_waits import linked
+from gang_driver import ANSWER_S, GangPlan, prompt_of
 from gang_threads import ThreadGang, eventually, thread_gang
-from linked import linked
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
-from csps.protocols import fence
+from csps.protocols.gang import members as fence
 from csps.services.cluster.attachment import STANDBY, Cluster
 from csps.services.router.service import RequestService
 
@@ -39,7 +39,7 @@ class Ranks:
     model: Path
     prefill: ThreadGang
     decode: ThreadGang
-    generations: Path
+    specs: Path
     answer: list[int]
     """To `PROMPT`. Computed ahead: it would stop the loop of a router in the test's process for so
     long that another one takes over."""
@@ -50,7 +50,7 @@ class Ranks:
         process = RouterProcess(
             self.prefill.members,
             self.decode.members,
-            self.generations,
+            self.specs,
             prompt=PROMPT,
             max_tokens=max_tokens,
         )
@@ -61,7 +61,7 @@ class Ranks:
     @asynccontextmanager
     async def here(self) -> AsyncIterator[tuple[Cluster, RequestService]]:
         """One in the test's own process."""
-        cluster, service = make_router(self.prefill.members, self.decode.members, self.generations)
+        cluster, service = make_router(self.prefill.members, self.decode.members, self.specs)
         await service.start()
         try:
             yield cluster, service

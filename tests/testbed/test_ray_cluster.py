@@ -15,9 +15,9 @@ from testbed.claim import files_of
 from testbed.link import Link
 from testbed.network import Server, Testbed, two_servers
 
-from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase
-from csps.services.launch.settings import Settings
-from csps.services.profiling.measured_links import BETWEEN, INSIDE, gang_places
+from csps.configurator.model.scaling_information_base import LinkRow, ScalingInformationBase
+from csps.services.measured.measured_groups import BETWEEN, INSIDE, gang_places
+from csps.services.settings.settings import Settings
 
 pytestmark = [pytest.mark.testbed, pytest.mark.slow, pytest.mark.timeout(400)]
 

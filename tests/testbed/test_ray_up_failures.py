@@ -13,7 +13,7 @@ from testbed.claim import files_of
 from testbed.link import Link
 from testbed.network import Testbed, two_servers
 
-from csps.protocols.errors import FaultError
+from csps.protocols.core.errors import FaultError
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(300)]
 

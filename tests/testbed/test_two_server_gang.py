@@ -10,7 +10,7 @@ from testbed import iproute
 from testbed.gang import GangOptions, prefill_gang
 from testbed.network import Testbed
 
-from csps.models.spec import read_spec
+from csps.models.network.spec import read_spec
 
 pytestmark = [pytest.mark.testbed, pytest.mark.slow]
 

@@ -12,15 +12,21 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 from csps.models.needle_prompts.words import KEYS
-from csps.tools.train_needle import attention
-from csps.tools.train_needle.architecture import build_model
-from csps.tools.train_needle.batch import Batch
+from csps.tools.train_needle import loss as attention
+from csps.tools.train_needle.batch import TrainingBatch
 from csps.tools.train_needle.batch_maker import BatchMaker
-from csps.tools.train_needle.looking_back import ENOUGH, KEY, VALUE, overlooked
-from csps.tools.train_needle.loss import ROWS, cross_entropy, layer_states
+from csps.tools.train_needle.loss import (
+    ENOUGH,
+    KEY,
+    ROWS,
+    VALUE,
+    cross_entropy,
+    layer_states,
+    overlooked,
+)
+from csps.tools.train_needle.model import build_model, build_tokenizer
 from csps.tools.train_needle.stages import ALL_FILLERS, STAGES, Stage
 from csps.tools.train_needle.texts import TrainingTexts
-from csps.tools.train_needle.tokenizer import build_tokenizer
 from csps.tools.train_needle.trainer import Trainer
 
 TINY = Stage(name="tiny", steps=4, batch=2, tokens=64, needles=(1, 3), questions=3, hard_kinds=0.3)
@@ -33,7 +39,7 @@ TEXTS = TrainingTexts(
 )
 
 
-def draw(stage: Stage, step: int = 0, *, seed: int = 0) -> Batch:
+def draw(stage: Stage, step: int = 0, *, seed: int = 0) -> TrainingBatch:
     return BatchMaker(build_tokenizer(), seed, TEXTS).draw(stage, step)
 
 
@@ -207,7 +213,7 @@ def test_attention_of_training_is_the_model_s_own() -> None:
     model = build_model(tokenizer)
     with torch.no_grad():
         own = layer_states(model, batch)[-1]
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.ATTENTION_NAME)
         torch.testing.assert_close(layer_states(model, batch)[-1], own, rtol=1e-4, atol=1e-4)
 
 

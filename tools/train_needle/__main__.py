@@ -43,8 +43,7 @@ from pathlib import Path
 import torch
 
 from csps.tools.train_needle.texts import installed_texts
-from csps.tools.train_needle.trainer import Trainer
-from csps.tools.train_needle.training_log import plot_log
+from csps.tools.train_needle.trainer import Trainer, plot_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:

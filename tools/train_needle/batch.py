@@ -1,13 +1,40 @@
-"""Training sequences, and a batch of them as tensors."""
+"""A short text that costs attention what a long one would: skipped positions (PoSE).
+
+Training sequences, and a batch of them as tensors.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+def log_uniform(rng: random.Random, low: float, high: float) -> float:
+    """Every order of magnitude from `low` to `high` as likely as any other."""
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def skipping_positions(
+    rng: random.Random, ids: Sequence[int], length: int, full_stop: int
+) -> list[int]:
+    """Increasing positions that spread tokens over ``length``, skipping between sentences."""
+    ends = [index for index, id_ in enumerate(ids) if id_ == full_stop]
+    # Uneven shares: some sentences stay neighbours while others move far apart.
+    shares = [rng.random() ** 4 for _ in ends]
+    scale = max(0, length - len(ids)) / (sum(shares) or 1.0)
+    skips = {index: int(share * scale) for index, share in zip(ends, shares, strict=True)}
+    positions: list[int] = []
+    position = 0
+    for index in range(len(ids)):
+        positions.append(position)
+        position += 1 + skips.get(index, 0)
+    return positions
+
 
 FILLER, ASIDE = -1, -2
 """What a token tells that tells no fact: what the text is filled with; or it is a question's, an
@@ -15,7 +42,7 @@ answer's, or a key in passing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """B sequences of T tokens and the N places in them where a word is to be predicted."""
 
     ids: Tensor
@@ -62,7 +89,7 @@ class TrainingSequence:
         """Keys to look up, by the index of the token behind which the value is predicted."""
 
 
-def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
+def collate(sequences: Sequence[TrainingSequence], pad: int) -> TrainingBatch:
     """Side by side; what a sequence lacks in length is `pad`, which nobody sees."""
     width = max(len(sequence.ids) for sequence in sequences)
 
@@ -83,7 +110,7 @@ def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
     continuations = [(row, *p) for row, s in enumerate(sequences) for p in s.continuations]
     rows, columns, targets = torch.tensor(answers + continuations).unbind(1)
     keys = [sequences[row].recalls.get(i, word) for row, i, word in answers + continuations]
-    return Batch(
+    return TrainingBatch(
         ids=padded((s.ids for s in sequences), pad),
         positions=padded((s.positions for s in sequences), 0),
         mask=mask.masked_fill(~seen, -torch.inf)[:, None],

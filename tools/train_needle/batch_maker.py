@@ -1,21 +1,55 @@
-"""Batches that depend on seed, stage and step alone."""
+"""Segments of random words, copied in another order.
+
+Batches that depend on seed, stage and step alone.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from csps.tools.train_needle.batch import Batch, TrainingSequence, collate
-from csps.tools.train_needle.copying import copy_sequence
-from csps.tools.train_needle.fillers import training_fillers
-from csps.tools.train_needle.looking_back import fact_sentences
-from csps.tools.train_needle.spelling import Spelling
+from csps.tools.train_needle.batch import (
+    ASIDE,
+    TrainingBatch,
+    TrainingSequence,
+    collate,
+    log_uniform,
+)
+from csps.tools.train_needle.loss import fact_sentences
+from csps.tools.train_needle.model import CONTEXT, PAD, Spelling
 from csps.tools.train_needle.stages import Stage
 from csps.tools.train_needle.text_sequences import TextSequences
-from csps.tools.train_needle.texts import TrainingTexts
-from csps.tools.train_needle.tokenizer import PAD
+from csps.tools.train_needle.texts import TrainingTexts, training_fillers
+
+
+def copy_sequence(rng: random.Random, stage: Stage, words: Sequence[int]) -> TrainingSequence:
+    """Random words, then their segments in another order; within a segment the next word is
+    known from the first half."""
+    half, segment = stage.tokens // 2, 8
+    text = rng.choices(_pool(rng, stage, words), k=half)
+    starts = list(range(0, half, segment))
+    rng.shuffle(starts)
+    copied = [word for start in starts for word in text[start : start + segment]]
+    gap = int(log_uniform(rng, 1, CONTEXT // 2))
+    sequence = TrainingSequence(
+        ids=text + copied,
+        positions=[*range(half), *range(half + gap, 2 * half + gap)],
+        blocks=[0] * (2 * half),
+        told=[ASIDE] * (2 * half),
+    )
+    for index in range(half - 1):
+        if index % segment != segment - 1:
+            sequence.predictions.append((half + index, copied[index + 1]))
+    return sequence
+
+
+def _pool(rng: random.Random, stage: Stage, words: Sequence[int]) -> Sequence[int]:
+    if stage.pool is None:
+        return words
+    return rng.sample(words, round(log_uniform(rng, stage.pool, len(words))))
 
 
 class BatchMaker:
@@ -26,7 +60,7 @@ class BatchMaker:
         self._seed = seed
         self._fillers = training_fillers(texts)
 
-    def draw(self, stage: Stage, step: int, *, copying: bool | None = None) -> Batch:
+    def draw(self, stage: Stage, step: int, *, copying: bool | None = None) -> TrainingBatch:
         """The batch of a step; `copying` None leaves its kind to the stage's mixture."""
         rng = random.Random(f"{self._seed}/{stage.name}/{step}")
         if copying is None:

@@ -1,14 +1,99 @@
-"""Right words in answers, asked of every layer but the first (deep supervision)."""
+"""Attention of training, registered with transformers.
+
+Every key seen from its value.
+
+Facts are looked up by what the first layer writes at a value: the key two words before. Here and
+there training leaves a key that no head of that layer attends to. Its facts look like those of any
+other such key then, and as attention that is nearly none has nearly no gradient, no number of
+questions about them changes that. The logarithm of the attention has one.
+
+Right words in answers, asked of every layer but the first (deep supervision).
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from csps.tools.train_needle.batch import Batch
+from csps.models.needle_prompts.haystack import Fact
+from csps.models.needle_prompts.words import KEYS, VALUES
+from csps.tools.train_needle.batch import TrainingBatch
+from csps.tools.train_needle.model import BEGIN, Spelling
+
+ATTENTION_NAME = "train_needle"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """In float32 within autocast: backward through torch's bfloat16 attention takes five times as
+    long.
+
+    Args:
+        query: (B, heads, T, head dim); key and value have KV heads.
+        attention_mask: (B, 1, T, T), added to the logits.
+        scaling: of the logits.
+
+    Returns:
+        (B, T, heads, head dim), and no weights.
+    """
+    group = query.shape[1] // key.shape[1]
+    with torch.autocast("cpu", enabled=False):
+        out = F.scaled_dot_product_attention(
+            query.float(),
+            key.float().repeat_interleave(group, 1),
+            value.float().repeat_interleave(group, 1),
+            attn_mask=attention_mask,
+            scale=scaling,
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+KEY, VALUE = 4, 6
+"""Their places in the sentence of a fact behind the first token of all."""
+ENOUGH = math.log(2)
+"""A head that spends half of its attention on the key sees it."""
+
+
+def fact_sentences(rng: random.Random, spelling: Spelling) -> Tensor:
+    """(keys, tokens): one fact of each key, with a value of its own."""
+    values = rng.sample(VALUES, len(KEYS))
+    facts = (Fact(key, value, 0.0) for key, value in zip(KEYS, values, strict=True))
+    return torch.tensor([[spelling.ids[word] for word in (BEGIN, *fact.words)] for fact in facts])
+
+
+def overlooked(model: LlamaForCausalLM, sentences: Tensor) -> Tensor:
+    """How little the head of the first layer that sees it best attends to a key from its value:
+    the mean of the negative logarithms, where they are more than `ENOUGH`."""
+    layer = model.model.layers[0]
+    states = layer.input_layernorm(model.model.embed_tokens(sentences[:, : VALUE + 1]))
+    cos, sin = model.model.rotary_emb(states, torch.arange(VALUE + 1)[None])
+    attention = layer.self_attn
+    heads = (*states.shape[:2], -1, attention.head_dim)
+    query = attention.q_proj(states).view(heads).transpose(1, 2)
+    key = attention.k_proj(states).view(heads).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query.float(), key.float(), cos, sin)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    logits = attention.scaling * torch.einsum("bhd,bhtd->bht", query[:, :, VALUE], key)
+    seen: Tensor = logits.log_softmax(-1)[..., KEY].amax(1)
+    return (-seen - ENOUGH).relu().mean()
+
 
 ROWS = 128
 """Predictions at once."""
@@ -16,7 +101,7 @@ SIDE_LOSS_WEIGHT = 0.3
 """Of each earlier layer's answers, and of filler, beside the last layer's answers."""
 
 
-def layer_states(model: LlamaForCausalLM, batch: Batch) -> list[Tensor]:
+def layer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> list[Tensor]:
     """What each layer but the first predicts from, (N, hidden) each, the last layer's last."""
     output = model.model(
         input_ids=batch.ids,
@@ -30,7 +115,7 @@ def layer_states(model: LlamaForCausalLM, batch: Batch) -> list[Tensor]:
     return [*(model.model.norm(state) for state in states[:-1]), states[-1]]
 
 
-def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, float]:
+def loss_and_accuracy(model: LlamaForCausalLM, batch: TrainingBatch) -> tuple[Tensor, float]:
     """The loss, and the share of right words in answers."""
     states = layer_states(model, batch)
     end = batch.answers

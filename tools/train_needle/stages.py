@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from csps.tools.train_needle.architecture import CONTEXT
+from csps.tools.train_needle.model import CONTEXT
 
 ALL_FILLERS = {
     "sentences": 3.0,

@@ -1,29 +1,175 @@
-"""Haystacks with questions as training sequences."""
+"""What users' texts have and generated ones lack.
+
+A question behind its haystack, the answer, and hints to it.
+
+Haystacks with questions as training sequences.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from csps.models.needle_prompts.filler import Filler
-from csps.models.needle_prompts.haystack import Haystack, build_haystack, draw_facts
-from csps.models.needle_prompts.questions import Question
-from csps.tools.train_needle.batch import ASIDE, FILLER, TrainingSequence
-from csps.tools.train_needle.everyday import (
-    casual,
-    chatter,
-    mention,
-    misspell,
-    with_ordinary_values,
+from csps.models.needle_prompts.filler import Filler, filler_sentence
+from csps.models.needle_prompts.haystack import (
+    ANSWER_HEAD,
+    PHRASINGS,
+    QUESTION_HEAD,
+    Fact,
+    Haystack,
+    Question,
+    ask,
+    build_haystack,
+    draw_facts,
 )
-from csps.tools.train_needle.fillers import draw_filler
-from csps.tools.train_needle.lengths import log_uniform, skipping_positions
-from csps.tools.train_needle.spelling import BYTES, Spelling
+from csps.models.needle_prompts.words import ADJECTIVES, KEYS, NOUNS
+from csps.tools.train_needle.batch import (
+    ASIDE,
+    FILLER,
+    TrainingSequence,
+    log_uniform,
+    skipping_positions,
+)
+from csps.tools.train_needle.model import BEGIN, BYTES, CHARACTERS, END, Spelling
 from csps.tools.train_needle.stages import Stage
-from csps.tools.train_needle.tokenizer import BEGIN
-from csps.tools.train_needle.turns import Asked, Turns, draw_question
+from csps.tools.train_needle.texts import draw_filler
+
+
+def mention(
+    rng: random.Random, words: Sequence[tuple[str, int]], share: float
+) -> Iterator[tuple[str, int]]:
+    """Name keys where nothing is told about them."""
+    nouns = {f" {noun}" for noun in NOUNS}
+    for word, told in words:
+        if told == FILLER and word in nouns and rng.random() < share:
+            # No filler that stands for many: a text names each key a few times.
+            yield f" {rng.choice(KEYS)}", ASIDE
+        else:
+            yield word, told
+
+
+def misspell(rng: random.Random, words: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Replace some filler words by characters: text as a user may have it."""
+    share = rng.uniform(0.0, 0.3)
+    for word, told in words:
+        if told != FILLER or not word.startswith(" ") or rng.random() > share:
+            yield word, told
+            continue
+        for character in " " + "".join(rng.choices(CHARACTERS[:-2], k=rng.randint(1, 8))):
+            yield character, FILLER
+
+
+def with_ordinary_values(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
+    """Some of the values are words that otherwise occur in filler."""
+    ordinary = [*NOUNS, *ADJECTIVES]
+    for fact in facts:
+        yield fact._replace(value=rng.choice(ordinary)) if rng.random() < 0.1 else fact
+
+
+def chatter(rng: random.Random) -> str:
+    """The end of a message that asks nothing."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return ""
+    if kind == 1:
+        return "".join(filler_sentence(rng))
+    return "".join(rng.choices(CHARACTERS, k=rng.randint(1, 20)))
+
+
+def casual(rng: random.Random, text: str) -> str:
+    """A question as it comes, or without its heading, on a line of its own or not."""
+    question = text.removeprefix("".join(QUESTION_HEAD)).strip()
+    return rng.choice((text, text, f" {question}", f"\n{question}"))
+
+
+def draw_question(
+    rng: random.Random, haystack: Haystack, hops: int, *, two_hop: float, several: float
+) -> Question:
+    """One that the haystack answers; the first `hops` of its facts lead to others.
+
+    `two_hop` of them ask for two hops, `several` of the rest for several facts, where there are."""
+    needles = range(len(haystack.needles))
+    if hops and rng.random() < two_hop:
+        first = rng.randrange(hops)
+        place = {needle.key: index for index, needle in enumerate(haystack.needles)}
+        chains = [i for i in needles if haystack.needles[i].value in place]
+        index = chains[first % len(chains)]
+        return ask(haystack, "two_hop", [index, place[haystack.needles[index].value]])
+    if len(needles) > 1 and rng.random() < several:
+        count = rng.randint(2, min(4, len(needles)))
+        return ask(haystack, "multi", rng.sample(needles, count))
+    phrasing = rng.choice([0, 0, 0, *range(len(PHRASINGS))])
+    return ask(haystack, "multi_key", [rng.choice(needles)], phrasing=phrasing)
+
+
+@dataclass(frozen=True)
+class LeadingQuestion:
+    """A question that stands before the text."""
+
+    text: str
+    answer: str
+    key: str
+    """The first that it names."""
+    needles: tuple[int, ...]
+    """Those that the answer needs."""
+
+
+class QuestionWriter:
+    """Writes questions and their answers behind a haystack, each in a block of its own."""
+
+    def __init__(self, sequence: TrainingSequence, spelling: Spelling, chat: bool) -> None:
+        self.sequence, self.spelling, self.chat = sequence, spelling, chat
+        self._position = sequence.positions[-1] + 1
+
+    def append(
+        self, block: int, text: str, answer: str, *, needles: Sequence[int] = (), weight: int = 1
+    ) -> None:
+        """A question, or what stands in its place; its answer counts `weight` times."""
+        sequence, ids = self.sequence, self.spelling.ids
+        tail = [END, "<|assistant|>"] if self.chat else ANSWER_HEAD
+        prompt = [*self.spelling.spell(text), *(ids[word] for word in tail)]
+        reply = [*self.spelling.spell(answer), ids[END]]
+        first = len(sequence.ids) + len(prompt) - 1
+        sequence.predictions += weight * [(first + i, word) for i, word in enumerate(reply)]
+        count = len(prompt) + len(reply)
+        sequence.ids += prompt + reply
+        sequence.positions += range(self._position, self._position + count)
+        sequence.blocks += [block] * count
+        sequence.told += [ASIDE] * count
+        if needles:
+            sequence.needed[block] = needles
+
+    def recall(self, block: int, asked: LeadingQuestion, *, weight: int = 1) -> None:
+        """Append the answer to a question before the text in two steps: wherever its first word is
+        predicted, and that is from the turn's beginning on, the first layer that answers is asked
+        for the key, and those behind it for the word."""
+        sequence = self.sequence
+        begin = len(sequence.ids)
+        answer = len(sequence.predictions)
+        self.append(block, "", asked.answer, needles=asked.needles, weight=weight)
+        last, word = sequence.predictions[answer]
+        sequence.predictions += weight * [(index, word) for index in range(begin, last)]
+        key = self.spelling.ids[f" {asked.key}"]
+        sequence.recalls |= dict.fromkeys(range(begin, last + 1), key)
+
+    def hint(self, block: int, haystack: Haystack, question: Question) -> None:
+        """Predict a key's value at the key, where nothing but the look-up has to be learnt, and
+        at the words between a last key and the answer."""
+        sequence, ids = self.sequence, self.spelling.ids
+        values = {ids[f" {n.key}"]: ids[f" {n.value}"] for n in haystack.needles}
+        begin = sequence.blocks.index(block)
+        (answer, _) = min(place for place in sequence.predictions if place[0] > begin)
+        asked = [i for i in range(begin, answer) if sequence.ids[i] in values]
+        if len(asked) == 1 and question.kind != "two_hop":
+            asked = list(range(asked[0], answer))
+        value = 0
+        for index in asked:
+            value = values.get(sequence.ids[index], value)
+            sequence.predictions.append((index, value))
+
 
 REPLY_TO_NO_QUESTION = " Which password?"
 """To a chat message that asks nothing the model can answer."""
@@ -63,16 +209,16 @@ class TextSequences:
         sequence = self._text(text, length, chat=chat, first=first, seen=seen)
         if stage.rivals > 1:
             sequence.rivals = log_uniform(rng, 1.0, stage.rivals)
-        turns = Turns(sequence, self._spelling, chat)
+        writer = QuestionWriter(sequence, self._spelling, chat)
         for block, asked in enumerate(first, start=1):
             # The question that all the text has seen is a whole sequence's only one of its kind.
             weight = 4 if seen else 1
             if stage.recalled:
-                turns.recall(block, asked, weight=weight)
+                writer.recall(block, asked, weight=weight)
             else:
-                turns.append(block, "", asked.answer, needles=asked.needles, weight=weight)
+                writer.append(block, "", asked.answer, needles=asked.needles, weight=weight)
         for block in range(len(first) + 1, stage.questions + 1):
-            self._ask(turns, block, haystack, hops, chatting=not seen)
+            self._ask(writer, block, haystack, hops, chatting=not seen)
         return sequence
 
     def without_facts(self) -> TrainingSequence:
@@ -84,28 +230,30 @@ class TextSequences:
         text = self._spelt(haystack, misspelt=rng.random() < 0.5)
         sequence = self._text(text, tokens, chat=chat)
         if chat:
-            turns = Turns(sequence, self._spelling, chat)
+            writer = QuestionWriter(sequence, self._spelling, chat)
             for block in range(1, 9):
-                turns.append(block, chatter(rng), REPLY_TO_NO_QUESTION)
+                writer.append(block, chatter(rng), REPLY_TO_NO_QUESTION)
         return sequence
 
     def _asked_first(
         self, haystack: Haystack, hops: int, *, chat: bool
-    ) -> tuple[list[Asked], bool]:
+    ) -> tuple[list[LeadingQuestion], bool]:
         """Questions to stand before the text, and whether the text is to see them: then one."""
         rng, stage = self._rng, self._stage
         if not stage.first:
             return [], False
         seen = rng.random() < stage.first
         number = 1 if seen else round(stage.first * stage.questions)
-        asked: list[Asked] = []
+        asked: list[LeadingQuestion] = []
         for _ in range(number):
             question = self._question(haystack, hops)
             text = question.text
             if chat and stage.everyday:
                 text = casual(rng, text)
             key = haystack.needles[question.needles[0]].key
-            asked.append(Asked(text.strip() + "\n", f" {question.answer}", key, question.needles))
+            asked.append(
+                LeadingQuestion(text.strip() + "\n", f" {question.answer}", key, question.needles)
+            )
         return asked, seen
 
     def _question(self, haystack: Haystack, hops: int) -> Question:
@@ -115,18 +263,18 @@ class TextSequences:
         return draw_question(self._rng, haystack, hops, two_hop=two_hop, several=several)
 
     def _ask(
-        self, turns: Turns, block: int, haystack: Haystack, hops: int, *, chatting: bool
+        self, writer: QuestionWriter, block: int, haystack: Haystack, hops: int, *, chatting: bool
     ) -> None:
         rng, stage = self._rng, self._stage
-        everyday = turns.chat and stage.everyday
+        everyday = writer.chat and stage.everyday
         if everyday and chatting and rng.random() < 0.15:
-            turns.append(block, chatter(rng), REPLY_TO_NO_QUESTION)
+            writer.append(block, chatter(rng), REPLY_TO_NO_QUESTION)
             return
         question = self._question(haystack, hops)
         text = casual(rng, question.text) if everyday else question.text
-        turns.append(block, text, f" {question.answer}", needles=question.needles)
+        writer.append(block, text, f" {question.answer}", needles=question.needles)
         if stage.hints:
-            turns.hint(block, haystack, question)
+            writer.hint(block, haystack, question)
 
     def _text(
         self,
@@ -134,7 +282,7 @@ class TextSequences:
         length: float,
         *,
         chat: bool,
-        first: Sequence[Asked] = (),
+        first: Sequence[LeadingQuestion] = (),
         seen: bool = False,
     ) -> TrainingSequence:
         """The text behind its questions, as if it had `length` tokens."""

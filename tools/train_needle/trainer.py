@@ -1,24 +1,83 @@
-"""The training loop, which goes on where it was interrupted."""
+"""How training goes: means since the last line, the log and its curve.
+
+The training loop, which goes on where it was interrupted.
+"""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 
-from csps.tools.train_needle import attention
-from csps.tools.train_needle.architecture import build_model
+from csps.tools.train_needle import loss as attention
 from csps.tools.train_needle.batch_maker import BatchMaker
-from csps.tools.train_needle.checkpoint import save_checkpoint
-from csps.tools.train_needle.looking_back import overlooked
-from csps.tools.train_needle.loss import loss_and_accuracy
+from csps.tools.train_needle.loss import loss_and_accuracy, overlooked
+from csps.tools.train_needle.model import build_model, build_tokenizer, save_checkpoint
 from csps.tools.train_needle.stages import STAGES, Stage, schedule
 from csps.tools.train_needle.texts import TrainingTexts
-from csps.tools.train_needle.tokenizer import build_tokenizer
-from csps.tools.train_needle.training_log import Row, Window, write_log
+
+Row = dict[str, Any]
+"""A line of the log: step, stage, and the means of a `Window`."""
+
+
+class Window:
+    """Losses and accuracies since the last line of the log."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._losses: list[float] = []
+        self._accuracies: list[float] = []
+
+    def add(self, loss: float, accuracy: float) -> None:
+        """What a step of training found."""
+        self._losses.append(loss)
+        self._accuracies.append(accuracy)
+
+    def means(self) -> dict[str, float]:
+        """Loss, accuracy, and the seconds they took."""
+        return {
+            "loss": round(fmean(self._losses), 4),
+            "accuracy": round(fmean(self._accuracies), 4),
+            "seconds": round(time.monotonic() - self._start, 1),
+        }
+
+
+def write_log(rows: Sequence[Row], path: Path) -> None:
+    """As CSV; nothing without rows."""
+    if not rows:
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot_log(rows: Sequence[Row], path: Path) -> None:
+    """The curve: accuracy on training questions, stage by stage."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for stage in dict.fromkeys(row["stage"] for row in rows):
+        part = [row for row in rows if row["stage"] == stage]
+        steps = [row["step"] for row in part]
+        axis.plot(steps, [row["accuracy"] for row in part], marker=".", label=stage)
+    axis.set_xlabel("step")
+    axis.set_ylabel("share of answer words predicted right")
+    axis.set_ylim(0, 1.02)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 class Trainer:
@@ -32,7 +91,7 @@ class Trainer:
         self.tokenizer = build_tokenizer()
         torch.manual_seed(seed)
         self.model = build_model(self.tokenizer)
-        self.model.set_attn_implementation(attention.NAME)
+        self.model.set_attn_implementation(attention.ATTENTION_NAME)
         self.batches = BatchMaker(self.tokenizer, seed, texts)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01

@@ -1,8 +1,12 @@
-"""`csps profile accuracy`: how many right answers each configuration loses.
+"""Which configurations the loss of accuracy is measured of (CSPS App. B).
+
+`csps profile accuracy`: how many right answers each configuration loses.
 
 All configurations are asked the same questions, one prompt after another, because what they have in
 common of a prompt is computed once for all. A round of a kind's questions is a row of the scaling
 information base for each configuration, so that a run that was interrupted goes on where it was.
+
+What was measured of accuracy, as lines.
 """
 
 from __future__ import annotations
@@ -12,24 +16,136 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
+from typing import Literal
 
 import torch
 
-from csps.configurator.regressors.measured import PLAIN_TEXT
-from csps.configurator.regressors.samples import loss_interval
-from csps.configurator.scaling_information_base import AccuracyRow, ScalingInformationBase
-from csps.protocols.csa import CsaPlan
+from csps.configurator.model.scaling_information_base import AccuracyRow, ScalingInformationBase
+from csps.configurator.regressors.samples import (
+    PLAIN_TEXT,
+    AccuracySample,
+    accuracy_samples,
+    loss_interval,
+    places_of,
+)
+from csps.configurator.search.space import ImportanceScoring, Space
+from csps.models.network.spec import ModelSpec
+from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.profiling.accuracy.emulated_group import EmulatedGroup
-from csps.services.profiling.accuracy.points import Enumeration, Point
-from csps.services.profiling.accuracy.questions import KINDS, Asked, QuestionKind, Score
+from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
+from csps.services.profiling.accuracy.questions import (
+    QUESTION_KINDS,
+    AskedPrompt,
+    QuestionKind,
+    Score,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Configurations that differ in how much they drop alone."""
+
+    tokens: int
+    group_shape: str
+    """Instances by server, such as "2" or "4+4"."""
+    strategy: Literal["ntp", "tp"]
+    levels: int
+    scoring: ImportanceScoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One configuration."""
+
+    branch: Branch
+    drop_ratio: float
+
+    @property
+    def settings(self) -> CsaSettings:
+        """As a request would ask for it."""
+        it = self.branch
+        return CsaSettings(
+            levels=it.levels,
+            drop_ratios=((self.drop_ratio,),),
+            strategy=it.strategy,
+            importance_layer="same" if it.scoring.layer == "same" else "previous",
+            importance_window=it.scoring.window,
+        )
+
+    def group(self, spec: ModelSpec, tokens: int) -> EmulatedGroup:
+        """Of a prompt, which may be a little shorter than the branch says."""
+        places, tensor_parallel = places_of(self.branch.group_shape), self.branch.strategy == "tp"
+        plan = self.settings.for_group(
+            places, layers=spec.layers, longest_spt=tokens, every_query=tensor_parallel
+        )
+        return EmulatedGroup(spec=spec, plan=plan, tokens=tokens, tensor_parallel=tensor_parallel)
+
+    @classmethod
+    def of_row(cls, row: AccuracyRow) -> Point:
+        """What a row is about."""
+        branch = Branch(
+            tokens=row.tokens,
+            group_shape=row.group_shape,
+            strategy="tp" if row.strategy == "tp" else "ntp",
+            levels=row.levels,
+            scoring=ImportanceScoring(row.importance_layer, row.importance_window),
+        )
+        return cls(branch=branch, drop_ratio=row.drop_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enumeration:
+    """All points, as far as a model takes their lengths."""
+
+    lengths: tuple[int, ...] = (1_024, 2_048, 4_096)
+    group_shapes: tuple[str, ...] = ("2", "4", "2+2", "4+4")
+    scoring: tuple[tuple[Literal["ntp", "tp"], ImportanceScoring], ...] = (
+        ("ntp", ImportanceScoring("same", 64)),
+        ("ntp", ImportanceScoring("previous", 64)),
+        ("tp", ImportanceScoring("same", 64)),
+        ("tp", ImportanceScoring("previous", 64)),
+        ("ntp", ImportanceScoring("same", 16)),
+        ("ntp", ImportanceScoring("same", 256)),
+    )
+    drop_ratios: tuple[float, ...] = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
+    """Ascending."""
+
+    def points(self, tokens: int) -> Iterator[Point]:
+        """Of one length, those that drop least first."""
+        for ratio, branch in product(self.drop_ratios, self._branches(tokens)):
+            yield Point(branch=branch, drop_ratio=ratio)
+
+    def _branches(self, tokens: int) -> Sequence[Branch]:
+        return [
+            Branch(
+                tokens=tokens,
+                group_shape=shape,
+                strategy=strategy,
+                levels=levels,
+                scoring=scoring,
+            )
+            for strategy, scoring in self.scoring
+            for shape in self.group_shapes
+            for levels in Space.level_counts(places_of(shape))
+            if levels > 1
+        ]
+
+
+QUICK = Enumeration(
+    lengths=(1_024,),
+    group_shapes=("2", "2+2"),
+    scoring=(("ntp", ImportanceScoring("same", 64)), ("ntp", ImportanceScoring("previous", 64))),
+    drop_ratios=(0.3, 0.6, 0.9),
+)
+
 
 HOPELESS = 0.5
 """A branch ends where more answers are lost than this: who drops more loses no fewer."""
 
 
 @dataclass
-class Tally:
+class AnswerTally:
     """What is known of a point and a kind of questions."""
 
     rounds: int = 0
@@ -67,8 +183,8 @@ class AccuracyProfile:
     say: Callable[[str], None]
     limit_s: float = float("inf")
     """Begin no round after so long."""
-    _tallies: defaultdict[Point, defaultdict[str, Tally]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(Tally))
+    _tallies: defaultdict[Point, defaultdict[str, AnswerTally]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(AnswerTally))
     )
 
     @torch.inference_mode()
@@ -80,8 +196,8 @@ class AccuracyProfile:
         most = self.model.network.spec.max_positions
         for tokens in (it for it in self.enumeration.lengths if it <= most):
             points = list(self.enumeration.points(tokens))
-            for number in range(max(kind.rounds for kind in KINDS)):
-                for kind in KINDS:
+            for number in range(max(kind.rounds for kind in QUESTION_KINDS)):
+                for kind in QUESTION_KINDS:
                     if time.monotonic() > end:
                         return
                     self._round(kind, tokens, number, points)
@@ -141,7 +257,7 @@ class AccuracyProfile:
         )
 
 
-def answered(model: LocalModel, asked: Asked, points: Iterable[Point]) -> dict[Point, Score]:
+def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> dict[Point, Score]:
     """A prompt by each configuration."""
     spec = model.network.spec
     group = EmulatedGroup(
@@ -163,12 +279,40 @@ def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyR
         strategy=branch.strategy,
         levels=branch.levels,
         drop_ratio=point.drop_ratio,
-        importance_layer=branch.judging.layer,
-        importance_window=branch.judging.window,
+        importance_layer=branch.scoring.layer,
+        importance_window=branch.scoring.window,
         group_shape=branch.group_shape,
         questions=questions,
         right_exact=sum(it.right_exact for it in all_scores),
         right=sum(it.right for it in all_scores),
         divergence=sum(it.questions * it.divergence for it in all_scores) / questions,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]:
+    """A line for each configuration: what its worst kind of questions loses."""
+    if not rows:
+        return
+    yield "tokens  group  N_v  strategy  judged by  window  drop ratio  lost of right answers"
+    for it in sorted(accuracy_samples(rows, layers=layers), key=_order):
+        csa, (low, high) = it.setting.csa, it.interval
+        yield (
+            f"{it.setting.tokens:>6}  {len(it.setting.locations):>5}  {it.setting.levels:>3}  "
+            f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
+            f"{csa.drop_ratios[0][0]:>10.2f}  {it.loss:.1%} [{low:.1%}, {high:.1%}] "
+            f"of {it.questions}"
+        )
+
+
+def _order(sample: AccuracySample) -> tuple[object, ...]:
+    setting, csa = sample.setting, sample.setting.csa
+    return (
+        setting.tokens,
+        csa.strategy,
+        csa.importance_layer,
+        csa.importance_window,
+        setting.locations,
+        setting.levels,
+        csa.drop_ratios,
     )

@@ -13,14 +13,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from csps.configurator.regressors.measured import PLAIN_TEXT
-from csps.models.needle_prompts.filler_kinds import filler_of
-from csps.models.needle_prompts.haystack import build_haystack
-from csps.models.needle_prompts.questions import Kind, Order
+from csps.configurator.regressors.samples import PLAIN_TEXT
+from csps.models.needle_prompts.filler import filler_of
+from csps.models.needle_prompts.haystack import Kind, Order, build_haystack
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
-from csps.services.profiling.accuracy.first_layer import FirstLayer, SharedText
+from csps.services.profiling.accuracy.emulated_attention import (
+    EmulatedPrompt,
+    FirstLayer,
+    SharedText,
+)
 
 QUESTIONS = 400
 """Of each kind, to a point."""
@@ -43,7 +45,7 @@ class Score:
     """KL divergence from exact attention's next token to this one's, nats, mean."""
 
 
-class Asked(Protocol):
+class AskedPrompt(Protocol):
     """A prompt ready to be computed."""
 
     @property
@@ -72,7 +74,7 @@ class AskedQuestion:
     stop_ids: frozenset[int]
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
-        """See `Asked`."""
+        """See `AskedPrompt`."""
         return Score(
             questions=1,
             right_exact=self._right(exact_sv),
@@ -81,8 +83,8 @@ class AskedQuestion:
         )
 
     def _right(self, logits_sv: Tensor) -> bool:
-        *drawn, last = logits_sv.argmax(dim=1).tolist()
-        return drawn == self.answer and last in self.stop_ids
+        *generated, last = logits_sv.argmax(dim=1).tolist()
+        return generated == self.answer and last in self.stop_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class AskedText:
     tokens: int
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
-        """See `Asked`."""
+        """See `AskedPrompt`."""
         agree = exact_sv.argmax(dim=1) == sparse_sv.argmax(dim=1)
         return Score(
             questions=len(agree),
@@ -116,7 +118,7 @@ class QuestionKind(Protocol):
         """To a point."""
         ...
 
-    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[Asked]:
+    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedPrompt]:
         """Of a round; always the same."""
         ...
 
@@ -173,7 +175,7 @@ class PlainText:
         yield AskedText(prompt=prompt, tokens=len(ids))
 
 
-KINDS: tuple[QuestionKind, ...] = (
+QUESTION_KINDS: tuple[QuestionKind, ...] = (
     NeedleQuestions("multi_key", "last"),
     NeedleQuestions("two_hop", "last"),
     NeedleQuestions("multi_key", "first"),

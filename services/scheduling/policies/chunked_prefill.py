@@ -18,16 +18,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.decisions import Blocked, Decision, DecodePlacement, Ride, Trial
-from csps.services.scheduling.policies.decode_overlay import (
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.deciding.decisions import (
+    Blocked,
+    Decision,
+    DecodePlacement,
+    IdleCapacity,
+    PiggybackPlan,
+)
+from csps.services.scheduling.deciding.view import GangView, PairView, RequestView, View
+from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
     Placed,
+    check_least,
 )
-from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import GangView, PairView, RequestView, View
+from csps.services.scheduling.state.state import Priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +67,9 @@ class ChunkedPrefill:
                 "decode would use it up, and prompts wait for ever"
             )
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
         """Nobody is urgent."""
-        return "long"
+        return "low"
 
     def decide(self, view: View) -> Sequence[Decision]:
         """Start the oldest requests until one finds no room."""
@@ -72,24 +78,24 @@ class ChunkedPrefill:
             for pair in view.pairs
         ]
         decisions: list[Decision] = []
-        for request in view.waiting("long"):
+        for request in view.waiting("low"):
             total = request.prompt_tokens + request.output_tokens
             roomy = (gang for most, gang in gangs if total <= most)
-            ride = next((it for gang in roomy if (it := self._ride(request, gang))), None)
+            ride = next((it for gang in roomy if (it := self._piggyback(request, gang))), None)
             if ride is None:
-                decisions.append(Blocked(request=request.id))
+                decisions.append(Blocked(request_id=request.id))
                 break
             decisions.append(ride)
         return decisions
 
-    def _ride(self, request: RequestView, gang: _Gang) -> Ride | None:
+    def _piggyback(self, request: RequestView, gang: _Gang) -> PiggybackPlan | None:
         placed = gang.place(request)
         if placed is None:
             return None
-        placement = DecodePlacement(request.id, placed.shares, placed.master)
-        return Ride(placement=placement, budget=self.options.token_budget)
+        placement = DecodePlacement(request.id, placed.slices, placed.master)
+        return PiggybackPlan(placement=placement, budget=self.options.token_budget)
 
-    def trial(self, pair: PairView) -> Trial:
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On an idle gang."""
         return _Trial(DecodeOverlay(pair.decode, self.decode_options))
 

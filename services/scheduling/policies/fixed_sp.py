@@ -13,24 +13,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from csps.protocols.group_shape import GroupShape
-from csps.services.scheduling.decisions import (
+from csps.protocols.core.topology import GroupShape
+from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
     DecodePlacement,
-    PlannedPiece,
+    IdleCapacity,
+    PlannedChunk,
     PlannedStep,
     StartPlan,
-    Trial,
 )
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
-from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
-from csps.services.scheduling.policies.reuse import Reuse, Reuses, reuse_plan
-from csps.services.scheduling.ring_rows import in_zigzag
-from csps.services.scheduling.shares import bounds_of, level_shares
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, View
+from csps.services.scheduling.deciding.step_layout import in_zigzag
+from csps.services.scheduling.deciding.view import PairView, RequestView, View
+from csps.services.scheduling.events.slices import bounds_of, level_sizes
+from csps.services.scheduling.policies.rounds.decode_overlay import (
+    DecodeOptions,
+    DecodeOverlay,
+    Placed,
+    check_least,
+)
+from csps.services.scheduling.policies.rounds.prefill_overlay import (
+    Candidate,
+    PrefillOverlay,
+    Reuse,
+    Reuses,
+    reuse_plan,
+)
+from csps.services.scheduling.state.state import Priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +67,9 @@ class FixedSp:
     ) -> None:
         self.options, self.decode_options = options or FixedSpOptions(), decode or DecodeOptions()
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
         """Nobody is urgent."""
-        return "long"
+        return "low"
 
     def decide(self, view: View) -> Sequence[Decision]:
         """Start the oldest requests until one has to wait."""
@@ -68,17 +77,17 @@ class FixedSp:
             _Groups(pair, view.now_ns, self.options, self.decode_options) for pair in view.pairs
         ]
         decisions: list[Decision] = []
-        for request in view.waiting("long"):
+        for request in view.waiting("low"):
             plan = next((it for pair in pairs if (it := pair.start(request, view))), None)
             if plan is None:
                 if not any(pair.open for pair in pairs):
                     break
-                decisions.append(Blocked(request=request.id))
+                decisions.append(Blocked(request_id=request.id))
                 break
             decisions.append(plan)
         return decisions
 
-    def trial(self, pair: PairView) -> Trial:
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On idle gangs."""
         return _Trial(_Groups(pair, 0, self.options, self.decode_options))
 
@@ -96,20 +105,20 @@ class _Trial:
 class _Group:
     """Neighbours that compute together; their lines are the same."""
 
-    spots: list[Spot]
+    candidates: list[Candidate]
     shape: GroupShape
 
     @property
     def steps(self) -> int:
-        return max(it.long_steps for it in self.spots)
+        return max(it.low_priority_steps for it in self.candidates)
 
     @property
     def free_at_ns(self) -> int:
-        return max(it.free_at_ns for it in self.spots)
+        return max(it.free_at_ns for it in self.candidates)
 
-    def shares(self, tokens: int) -> list[int] | None:
+    def sizes(self, tokens: int) -> list[int] | None:
         """Tokens of each; None if they have no slots for so many."""
-        return level_shares(tokens, [it.free for it in self.spots])
+        return level_sizes(tokens, [it.free for it in self.candidates])
 
 
 class _Queue(NamedTuple):
@@ -129,7 +138,7 @@ class _Groups:
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
-        self._groups = list(self._cut(self._prefill.spots))
+        self._groups = list(self._cut(self._prefill.candidates))
         self._queues = [
             _Queue(it.free_at_ns, number)
             for number, it in enumerate(self._groups)
@@ -137,10 +146,10 @@ class _Groups:
         ]
         heapq.heapify(self._queues)
 
-    def _cut(self, spots: Sequence[Spot]) -> Iterator[_Group]:
-        sp = min(self._options.sp, len(spots))
-        neighbours = sorted(spots, key=lambda it: it.order)
-        for start in range(0, len(spots) - sp + 1, sp):
+    def _cut(self, candidates: Sequence[Candidate]) -> Iterator[_Group]:
+        sp = min(self._options.sp, len(candidates))
+        neighbours = sorted(candidates, key=lambda it: it.order)
+        for start in range(0, len(candidates) - sp + 1, sp):
             group = neighbours[start : start + sp]
             yield _Group(group, self._prefill.shape(group))
 
@@ -153,7 +162,7 @@ class _Groups:
         """Whether anything of the groups and of decode is enough for a request."""
         if not self._decode.has_room(prompt_tokens, output_tokens):
             return False
-        return any(it.shares(prompt_tokens) is not None for it in self._groups)
+        return any(it.sizes(prompt_tokens) is not None for it in self._groups)
 
     def start(self, request: RequestView, view: View) -> StartPlan | None:
         """Give the request to the group that will be free first."""
@@ -170,7 +179,7 @@ class _Groups:
         while self._queues and plan is None:
             queue = heapq.heappop(self._queues)
             group = self._groups[queue.number]
-            shares = group.shares(request.prompt_tokens)
+            shares = group.sizes(request.prompt_tokens)
             if shares is None:
                 full.append(queue)
             else:
@@ -186,11 +195,11 @@ class _Groups:
         cached = view.cached(request, self._gang)
         if cached is None:
             return None
-        reuses, held = Reuses(self._prefill, view.cost), {it.instance for it in cached.shares}
+        reuses, held = Reuses(self._prefill, view.cost), {it.instance for it in cached.slices}
         for queue in self._queues:
             group = self._groups[queue.number]
-            if held <= {it.id for it in group.spots}:
-                reuse = reuses.on(request, cached, group.spots)
+            if held <= {it.id for it in group.candidates}:
+                reuse = reuses.on(request, cached, group.candidates)
                 soonest = self._groups[self._queues[0].number]
                 whole = view.cost.best(request.cls, soonest.shape, 0, request.prompt_tokens)
                 if reuse and reuse.ends_ns <= soonest.free_at_ns + whole.time_ns:
@@ -201,7 +210,7 @@ class _Groups:
     def _plan_reuse(
         self, request: RequestView, number: int, reuse: Reuse, placed: Placed
     ) -> StartPlan:
-        self._prefill.start_long(request, reuse.spots, reuse.shares, reuse.time_ns)
+        self._prefill.start_low_priority(request, reuse.candidates, reuse.sizes, reuse.time_ns)
         self._decode.take(placed, request.output_tokens)
         group = self._groups[number]
         queues = [it for it in self._queues if it.number != number]
@@ -216,15 +225,19 @@ class _Groups:
     ) -> StartPlan:
         waited_ns = max(group.free_at_ns, view.now_ns) - request.submitted_ns
         choice = view.cost.best(request.cls, group.shape, 0, request.prompt_tokens, waited_ns)
-        self._prefill.start_long(request, group.spots, shares, choice.time_ns)
+        self._prefill.start_low_priority(request, group.candidates, shares, choice.time_ns)
         self._decode.take(placed, request.output_tokens)
-        used = [(spot.id, share) for spot, share in zip(group.spots, shares, strict=True) if share]
+        used = [
+            (candidate.id, share)
+            for candidate, share in zip(group.candidates, shares, strict=True)
+            if share
+        ]
         step = PlannedStep(
-            group=tuple([spot for spot, _ in used]),
+            group=tuple([candidate for candidate, _ in used]),
             bounds=bounds_of([share for _, share in used]),
-            pieces=(PlannedPiece(request.id, 0, request.prompt_tokens),),
+            chunks=(PlannedChunk(request.id, 0, request.prompt_tokens),),
             strategy=choice.strategy,
             predicted_ns=choice.time_ns,
         )
-        decode = (DecodePlacement(request.id, placed.shares, placed.master),)
+        decode = (DecodePlacement(request.id, placed.slices, placed.master),)
         return StartPlan(steps=(in_zigzag(step),), decode=decode)

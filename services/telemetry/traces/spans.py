@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from csps.actors.timeline_export import PHASE, RANK
-from csps.protocols.errors import ConfigError
+from csps.actors.engine.step_trace import PHASE, RANK
+from csps.protocols.core.errors import ConfigError
 
 SERVICE = "service.name"
 REQUEST = "llm_request"
@@ -22,7 +22,7 @@ _ERROR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class RecordedSpan:
     """One finished span of any process."""
 
     name: str
@@ -62,7 +62,7 @@ class Span:
 class Trace:
     """All spans of one request, or of something else that began a trace."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RecordedSpan, ...]
     """In the order of their beginnings; at least one."""
 
     @property
@@ -71,7 +71,7 @@ class Trace:
         return self.spans[0].trace_id
 
     @cached_property
-    def root(self) -> Span:
+    def root(self) -> RecordedSpan:
         """The request as a whole; where it was not recorded, the span that began first."""
         return next((it for it in self.spans if it.name == REQUEST), self.spans[0])
 
@@ -86,7 +86,7 @@ def span_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.jsonl*"))
 
 
-def read_spans(files: Iterable[Path]) -> Iterator[Span]:
+def read_spans(files: Iterable[Path]) -> Iterator[RecordedSpan]:
     """All spans of some files. What a process has begun to write is not there yet.
 
     Raises:
@@ -99,9 +99,9 @@ def read_spans(files: Iterable[Path]) -> Iterator[Span]:
                     yield from _line_spans(line, f"{file}:{number}")
 
 
-def traces(spans: Iterable[Span]) -> list[Trace]:
+def traces(spans: Iterable[RecordedSpan]) -> list[Trace]:
     """Spans by trace, the latest last; and by request, where a client has several in one trace."""
-    by_id: dict[str, list[Span]] = defaultdict(list)
+    by_id: dict[str, list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         by_id[span.trace_id].append(span)
     apart = chain.from_iterable(map(_by_request, by_id.values()))
@@ -109,10 +109,10 @@ def traces(spans: Iterable[Span]) -> list[Trace]:
     return sorted(found, key=lambda it: it.root.start_ns)
 
 
-def _by_request(spans: Sequence[Span]) -> Iterable[Sequence[Span]]:
+def _by_request(spans: Sequence[RecordedSpan]) -> Iterable[Sequence[RecordedSpan]]:
     """Of one trace. Where it has several requests, a span below none that was written is left out:
     nobody knows whose it is."""
-    below: dict[str, list[Span]] = {it.span_id: [] for it in spans if it.name == REQUEST}
+    below: dict[str, list[RecordedSpan]] = {it.span_id: [] for it in spans if it.name == REQUEST}
     if len(below) < 2:
         return [spans]
     parents = {it.span_id: it.parent_id for it in spans}
@@ -125,7 +125,7 @@ def _by_request(spans: Sequence[Span]) -> Iterable[Sequence[Span]]:
     return below.values()
 
 
-def _line_spans(line: str, where: str) -> list[Span]:
+def _line_spans(line: str, where: str) -> list[RecordedSpan]:
     try:
         return [
             _span(it, _attributes(group.get("resource", {})))
@@ -137,8 +137,8 @@ def _line_spans(line: str, where: str) -> list[Span]:
         raise ConfigError(f"{where}: not a line of OTLP-JSON ({exc!r})") from None
 
 
-def _span(it: Mapping[str, Any], resource: Mapping[str, Any]) -> Span:
-    return Span(
+def _span(it: Mapping[str, Any], resource: Mapping[str, Any]) -> RecordedSpan:
+    return RecordedSpan(
         name=it["name"],
         trace_id=it["traceId"],
         span_id=it["spanId"],

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from csps.services.telemetry.traces.spans import Span, Trace
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 """Eighths of a column, from the left."""
@@ -15,11 +15,11 @@ MANY = 4
 
 
 @dataclass(frozen=True)
-class Line:
+class WaterfallLine:
     """What one line shows."""
 
     depth: int
-    spans: Sequence[Span]
+    spans: Sequence[RecordedSpan]
 
     @property
     def label(self) -> str:
@@ -46,46 +46,48 @@ def waterfall(trace: Trace, *, columns: int) -> str:
 
 
 def _title(trace: Trace) -> str:
-    told = trace.root.attributes
+    attributes = trace.root.attributes
     tokens = " + ".join(
-        f"{told[key]} {what}"
+        f"{attributes[key]} {what}"
         for key, what in (
             ("gen_ai.usage.input_tokens", "prompt"),
             ("gen_ai.usage.output_tokens", "answer tokens"),
         )
-        if key in told
+        if key in attributes
     )
-    error = f", {told['error.type']}" if "error.type" in told else ""
+    error = f", {attributes['error.type']}" if "error.type" in attributes else ""
     return f"trace {trace.trace_id}  {trace.request_id}  {tokens}{error}"
 
 
-def _process(span: Span) -> str:
+def _process(span: RecordedSpan) -> str:
     name = span.service.removeprefix("csps-")
     return name if span.rank is None else f"{name} {span.rank}"
 
 
-def _lines(trace: Trace) -> Iterator[Line]:
+def _lines(trace: Trace) -> Iterator[WaterfallLine]:
     known = {span.span_id for span in trace.spans}
-    children: dict[str, list[Span]] = defaultdict(list)
+    children: dict[str, list[RecordedSpan]] = defaultdict(list)
     for span in trace.spans:
         parent = span.parent_id or ""
         children[parent if parent in known else ""].append(span)
     return _below("", 0, children)
 
 
-def _below(parent: str, depth: int, children: dict[str, list[Span]]) -> Iterator[Line]:
-    alike: dict[tuple[str, str], list[Span]] = defaultdict(list)
+def _below(
+    parent: str, depth: int, children: dict[str, list[RecordedSpan]]
+) -> Iterator[WaterfallLine]:
+    alike: dict[tuple[str, str], list[RecordedSpan]] = defaultdict(list)
     for span in children[parent]:
         alike[_process(span), span.name].append(span)
     for some in alike.values():
         leaves = not any(children[span.span_id] for span in some)
         for group in [some] if leaves and len(some) >= MANY else [[it] for it in some]:
-            yield Line(depth, group)
+            yield WaterfallLine(depth, group)
             for span in group:
                 yield from _below(span.span_id, depth + 1, children)
 
 
-def _bar(spans: Iterable[Span], begin: int, end: int, width: int) -> str:
+def _bar(spans: Iterable[RecordedSpan], begin: int, end: int, width: int) -> str:
     """Each column as full as its time is covered."""
     column_ns = max(1.0, (end - begin) / width)
     covered = [0.0] * width

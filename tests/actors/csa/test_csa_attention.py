@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from csa_jobs import (
+from csa_cases import (
     SCALE,
     CsaCase,
     by_brute_force,
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from property_examples import examples
 from rank_world import RankWorld
 
-from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
 
 several = settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 
@@ -66,15 +66,15 @@ def test_chunks_equal_the_definition_with_all_history(world: RankWorld, case: Cs
 @given(case=chunks(dropping=False))
 def test_chunks_are_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCase) -> None:
     for layer, (got, qkv) in enumerate(zip(on_ranks(world, case), case.qkv(), strict=True)):
-        for piece, rows in zip(case.pieces, prompt_rows(case.lengths), strict=True):
+        for chunk, rows in zip(case.chunks, prompt_rows(case.lengths), strict=True):
             q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in qkv)
-            k_before, v_before = case.earlier(piece.rid)[layer]
-            end = piece.start + piece.length
+            k_before, v_before = case.earlier(chunk.sequence_id)[layer]
+            end = chunk.start + chunk.length
             want, _ = dense_attention(
                 q_thd,
                 torch.cat((k_before, k_thd)),
                 torch.cat((v_before, v_thd)),
-                q_positions=torch.arange(piece.start, end),
+                q_positions=torch.arange(chunk.start, end),
                 k_positions=torch.arange(end),
                 scale=SCALE,
             )

@@ -1,9 +1,16 @@
-"""Decode that sees kept tokens only, on real gangs, against brute force over pairs of tokens."""
+"""What a model answers when decode sees kept tokens only, by brute force: whole matrices in fp64.
+
+Written from `CsaPlan.decode_kept_only`'s definition, and sharing nothing with the product but the
+network's own products and the kept sets' oracle.
+
+Decode that sees kept tokens only, on real gangs, against brute force over pairs of tokens.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,17 +18,101 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_decode import DenseDecode
-from gang_cell import Request, even_bounds, even_shares, job_of, prompt_of
+from dense_csa_reference import DenseCsa
+from gang_driver import Request, even_bounds, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from tiny_checkpoints import make_checkpoint
+from torch import Tensor
 
-from csps.actors.kv_transfer.header import KvHeader
-from csps.models.loading import load_network
-from csps.protocols.csa import CsaPlan, LayerGroup, Ratios, halving
-from csps.protocols.messages import RequestFailed
-from csps.protocols.sampling import Sampling
-from csps.protocols.tokens import TokenDrawn
+from csps.actors.kv_transfer.message import KvHeader
+from csps.models.checkpoints.loading import load_network
+from csps.models.network.network import Network
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, Ratios, halving
+from csps.protocols.gang.messages import RequestFailed, SampledToken, Sampling
+
+
+@dataclass
+class DenseDecode:
+    """One prompt and what was answered; `owners` is the prefill member of each prompt token."""
+
+    network: Network
+    plan: CsaPlan
+    owners: Sequence[int]
+    k_thd: list[Tensor] = field(default_factory=list)
+    v_thd: list[Tensor] = field(default_factory=list)
+    seen: list[list[set[int]]] = field(default_factory=list)
+    """[layer][KV head] -> prompt tokens that decode sees."""
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """(vocab,) log-probabilities of the first token of the answer."""
+        rotary, x_td = self.network.rotary(torch.arange(len(prompt))), self.network.embed(prompt)
+        importance: Tensor | None = None
+        for index, layer in enumerate(self.network.layers):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+            oracle, scale = self._oracle(index), q_thd.shape[2] ** -0.5
+            judged = oracle.judged_by_window(q_thd, k_thd, self.plan.importance_window, scale)
+            if self.plan.importance_layer == "same":
+                importance = judged
+            weights = oracle.counts(importance)
+            out_thd, _ = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
+            self.seen.append([self._seen(oracle, h, importance) for h in range(k_thd.shape[1])])
+            importance = judged
+            x_td = layer.finish(x_td, out_thd.float())
+            self.k_thd.append(k_thd)
+            self.v_thd.append(v_thd)
+        return self.network.logits(x_td[-1:])[0].log_softmax(-1)
+
+    def step(self, token: int) -> Tensor:
+        """The same of the token after this one."""
+        position = len(self.k_thd[0])
+        rotary = self.network.rotary(torch.tensor([position]))
+        x_td = self.network.embed(torch.tensor([token]))
+        for index, layer in enumerate(self.network.layers):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+            self.k_thd[index] = torch.cat((self.k_thd[index], k_thd))
+            self.v_thd[index] = torch.cat((self.v_thd[index], v_thd))
+            x_td = layer.finish(x_td, self._attend(index, q_thd).float())
+        return self.network.logits(x_td)[0].log_softmax(-1)
+
+    def _attend(self, index: int, q_thd: Tensor) -> Tensor:
+        heads, dim = q_thd.shape[1:]
+        k_thd, v_thd = self.k_thd[index].double(), self.v_thd[index].double()
+        group = heads // k_thd.shape[1]
+        outs = []
+        for head in range(heads):
+            generated = set(range(len(self.owners), len(k_thd)))
+            keys = sorted(self.seen[index][head // group] | generated)
+            score_k = k_thd[keys, head // group] @ q_thd[0, head].double() / math.sqrt(dim)
+            outs.append(torch.softmax(score_k, dim=0) @ v_thd[keys, head // group])
+        return torch.stack(outs)[None]
+
+    def _seen(self, oracle: DenseCsa, head: int, importance_gt: Tensor | None) -> set[int]:
+        if not self.plan.decode_kept_only or len(oracle.segments) == 1:
+            return set(range(oracle.tokens))
+        importance_t = None if importance_gt is None else importance_gt[head]
+        last_spt = {t for t, owner in enumerate(self.owners) if owner == self.owners[-1]}
+        return last_spt | oracle.kept(head, 2, importance_t)
+
+    def _oracle(self, index: int) -> DenseCsa:
+        last, kv_heads = len(self.network.layers) - 1, self.network.spec.kv_heads
+        everyone = [range(len(self.plan.locations))]
+        # A prompt inside one member is exact, and so is the last layer, of which one row is needed.
+        alone = index == last or len(set(self.owners)) == 1
+        segments = [everyone] if alone else self.plan.segments()
+        group, levels = self.plan.layer_group(index), range(1, len(segments) + 1)
+        return DenseCsa(
+            owners=self.owners,
+            segments=segments,
+            ratios=[
+                [group.drop_ratio(level, head) if index else 0.0 for level in levels]
+                for head in range(kv_heads)
+            ],
+            sinks=self.plan.sinks,
+            tail=self.plan.tail,
+            nested=self.plan.nested,
+            drop_queries=self.plan.drop_queries,
+        )
+
 
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 8
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
@@ -59,31 +150,31 @@ def plan_of(
 def requests_of(*lengths: int, instances: Sequence[int], kept_only: bool = True) -> list[Request]:
     return [
         Request(
-            rid=rid,
-            prompt=prompt_of(length, rid),
-            shares=even_shares(length, instances),
+            sequence_id=sequence_id,
+            prompt=prompt_of(length, sequence_id),
+            slices=even_shares(length, instances),
             master=instances[-1],
             sampling=SAMPLING,
             kept_only=kept_only,
         )
-        for rid, length in enumerate(lengths)
+        for sequence_id, length in enumerate(lengths)
     ]
 
 
 async def answers(cell: ThreadCell, requests: Sequence[Request], plan: CsaPlan) -> None:
     for request in requests:
         await cell.reserve(request)
-    pieces = [request.piece() for request in requests]
-    job = job_of(pieces, range(len(plan.locations)), strategy="csa", csa=plan)
+    chunks = [request.chunk() for request in requests]
+    job = job_of(chunks, range(len(plan.locations)), strategy="csa", csa=plan)
     cell.submit(job, np.concatenate([request.prompt for request in requests]))
     await cell.answer(*requests)
-    await cell.freed(*(request.rid for request in requests))
+    await cell.freed(*(request.sequence_id for request in requests))
     await cell.prefilled(*cell.jobs)
     cell.check_idle()
 
 
 def drawn_by_brute_force(
-    model: Path, plan: CsaPlan, requests: Sequence[Request], drawn: Sequence[Sequence[TokenDrawn]]
+    model: Path, plan: CsaPlan, requests: Sequence[Request], drawn: Sequence[Sequence[SampledToken]]
 ) -> list[list[float]]:
     """Log-probability of each token that was drawn, after the ones that were drawn before."""
     network, begin, found = load_network(model), 0, []
@@ -134,7 +225,7 @@ async def check(model: Path, shape: Shape, plan: CsaPlan, *, lengths: Sequence[i
         decode_tp=shape.decode_tp,
     ) as cell:
         await answers(cell, requests, plan)
-        drawn = [cell.draws(request.rid) for request in requests]
+        drawn = [cell.draws(request.sequence_id) for request in requests]
     expected = drawn_by_brute_force(model, plan, requests, drawn)
     for tokens, logprobs in zip(drawn, expected, strict=True):
         assert [it.logprob for it in tokens] == pytest.approx(logprobs, abs=2e-4)
@@ -165,7 +256,7 @@ async def test_the_tests_would_notice_a_decode_that_sees_all(model: Path) -> Non
     plan, (request,) = plan_of(2, 2, kept_only=False), requests_of(LONG, instances=[0])
     async with thread_cell(model, prefill=2, decode=1) as cell:
         await answers(cell, [request], plan)
-        drawn = cell.draws(request.rid)
+        drawn = cell.draws(request.sequence_id)
     (exact,) = drawn_by_brute_force(model, plan, [request], [drawn])
     assert [it.logprob for it in drawn] == pytest.approx(exact, abs=2e-4)
     dense = DenseDecode(load_network(model), replace(plan, decode_kept_only=True), _halves())
@@ -209,10 +300,10 @@ async def test_a_request_that_is_to_have_all_tokens_takes_nothing_less(model: Pa
     async with thread_cell(model, prefill=2, decode=1) as cell:
         cell.failures_expected = True
         await cell.reserve(request)
-        job = job_of([request.piece()], range(2), strategy="csa", csa=plan_of(2, 2))
+        job = job_of([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
         cell.submit(job, request.prompt)
-        await cell.until(lambda: cell.about(RequestFailed, rid=request.rid))
+        await cell.until(lambda: cell.about(RequestFailed, sequence_id=request.sequence_id))
         assert {it.code for it in cell.about(RequestFailed)} == {"TransferError"}
-        cell.cancel(request.rid)
+        cell.cancel(request.sequence_id)
         await cell.prefilled(*cell.jobs)
         await cell.idle()

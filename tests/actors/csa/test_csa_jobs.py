@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import ANSWER_S, Cell, Request, even_shares, job_of, prompt_of
+from gang_driver import ANSWER_S, Cell, Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
-from csps.actors.csa.own_rows import OwnRows
-from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import PrefillDone
+from csps.actors.attention.csa.running_attention import OwnRows
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.gang.messages import PrefillDone
 
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 LAYERS = 4
@@ -37,9 +37,9 @@ def plan(members: int, *, levels: int, drop_ratio: float, micro: int = 2) -> Csa
 async def prefill(cell: Cell, requests: Sequence[Request], csa: CsaPlan) -> None:
     for request in requests:
         await cell.reserve(request)
-    pieces = [request.piece() for request in requests]
+    chunks = [request.chunk() for request in requests]
     group = range(len(csa.locations))
-    job = job_of(pieces, group, strategy="csa", csa=csa)
+    job = job_of(chunks, group, strategy="csa", csa=csa)
     cell.submit(job, np.concatenate([request.prompt for request in requests]))
 
 
@@ -51,8 +51,8 @@ async def test_tokens_are_transformers_when_nothing_is_dropped(
 ) -> None:
     prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
     requests = [
-        Request(rid=rid, prompt=prompt, shares=even_shares(len(prompt), [0]))
-        for rid, prompt in enumerate(prompts)
+        Request(sequence_id=sequence_id, prompt=prompt, slices=even_shares(len(prompt), [0]))
+        for sequence_id, prompt in enumerate(prompts)
     ]
     async with thread_cell(tiny_llama, prefill=members, prefill_tp=tp, decode=1) as cell:
         await prefill(cell, requests, plan(members, levels=levels, drop_ratio=0.0))
@@ -67,7 +67,7 @@ async def test_dropping_leaves_the_kv_cache_whole(tmp_path: Path) -> None:
     """Decode finds all tokens of the prompt, and gives all slots back."""
     # Of the tiny one's two layers neither drops anything.
     model = make_checkpoint(tmp_path, num_hidden_layers=LAYERS)
-    request = Request(rid=1, prompt=prompt_of(80), shares=even_shares(80, [0, 1]))
+    request = Request(sequence_id=1, prompt=prompt_of(80), slices=even_shares(80, [0, 1]))
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=4, decode=2, data_group=None) as cell:
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
@@ -81,12 +81,16 @@ async def test_dropping_leaves_the_kv_cache_whole(tmp_path: Path) -> None:
 
 async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None:
     requests = [
-        Request(rid=rid, prompt=prompt_of(40 + rid, rid), shares=even_shares(40 + rid, [0]))
-        for rid in range(4)
+        Request(
+            sequence_id=sequence_id,
+            prompt=prompt_of(40 + sequence_id, sequence_id),
+            slices=even_shares(40 + sequence_id, [0]),
+        )
+        for sequence_id in range(4)
     ]
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         for request in requests:
-            levels = 1 + request.rid % 3
+            levels = 1 + request.sequence_id % 3
             await prefill(cell, [request], plan(4, levels=levels, drop_ratio=0.0))
         answers = await cell.answer(*requests)
         assert answers == [greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in requests]
@@ -119,35 +123,39 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
 ) -> None:
     doors = Doors(monkeypatch)
     lengths = (80, 5, 6)
-    long, *urgent = (
-        Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, [0]))
-        for rid, length in enumerate(lengths)
+    long, *high_priority = (
+        Request(
+            sequence_id=sequence_id,
+            prompt=prompt_of(length, sequence_id),
+            slices=even_shares(length, [0]),
+        )
+        for sequence_id, length in enumerate(lengths)
     )
     async with thread_cell(tiny_llama, prefill=2, decode=1, quantum_ms=0.0) as cell:
         await prefill(cell, [long], plan(2, levels=2, drop_ratio=0.0, micro=8))
         for _ in (0, 1):
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        for rank, request in enumerate(urgent):
+        for rank, request in enumerate(high_priority):
             await cell.reserve(request)
-            cell.submit(job_of([request.piece()], [rank], urgent=True), request.prompt)
+            cell.submit(job_of([request.chunk()], [rank], high_priority=True), request.prompt)
         await cell.prefill.stats()  # all have arrived
         doors.second.set()
-        await cell.until(lambda: all(cell.draws(request.rid) for request in urgent))
+        await cell.until(lambda: all(cell.draws(request.sequence_id) for request in high_priority))
         doors.seventh.set()
-        answers = await cell.answer(long, *urgent)
+        answers = await cell.answer(long, *high_priority)
         assert answers == [
-            greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in (long, *urgent)
+            greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in (long, *high_priority)
         ]
         await cell.freed(*range(len(lengths)))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
-        (job_id, *_) = cell.jobs
-        assert all(done.yielded_s > 0 for done in cell.about(PrefillDone, job_id=job_id))
+        (step_id, *_) = cell.jobs
+        assert all(done.yielded_s > 0 for done in cell.about(PrefillDone, step_id=step_id))
 
 
 async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
     before = set(threading.enumerate())
-    request = Request(rid=1, prompt=prompt_of(400), shares=even_shares(400, [0]))
+    request = Request(sequence_id=1, prompt=prompt_of(400), slices=even_shares(400, [0]))
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         cell.failures_expected = True
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))

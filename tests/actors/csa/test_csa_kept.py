@@ -5,11 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.actors.csa.kept import nested_order
-from csps.actors.levels.geometry import Part
-from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
-from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.prefill_job import PrefillPiece
+from csps.actors.attention.base.levels import DropSchedule, LevelPart, always_kept, kept_counts
+from csps.actors.attention.csa.kept_rows import nested_order
+from csps.protocols.attention.csa import CsaPlan, LayerGroup
+from csps.protocols.gang.step_messages import PrefillChunk
 
 PAIR = ("0-0-0", "0-0-1")
 
@@ -37,13 +36,13 @@ def test_every_levels_kept_set_is_a_prefix_of_the_most_important(data: st.DataOb
             assert set(order[head, :count].tolist()) == set(ranked[:count])
 
 
-def part(start: int, length: int) -> Part:
-    return Part(index=0, member=0, piece=0, rows=slice(0, length), start=start)
+def part(start: int, length: int) -> LevelPart:
+    return LevelPart(index=0, member=0, chunk=0, rows=slice(0, length), start=start)
 
 
 def test_sinks_and_tail_are_always_kept() -> None:
     plan = CsaPlan(locations=PAIR, levels=2, sinks=4, tail=3)
-    prompt = PrefillPiece(rid=1, start=0, length=20)
+    prompt = PrefillChunk(sequence_id=1, start=0, length=20)
     assert always_kept(plan, prompt, part(0, 10)) == (range(4), range(10, 10))
     assert always_kept(plan, prompt, part(10, 10)) == (range(0), range(7, 10))
     assert always_kept(plan, prompt, part(18, 2)) == (range(0), range(2))
@@ -51,7 +50,7 @@ def test_sinks_and_tail_are_always_kept() -> None:
 
 def test_sinks_and_tail_do_not_count_a_token_twice() -> None:
     plan = CsaPlan(locations=PAIR, levels=2, sinks=9, tail=9)
-    prompt = PrefillPiece(rid=1, start=0, length=12)
+    prompt = PrefillChunk(sequence_id=1, start=0, length=12)
     assert always_kept(plan, prompt, part(0, 6)) == (range(6), range(6, 6))
     assert always_kept(plan, prompt, part(6, 6)) == (range(3), range(3, 6))
     assert kept_counts(plan, [prompt], part(0, 6), (0.0, 0.9)) == (6, 6)
@@ -59,7 +58,7 @@ def test_sinks_and_tail_do_not_count_a_token_twice() -> None:
 
 def test_a_chunk_that_does_not_end_its_prompt_has_no_tail() -> None:
     plan = CsaPlan(locations=PAIR, levels=2, sinks=0, tail=9)
-    chunk = PrefillPiece(rid=1, start=0, length=12, last=False)
+    chunk = PrefillChunk(sequence_id=1, start=0, length=12, last=False)
     assert always_kept(plan, chunk, part(0, 12)) == (range(0), range(0))
 
 

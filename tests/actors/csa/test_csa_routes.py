@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from csa_jobs import CsaCase, cases
+from csa_cases import CsaCase, cases
 from hypothesis import given, settings
 from property_examples import examples
 
-from csps.actors.csa.routes import HeadCounts, Kind, Routes, SegmentRoutes
-from csps.actors.levels.geometry import LevelGeometry, spanning_parts
-from csps.actors.levels.schedule import kept_counts
-from csps.protocols.csa import CsaPlan, LayerGroup
+from csps.actors.attention.base.levels import LevelGeometry, kept_counts, spanning_parts
+from csps.actors.attention.csa.routes import HeadCounts, Kind, Routes, SegmentRoutes
+from csps.protocols.attention.csa import CsaPlan, LayerGroup
 
 several = settings(max_examples=examples(150))
 Datum = tuple[Kind, int, int, int]
@@ -21,11 +20,11 @@ Datum = tuple[Kind, int, int, int]
 
 
 def routes_of(case: CsaCase, layer: int = 1) -> Routes:
-    parts = spanning_parts(case.job.pieces, case.bounds)
+    parts = spanning_parts(case.job.chunks, case.bounds)
     ratios = case.schedule.head_ratios(layer)
     counts = HeadCounts(
         kept=tuple(
-            tuple(kept_counts(case.plan, case.job.pieces, part, head) for head in ratios)
+            tuple(kept_counts(case.plan, case.job.chunks, part, head) for head in ratios)
             for part in parts
         ),
         parts=parts,
@@ -51,13 +50,13 @@ def sent(routes: Routes, member: int) -> Counter[Datum]:
     data: Counter[Datum] = Counter()
     for segment in segments_of(routes, member):
         for step in segment.steps:
-            for parcel in segment.owner(member).parcels(step):
-                own = routes.counts.parts[parcel.part].member == member
-                if own or parcel.reused_from is not None:
+            for send_slice in segment.owner(member).send_slices(step):
+                own = routes.counts.parts[send_slice.part].member == member
+                if own or send_slice.reused_from is not None:
                     continue
-                for head in range(parcel.heads.start, parcel.heads.stop):
-                    for token in range(parcel.tokens.start, parcel.tokens.stop):
-                        data[parcel.kind, parcel.part, head, token] += 1
+                for head in range(send_slice.heads.start, send_slice.heads.stop):
+                    for token in range(send_slice.tokens.start, send_slice.tokens.stop):
+                        data[send_slice.kind, send_slice.part, head, token] += 1
     return data
 
 
@@ -159,10 +158,10 @@ def test_what_a_nearer_level_got_is_not_sent_again(gpus: int) -> None:
     case = CsaCase(plan=plan, lengths=(8 * members,), bounds=bounds, heads=8, kv_heads=8)
     segment = routes_of(case).segment(3, 0)
     reused = [
-        parcel.reused_from
+        send_slice.reused_from
         for step in segment.steps
-        for parcel in segment.owner(0).parcels(step)
-        if 0 < parcel.part < gpus
+        for send_slice in segment.owner(0).send_slices(step)
+        if 0 < send_slice.part < gpus
     ]
     # Keys of the last GPU of the server nobody there has seen; those of the others member 0 has.
     expected = [None] if gpus == 2 else [2, 2, None]

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from csa_jobs import DIM, CsaCase, on_ranks
-from perfetto_rows import crossings
-from phase_slices import rank_trace
+from csa_cases import DIM, CsaCase, on_ranks
 from rank_world import RankWorld
 from torch import Tensor
+from trace_slices import crossings, rank_trace
 
-from csps.actors.job_clock import JobClock
-from csps.actors.mesh import BegunExchange, Mesh, Tag
-from csps.actors.timeline import TRANSFERS, Timeline
-from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
+from csps.actors.comm.mesh import BegunExchange, Mesh, Tag
+from csps.actors.timing.timeline import TRANSFERS, PhaseTimeline, StepClock
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
 
 SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
 FP64 = 8
@@ -99,7 +97,7 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
     gloo_world: RankWorld, pipelined: bool
 ) -> None:
     case = two_servers(((0.5,), (0.75,)), micro=2).with_plan(pipelined=pipelined)
-    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    clocks = {rank: StepClock(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
     on_ranks(gloo_world, case, clocks)
     cuts = range(2) if pipelined else range(1)
     for clock in clocks.values():
@@ -123,7 +121,7 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
 def test_every_exchange_of_a_pipelined_job_can_be_drawn(gloo_world: RankWorld) -> None:
     """Exchanges of a kind are under way together, and end one after the other."""
     case = two_servers(((0.5,), (0.75,)), micro=3)
-    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    clocks = {rank: StepClock(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
     on_ranks(gloo_world, case, clocks)
     for clock in clocks.values():
         trace = rank_trace(clock.timeline.events)
@@ -175,7 +173,7 @@ def test_computing_is_in_one_phase_at_a_time(
     """So that sums over phases count nothing twice: neither another phase nor an urgent job."""
     case = two_servers(((0.5,), (0.75,)), micro=3)
     case = case.with_plan(pipelined=pipelined, importance_window=window)
-    clocks = {rank: _Watched(timeline=Timeline(on=True)) for rank in range(case.members)}
+    clocks = {rank: _Watched(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
     on_ranks(world, case, clocks, part=lambda rank, number: clocks[rank].pass_point())
     for clock in clocks.values():
         computing = [e for e in clock.timeline.events if e.name not in TRANSFERS]
@@ -187,7 +185,7 @@ def test_computing_is_in_one_phase_at_a_time(
 
 
 @dataclass
-class _Watched(JobClock):
+class _Watched(StepClock):
     """Notes when a member passed a point; it must not while it counts its time as waiting."""
 
     counting: int = 0
@@ -207,7 +205,7 @@ class _Watched(JobClock):
 
 def test_levels_and_second_all_to_alls_are_in_order(gloo_world: RankWorld) -> None:
     case = two_servers(((0.5,), (0.75,)), micro=3)
-    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    clocks = {rank: StepClock(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
     on_ranks(gloo_world, case, clocks)
     for clock in clocks.values():
         returns = [e for e in clock.timeline.events if e.name == "second all-to-all"]

@@ -8,17 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from csa_jobs import DIM, CsaCase, cases, on_ranks
+from csa_cases import DIM, CsaCase, cases, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from rank_world import RankWorld
 from uniform_plan import uniform_plan
 
-from csps.configurator.csa_traffic import _content, _layer, csa_traffic
-from csps.configurator.shapes import AttentionShape
-from csps.configurator.traffic import Traffic
-from csps.protocols.csa import ALL_QUERIES, CsaPlan
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.model.traffic import Traffic, _content, _layer, csa_traffic
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan
 
 
 @st.composite

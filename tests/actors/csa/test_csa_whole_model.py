@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_csa import DenseCsa
+from dense_csa_reference import DenseCsa
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
 
-from csps.actors.csa.strategy import Csa
-from csps.actors.engine.engine import Engine
-from csps.actors.levels.schedule import DropSchedule
-from csps.actors.strategies.group import SpGroup
-from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.levels import DropSchedule
+from csps.actors.attention.csa.strategy import Csa
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 
 LAYERS = 5
 KV_HEADS = 4

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from counted_overlaps import counted
-from csa_jobs import CsaCase, on_ranks
+from csa_cases import CsaCase, on_ranks
+from exchange_counter import counted
 from rank_world import RankWorld
 
-from csps.actors.csa import own_rows, owned_level
-from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.actors.attention.csa import level_attention as owned_level
+from csps.actors.attention.csa import running_attention as own_rows
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_ends import HEAD_DIM, LAYERS
 
-from csps.models.spec import ModelSpec, read_spec
+from csps.models.network.spec import ModelSpec, read_spec
 
 
 @pytest.fixture(scope="session")

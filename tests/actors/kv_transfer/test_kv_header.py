@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_ends import header
 
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.name_digest import name_digest
-from csps.protocols.errors import TransferError
-from csps.protocols.span import Span
+from csps.actors.comm.layout import name_digest
+from csps.actors.kv_transfer.message import KvHeader
+from csps.protocols.core.errors import TransferError
+from csps.protocols.core.placement import Span
 
 
 @given(
@@ -20,7 +20,7 @@ from csps.protocols.span import Span
         kept=st.none() | st.just(0),
         checksum=st.none() | st.integers(0, 2**32 - 1),
         epoch=st.integers(0, 2**63 - 1),
-        rid=st.integers(0, 2**63 - 1),
+        sequence_id=st.integers(0, 2**63 - 1),
         layer=st.integers(0, 200),
         span=st.builds(
             lambda start, extent, step: Span(start, start + extent, step),

@@ -15,7 +15,7 @@ from kv_ends import (
     HEAD_DIM,
     LAYERS,
     NEXT_RID,
-    RID,
+    SEQUENCE_ID,
     Receiver,
     Shape,
     Source,
@@ -30,17 +30,16 @@ from kv_ends import (
 from property_examples import examples
 from torch import Tensor
 
+from csps.actors.comm.layout import name_digest
 from csps.actors.kv_transfer import connection as connection_module
-from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.destinations import heads_to_deliver
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.name_digest import name_digest
-from csps.models.spec import ModelSpec, kv_head_range
-from csps.protocols.errors import TransferError
-from csps.protocols.messages import KvLanded, RequestFailed
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.kv_transfer.message import KvBody, KvHeader
+from csps.actors.kv_transfer.sender import heads_to_deliver
+from csps.models.network.spec import ModelSpec, kv_head_range
+from csps.protocols.core.errors import TransferError
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import RankKvReceived, RequestFailed
+from csps.protocols.gang.step_messages import PrefillChunk
 
 # --- between gangs of any shape ------------------------------------------------------------
 
@@ -99,9 +98,11 @@ def test_every_decode_rank_gets_its_tokens_and_heads(
         )
         for r, end in enumerate(ends)
     ]
-    piece = PrefillPiece(rid=RID, start=0, length=shape.length, destinations=shape.destinations)
+    chunk = PrefillChunk(
+        sequence_id=SEQUENCE_ID, start=0, length=shape.length, destinations=shape.destinations
+    )
     sources = [
-        Source(start, r, model, piece, shape, k, v, in_flight_bytes=window * len(ends))
+        Source(start, r, model, chunk, shape, k, v, in_flight_bytes=window * len(ends))
         for r, start in enumerate(starts)
     ]
     for source in sources:
@@ -110,7 +111,7 @@ def test_every_decode_rank_gets_its_tokens_and_heads(
     for receiver in receivers:
         if receiver.spans:
             landed = receiver.report()
-            assert isinstance(landed, KvLanded)
+            assert isinstance(landed, RankKvReceived)
             assert landed.tokens == sum(span.length for span in receiver.spans)
             check_pool(receiver, k, v, kept_ht)
         assert receiver.reports.empty()
@@ -128,7 +129,7 @@ def check_pool(receiver: Receiver, k: Tensor, v: Tensor, kept_ht: Tensor | None)
             check_kept(receiver, k[layer, :, columns], v[layer, :, columns], kept_ht[columns])
             continue
         for span in receiver.spans:
-            k_thd, v_thd = receiver.pool.read(layer, RID, span)
+            k_thd, v_thd = receiver.pool.read(layer, SEQUENCE_ID, span)
             assert torch.equal(k_thd, k[layer, list(span.positions), columns])
             assert torch.equal(v_thd, v[layer, list(span.positions), columns])
     receiver.pool.slots.check_integrity()
@@ -141,7 +142,9 @@ def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor
         mine[:, span.start : span.stop] = kept_ht[:, span.start : span.stop]
     for head in range(len(receiver.heads)):
         blocks = [
-            it for it in receiver.pool.kept_blocks(1, RID) if it.heads.start <= head < it.heads.stop
+            it
+            for it in receiver.pool.kept_blocks(1, SEQUENCE_ID)
+            if it.heads.start <= head < it.heads.stop
         ]
         keys = [it.k_thd[:, head - it.heads.start] for it in blocks]
         values = [it.v_thd[:, head - it.heads.start] for it in blocks]
@@ -158,21 +161,21 @@ def rows_of(tensors: list[Tensor]) -> list[list[float]]:
 
 def send(connection: KvConnection, it: KvHeader, message: KvBody | None = None) -> None:
     sending = connection.send(DECODE, it, message or body(it))
-    connection.next_grant(DECODE)
+    connection.next_credit(DECODE)
     sending.wait()
 
 
-def send_share(connection: KvConnection, spec: ModelSpec, rid: int) -> None:
+def send_share(connection: KvConnection, spec: ModelSpec, sequence_id: int) -> None:
     for layer in range(LAYERS):
-        send(connection, header(rid=rid, layer=layer, heads=range(spec.kv_heads)))
+        send(connection, header(sequence_id=sequence_id, layer=layer, heads=range(spec.kv_heads)))
 
 
 def check_next_lands(connection: KvConnection, receiver: Receiver, spec: ModelSpec) -> None:
     """And nothing else was reported."""
     send_share(connection, spec, NEXT_RID)
     landed = receiver.report()
-    assert isinstance(landed, KvLanded)
-    assert landed.rid == NEXT_RID
+    assert isinstance(landed, RankKvReceived)
+    assert landed.sequence_id == NEXT_RID
     assert receiver.reports.empty()
 
 
@@ -194,14 +197,14 @@ def test_wrong_kv_fails_its_request_and_nothing_of_it_lands(
         send(connection, header(heads=range(spec.kv_heads), **wrong))
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
-        assert (failed.rid, failed.code) == (RID, "TransferError")
-        send_share(connection, spec, RID)
+        assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
+        send_share(connection, spec, SEQUENCE_ID)
         check_next_lands(connection, receiver, spec)
 
 
 def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
-        receiver.reservations[RID] = reservation(
+        receiver.reservations[SEQUENCE_ID] = reservation(
             (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=True
         )
         kept_ht = torch.ones(spec.kv_heads, 10, dtype=torch.bool)
@@ -211,7 +214,7 @@ def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> 
         send(connection, it, KvBody(rows, rows, kept_ht))
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
-        assert (failed.rid, failed.code) == (RID, "TransferError")
+        assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
         assert "a mask of" in failed.message
         check_next_lands(connection, receiver, spec)
 
@@ -226,8 +229,8 @@ def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
 
 def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
-        del receiver.reservations[RID]
-        send_share(connection, spec, RID)
+        del receiver.reservations[SEQUENCE_ID]
+        send_share(connection, spec, SEQUENCE_ID)
         check_next_lands(connection, receiver, spec)
 
 
@@ -261,7 +264,7 @@ def test_a_sender_that_goes_or_stops_in_the_middle_of_a_message_is_reported(
 def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole: bool) -> None:
     """If it carries a checksum; nothing of the request lands any more, and other requests' does."""
     with pair(spec) as (connection, receiver):
-        receiver.reservations[RID] = reservation(
+        receiver.reservations[SEQUENCE_ID] = reservation(
             (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=not whole
         )
         it = header(heads=range(spec.kv_heads))
@@ -279,11 +282,11 @@ def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole
         send(connection, replace(it, checksum=checksum), sent)
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
-        assert (failed.rid, failed.code) == (RID, "TransferError")
+        assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
         assert "was changed on its way" in failed.message
-        assert not receiver.pool.narrowed(0, RID)
+        assert not receiver.pool.narrowed(0, SEQUENCE_ID)
         assert receiver.pool.k.isnan().all()
-        send_share(connection, spec, RID)
+        send_share(connection, spec, SEQUENCE_ID)
         check_next_lands(connection, receiver, spec)
 
 
@@ -299,7 +302,7 @@ def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize(
     "fails",
-    ["csps.actors.kv_transfer.staging.torch.empty", "csps.actors.kv_pool.KvPool.write"],
+    ["csps.actors.kv_transfer.message.torch.empty", "csps.actors.kv_cache.kv_pool.KvPool.write"],
 )
 def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails: str) -> None:
     """Torch says with one class that memory ran out and that a peer is gone."""
@@ -330,8 +333,8 @@ def test_a_peer_that_falls_silent_is_reported(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pair(spec) as (connection, receiver):
-        monkeypatch.setattr(connection_module, "SILENCE", timedelta(milliseconds=50))
-        connection.beat(DECODE)  # after which it is waited for so long
+        monkeypatch.setattr(connection_module, "LIVENESS_TIMEOUT", timedelta(milliseconds=50))
+        connection.send_heartbeat(DECODE)  # after which it is waited for so long
         assert receiver.report().startswith("prefill rank 0: ")
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_ends import LAYERS, header, reservation
 
-from csps.actors.name_digest import name_digest
-from csps.protocols.errors import TransferError
-from csps.protocols.span import Span
+from csps.actors.comm.layout import name_digest
+from csps.protocols.core.errors import TransferError
+from csps.protocols.core.placement import Span
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kv_ends import (
     IN_FLIGHT,
     LAYERS,
     PAIR,
-    RID,
+    SEQUENCE_ID,
     WAIT_S,
     Shape,
     Source,
@@ -29,19 +29,22 @@ from kv_ends import (
 from property_examples import examples
 from torch import Tensor
 
+from csps.actors.comm.process_group import PeerLost, Pending
 from csps.actors.kv_transfer import send_queue
 from csps.actors.kv_transfer import sender as sender_module
-from csps.actors.kv_transfer.body import KvBody
-from csps.actors.kv_transfer.connection import Asked, Ended, Grant, KvConnection, KvTag
-from csps.actors.kv_transfer.delivery import Delivery
-from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.kv_transfer.staging import Staging
-from csps.actors.process_group import PeerLost, Pending
-from csps.models.spec import ModelSpec
-from csps.protocols.errors import ConfigError, TransferError
-from csps.protocols.placement import KvShare
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.span import Span
+from csps.actors.kv_transfer.connection import (
+    Credit,
+    KvConnection,
+    KvTag,
+    TransferEnded,
+    TransferRequested,
+)
+from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
+from csps.actors.kv_transfer.transfer_tracker import TransferTracker
+from csps.models.network.spec import ModelSpec
+from csps.protocols.core.errors import ConfigError, TransferError
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.step_messages import PrefillChunk
 
 TOKENS = 10
 PREFILL = 0
@@ -53,8 +56,8 @@ TWO = Shape(
     1,
     (0, TOKENS),
     (
-        KvShare(instance=0, span=Span(start=0, stop=4)),
-        KvShare(instance=1, span=Span(start=4, stop=TOKENS)),
+        KvSlice(instance=0, span=Span(start=0, stop=4)),
+        KvSlice(instance=1, span=Span(start=4, stop=TOKENS)),
     ),
 )
 """Of ten tokens, the first decode rank is to have four."""
@@ -71,8 +74,10 @@ def sending(
 ) -> Iterator[tuple[Source, list[KvConnection]]]:
     """One prefill rank with a step of ten tokens, and the decode ranks' ends."""
     (start,), ends = connections(shape)
-    piece = PrefillPiece(rid=RID, start=0, length=TOKENS, destinations=shape.destinations)
-    source = Source(start, 0, spec, piece, shape, *random_kv(spec), **options)
+    chunk = PrefillChunk(
+        sequence_id=SEQUENCE_ID, start=0, length=TOKENS, destinations=shape.destinations
+    )
+    source = Source(start, 0, spec, chunk, shape, *random_kv(spec), **options)
     try:
         yield source, ends
     finally:
@@ -95,21 +100,21 @@ class SlowReceiver:
 
     def grant(self, window: int) -> None:
         self.window = window
-        self.tell(Grant(window, 0))
+        self.tell(Credit(window, 0))
 
-    def tell(self, grant: Grant) -> None:
-        self.end.grant(PREFILL, grant).wait(timedelta(seconds=WAIT_S))
+    def tell(self, grant: Credit) -> None:
+        self.end.send_credit(PREFILL, grant).wait(timedelta(seconds=WAIT_S))
 
     @property
     def owed(self) -> int:
         """Bytes that are still under way, for the sender."""
         return sum(self._owed)
 
-    def hear(self, *, wanted: bool = True) -> KvHeader | Asked | Ended | None:
+    def hear(self, *, wanted: bool = True) -> KvHeader | TransferRequested | TransferEnded | None:
         """The next word of the sender; if it asks for its turn, that has come."""
-        word = self.end.next_word(PREFILL)
-        if isinstance(word, Asked):
-            self.tell(Grant(self.window, self.acknowledged, word.turn, wanted))
+        word = self.end.next_message(PREFILL)
+        if isinstance(word, TransferRequested):
+            self.tell(Credit(self.window, self.acknowledged, word.transfer_slot, wanted))
         return word
 
     def take(self) -> KvHeader:
@@ -122,7 +127,7 @@ class SlowReceiver:
 
     def acknowledge(self) -> None:
         self.acknowledged += self._owed.popleft()  # before the sender can know
-        self.tell(Grant(self.window, self.acknowledged))
+        self.tell(Credit(self.window, self.acknowledged))
 
     @property
     def entries(self) -> int:
@@ -246,9 +251,9 @@ def test_steps_take_turns(spec: ModelSpec) -> None:
     """The layer of a step that was posted last does not wait for all of the one before it."""
     with sending(spec) as (source, (end,)):
         source.send(0)
-        other = Delivery(source.pool.slots, source._sent.put)
+        other = TransferTracker(source.pool.slots, source._sent.put)
         source.pool.write(
-            1, RID, Span(start=0, stop=TOKENS), *(it[1] for it in (source._k, source._v))
+            1, SEQUENCE_ID, Span(start=0, stop=TOKENS), *(it[1] for it in (source._k, source._v))
         )
         source.sender.post(other, 1, source.parts[0])
         other.finish()
@@ -269,7 +274,7 @@ def test_a_window_smaller_than_a_token_is_a_mistake_of_the_settings(spec: ModelS
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, 65)
         source.send(0)
-        assert isinstance(receiver.hear(), Asked)
+        assert isinstance(receiver.hear(), TransferRequested)
         broken = source.broken.get(timeout=WAIT_S)
         assert isinstance(broken, ConfigError)
         assert source.sent() is broken
@@ -280,7 +285,7 @@ def test_more_acknowledged_than_was_sent_breaks_the_rank(spec: ModelSpec) -> Non
         receiver = SlowReceiver(end, IN_FLIGHT)
         source.send(0)
         receiver.take()
-        receiver.tell(Grant(IN_FLIGHT, 10**6))
+        receiver.tell(Credit(IN_FLIGHT, 10**6))
         assert isinstance(source.broken.get(timeout=WAIT_S), TransferError)
         assert isinstance(source.sent(), TransferError)
 
@@ -296,9 +301,9 @@ def test_what_nobody_wants_any_more_stays(spec: ModelSpec) -> None:
         source.send(0)
         assert receiver.take().span.length == 2
         assert receiver.take().span.length == 2
-        source.sender.withdraw(RID + 1)
+        source.sender.cancel(SEQUENCE_ID + 1)
         source.send(1)
-        source.sender.withdraw(RID)
+        source.sender.cancel(SEQUENCE_ID)
         sent = source.sender.connection.bytes_sent
         receiver.acknowledge_all()
         assert source.sent() is None
@@ -345,12 +350,12 @@ def test_what_cannot_be_read_fails_its_step_and_the_stream_goes_on(
         receiver = SlowReceiver(end, IN_FLIGHT)
         with pytest.MonkeyPatch.context() as patch:
             failed = threading.Event()
-            patch.setattr(source.delivery, "given_up", lambda _: failed.set())
+            patch.setattr(source.tracker, "given_up", lambda _: failed.set())
             patch.setattr(Staging, "to_host", fail)
             source.send(0)
-            assert isinstance(receiver.hear(), Asked)
+            assert isinstance(receiver.hear(), TransferRequested)
             assert failed.wait(WAIT_S)
-        source.delivery.given_up(out_of_memory)
+        source.tracker.given_up(out_of_memory)
         source.send(1)
         assert receiver.take().layer == 1
         receiver.acknowledge_all()
@@ -368,14 +373,14 @@ def heard(end: KvConnection) -> int:
 
 def test_who_has_nothing_to_send_beats(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after it has, and while a device has not written yet what is next."""
-    monkeypatch.setattr(send_queue, "BEAT_S", 0.01)
+    monkeypatch.setattr(send_queue, "HEARTBEAT_S", 0.01)
     device = Device()
     monkeypatch.setattr(sender_module, "launched_so_far", lambda _: device)
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, IN_FLIGHT)
         beats = [heard(end) for _ in range(3)]
         source.send(0)
-        while not isinstance(receiver.hear(), Asked):
+        while not isinstance(receiver.hear(), TransferRequested):
             pass
         beats += [heard(end) for _ in range(3)]
         assert source.sender.connection.bytes_sent == 0

@@ -7,21 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.protocols.messages import KvLanded, PrefillDone
+from csps.protocols.gang.messages import PrefillDone, RankKvReceived
 
 IN_FLIGHT = 1200
 """Bytes for two peers, and a token's KV in one layer has 258: two are under way, one by one."""
 LENGTHS = (40, 67, 1, 30)
 
 
-def request(rid: int, decode: int) -> Request:
-    length = LENGTHS[rid % len(LENGTHS)]
-    shares = even_shares(length, range(decode))
-    return Request(rid=rid, prompt=prompt_of(length, rid), shares=shares, master=rid % decode)
+def request(sequence_id: int, decode: int) -> Request:
+    length = LENGTHS[sequence_id % len(LENGTHS)]
+    slices = even_shares(length, range(decode))
+    return Request(
+        sequence_id=sequence_id,
+        prompt=prompt_of(length, sequence_id),
+        slices=slices,
+        master=sequence_id % decode,
+    )
 
 
 def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
@@ -38,7 +43,7 @@ async def test_answers_are_the_same(tiny_llama: Path, prefill_tp: int, decode_tp
         decode_tp=decode_tp,
         kv_in_flight_bytes=IN_FLIGHT,
     ) as cell:
-        requests = [request(rid, 2 // decode_tp) for rid in range(3)]
+        requests = [request(sequence_id, 2 // decode_tp) for sequence_id in range(3)]
         answers = await cell.generate(*requests, group=range(2 // prefill_tp))
         assert answers == expected(tiny_llama, requests)
         await cell.freed(0, 1, 2)
@@ -50,18 +55,20 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
     """A decode rank cannot store what arrives; what waits behind it is computed all the same. When
     it can again, what was cancelled meanwhile is not sent any more, and the rest lands."""
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
-        stuck, *others = (request(rid, 2) for rid in range(4))
+        stuck, *others = (request(sequence_id, 2) for sequence_id in range(4))
         for it in (stuck, *others):
             await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[1].loop.stream.reservations.find(stuck.rid)
+        reservation = cell.decode_gang.ranks[1].loop.decode_batch.reservations.find(
+            stuck.sequence_id
+        )
         assert reservation is not None
         with reservation.lock:
             for it in (stuck, *others):
-                cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
-            await cell.until(lambda: all(cell.tokens(it.rid) for it in (stuck, *others)))
-            await cell.told(1, KvLanded, rid=stuck.rid, rank=0)
-            assert not cell.about(PrefillDone, job_id=1, rank=1)
-            cell.cancel(stuck.rid)
+                cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
+            await cell.until(lambda: all(cell.tokens(it.sequence_id) for it in (stuck, *others)))
+            await cell.told(1, RankKvReceived, sequence_id=stuck.sequence_id, rank=0)
+            assert not cell.about(PrefillDone, step_id=1, rank=1)
+            cell.cancel(stuck.sequence_id)
             await cell.prefill.stats()  # answered after the cancellation
         assert await cell.answer(*others) == expected(tiny_llama, others)
         await cell.prefilled(*cell.jobs)
@@ -76,17 +83,17 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
 async def test_some_are_cancelled_on_their_way(tiny_llama: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
-        requests = [request(rid, 2) for rid in range(8)]
+        requests = [request(sequence_id, 2) for sequence_id in range(8)]
         unwanted = {int(it) for it in rng.choice(8, 4, replace=False)}
         for it in requests:
             await cell.reserve(it)
         for it in requests:
-            cell.submit(job_of([it.piece()], rng.permutation(2).tolist()), it.prompt)
-            if it.rid in unwanted and rng.random() < 0.7:
-                await cell.until(lambda rid=it.rid: cell.tokens(rid))  # type: ignore[misc]
-            if it.rid in unwanted:
-                cell.cancel(it.rid)
-        kept = [it for it in requests if it.rid not in unwanted]
+            cell.submit(job_of([it.chunk()], rng.permutation(2).tolist()), it.prompt)
+            if it.sequence_id in unwanted and rng.random() < 0.7:
+                await cell.until(lambda sequence_id=it.sequence_id: cell.tokens(sequence_id))  # type: ignore[misc]
+            if it.sequence_id in unwanted:
+                cell.cancel(it.sequence_id)
+        kept = [it for it in requests if it.sequence_id not in unwanted]
         assert await cell.answer(*kept) == expected(tiny_llama, kept)
         await cell.prefilled(*cell.jobs)
         await cell.freed(*range(8))

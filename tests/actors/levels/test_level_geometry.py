@@ -4,18 +4,18 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from csa_jobs import CsaCase, cases
+from csa_cases import CsaCase, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
-from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.topology import Topology
+from csps.actors.attention.base.levels import LevelGeometry, LevelPart, spanning_parts
+from csps.protocols.core.topology import Topology
+from csps.protocols.gang.step_messages import PrefillChunk
 
 
 def geometry_of(case: CsaCase) -> LevelGeometry:
-    parts = spanning_parts(case.job.pieces, case.bounds)
+    parts = spanning_parts(case.job.chunks, case.bounds)
     return LevelGeometry(parts=parts, levels=case.plan.segments(), nested=case.plan.nested)
 
 
@@ -37,7 +37,7 @@ def test_every_causal_pair_is_in_exactly_one_level(case: CsaCase) -> None:
         (query.index, key.index)
         for query in geometry.parts
         for key in geometry.parts
-        if key.piece == query.piece and key.index <= query.index
+        if key.chunk == query.chunk and key.index <= query.index
     }
     pairs = seen_pairs(geometry)
     assert set(pairs.values()) <= {1}
@@ -70,21 +70,21 @@ def test_nested_levels_see_their_whole_segment(case: CsaCase, nested: bool) -> N
                 # Own parts at farther levels are computed at home.
                 last = query.index if level == 1 else query.index - 1
                 for key in inside:
-                    expected = key.piece == query.piece and key.index <= last
+                    expected = key.chunk == query.chunk and key.index <= last
                     assert seen[level, query.index, key.index] == expected
 
 
-def piece(rid: int, length: int) -> PrefillPiece:
-    return PrefillPiece(rid=rid, start=0, length=length)
+def chunk(sequence_id: int, length: int) -> PrefillChunk:
+    return PrefillChunk(sequence_id=sequence_id, start=0, length=length)
 
 
 def test_only_pieces_of_several_members_have_parts() -> None:
-    parts = spanning_parts([piece(1, 13), piece(2, 5), piece(3, 12)], [0, 10, 20, 30])
+    parts = spanning_parts([chunk(1, 13), chunk(2, 5), chunk(3, 12)], [0, 10, 20, 30])
     assert parts == (
-        Part(index=0, member=0, piece=0, rows=slice(0, 10), start=0),
-        Part(index=1, member=1, piece=0, rows=slice(0, 3), start=10),
-        Part(index=2, member=1, piece=2, rows=slice(8, 10), start=0),
-        Part(index=3, member=2, piece=2, rows=slice(0, 10), start=2),
+        LevelPart(index=0, member=0, chunk=0, rows=slice(0, 10), start=0),
+        LevelPart(index=1, member=1, chunk=0, rows=slice(0, 3), start=10),
+        LevelPart(index=2, member=1, chunk=2, rows=slice(8, 10), start=0),
+        LevelPart(index=3, member=2, chunk=2, rows=slice(0, 10), start=2),
     )
 
 
@@ -98,7 +98,7 @@ def test_level_one_is_local_unless_it_is_the_only_one(levels: int) -> None:
 @settings(max_examples=examples(50))
 @given(case=cases())
 def test_parts_and_local_pieces_cover_the_batch(case: CsaCase) -> None:
-    spread = sum(part.length for part in spanning_parts(case.job.pieces, case.bounds))
+    spread = sum(part.length for part in spanning_parts(case.job.chunks, case.bounds))
     ends = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
     whole = sum(
         stop - start

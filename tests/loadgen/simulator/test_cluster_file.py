@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tetris_table_1 import TETRIS_TABLE_1
+from paper_tables import TETRIS_TABLE_1
 
-from csps.configurator.scaling_information_base import (
+from csps.configurator.costs.cost_table import CostTable, stored
+from csps.configurator.costs.latency import LatencyKey, StepCost
+from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800, SHIPPED
+from csps.configurator.model.scaling_information_base import (
     FitRow,
     Identity,
     ScalingInformationBase,
 )
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.commands import Piece, RunStep
-from csps.services.scheduling.cost import CostTable
-from csps.services.scheduling.latency import LatencyKey, StepCost
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.stored_table import stored
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.events.commands import Chunk, RunStep
 
 SMALL: dict[str, Any] = {
     "servers": [
@@ -102,14 +100,14 @@ def test_a_step_takes_what_was_measured_with_its_strategy(strategy: str, token_s
     ring = LatencyKey(strategy="ring_kv", sp=2, tp=1), StepCost.of_seconds(0.1, 2e-3, 0, 0)
     model = replace(model, table=replace(model.table, steps=(*model.table.steps, ring)))
     step = RunStep(
-        step=1,
+        step_id=1,
         group=(0, 1),
         bounds=(0, 50, 100),
-        pieces=(Piece(1, 0, 100),),
+        chunks=(Chunk(1, 0, 100),),
         history=((),),
         strategy=strategy,
         cls="exact",
-        urgent=False,
+        high_priority=False,
         ends_ns=0,
     )
     assert model.step_ns(step) == round((0.1 + 100 * token_s) * 1e9) + model.step_gap_ns

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.loadgen.simulator.cluster import GangModel, InstanceModel
-from csps.loadgen.simulator.cores import Cores
-from csps.loadgen.simulator.timeline import Timeline
+from csps.loadgen.simulator.timeline import Cores, EventTimeline
 
 MS = 1_000_000
 INSTANCES = 6
@@ -27,7 +26,7 @@ def gang(*cores: int | None, tp: int = 1) -> GangModel:
 
 def ends(model: GangModel, *jobs: tuple[int, tuple[int, ...], int]) -> list[int]:
     """When each (start, group, what it takes alone) has ended."""
-    clock, found = Timeline(), [-1] * len(jobs)
+    clock, found = EventTimeline(), [-1] * len(jobs)
     cores = Cores(clock, model)
 
     def begin(number: int) -> None:

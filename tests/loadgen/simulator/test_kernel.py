@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from one_group import OneGroup, cluster
+from single_group_scheduler import SingleGroupScheduler, cluster
 
+from csps.configurator.costs.latency import StepCost
 from csps.loadgen.simulator.cluster import LinkModel
-from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, SimulationResult, Simulator
 from csps.loadgen.simulator.requests import Arrival
-from csps.services.scheduling.events import Submitted
-from csps.services.scheduling.latency import StepCost
+from csps.services.scheduling.events.events import Submitted
 
 KV: dict[str, Any] = {
     "between": LinkModel(bytes_per_s=10**9, latency_ns=5, shared=True),
@@ -32,9 +32,9 @@ def poisson(rng: random.Random, requests: int, mean_gap_ns: float) -> list[int]:
     return times
 
 
-def run(arrivals: Sequence[Arrival], **options: Any) -> Run:
+def run(arrivals: Sequence[Arrival], **options: Any) -> SimulationResult:
     model = cluster(**options)
-    simulator = Simulator(OneGroup(sp=len(model.prefill.instances)), model, arrivals)
+    simulator = Simulator(SingleGroupScheduler(sp=len(model.prefill.instances)), model, arrivals)
     found = simulator.run()
     simulator.gangs.check_idle()
     return found
@@ -105,11 +105,11 @@ def test_littles_law() -> None:
 def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
     arrivals = chats(random.Random(7), 300)
     found = run(arrivals, decode=3)
-    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
     assert found.decoded == sum(it.output_tokens - 1 for it in arrivals)
     for it in found.outcomes:
         times = it.token_ns
-        assert len(times) == it.drawn
+        assert len(times) == it.generated_tokens
         assert times == sorted(times)
         assert (times[0], times[-1]) == (it.first_token_ns, it.ended_ns)
 
@@ -122,13 +122,15 @@ def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
     free = [0, 0]
 
     def least_queue(submitted: Submitted) -> tuple[int, int]:
-        at = times[submitted.request - 1]
+        at = times[submitted.request_id - 1]
         group = min((0, 1), key=lambda it: (max(free[it], at), it))
         free[group] = max(free[group], at) + work
         return group * 2, 2
 
     arrivals = prompts(times, [work] * len(times))
-    outcomes = Simulator(OneGroup(choose=least_queue), cluster(), arrivals).run().outcomes
+    outcomes = (
+        Simulator(SingleGroupScheduler(choose=least_queue), cluster(), arrivals).run().outcomes
+    )
     servers = [0, 0]
     for outcome in outcomes:
         servers.sort()
@@ -153,11 +155,11 @@ def test_the_log_of_a_run_does_not_know_the_future() -> None:
             if now_ns < cut_ns:
                 seen.append(f"{now_ns} {events} {commands}")
 
-        Simulator(OneGroup(sp=4), cluster(decode=2), changed, observer=observe).run()
+        Simulator(SingleGroupScheduler(sp=4), cluster(decode=2), changed, observer=observe).run()
         return seen
 
     whole = turns(arrivals)
-    outcomes = Simulator(OneGroup(sp=4), cluster(decode=2), arrivals).run().outcomes
+    outcomes = Simulator(SingleGroupScheduler(sp=4), cluster(decode=2), arrivals).run().outcomes
     later = [
         Arrival(
             at_ns=it.at_ns,
@@ -195,12 +197,14 @@ def test_requests_outlive_their_gangs(options: dict[str, Any]) -> None:
         GangFault(at_ns=90_000, role="prefill"),
         GangFault(at_ns=120_000, role="prefill", up=True),
     ]
-    simulator = Simulator(OneGroup(sp=4), cluster(decode=2, **options), arrivals, faults=faults)
+    simulator = Simulator(
+        SingleGroupScheduler(sp=4), cluster(decode=2, **options), arrivals, faults=faults
+    )
     outcomes = simulator.run().outcomes
-    assert [it.drawn for it in outcomes] == [it.output_tokens for it in arrivals]
+    assert [it.generated_tokens for it in outcomes] == [it.output_tokens for it in arrivals]
     assert max(it.sequences for it in outcomes) > 1
     for it in outcomes:
-        assert len(it.token_ns) == it.drawn
+        assert len(it.token_ns) == it.generated_tokens
         assert it.token_ns == sorted(it.token_ns)
     simulator.gangs.check_idle()
 
@@ -231,7 +235,7 @@ def test_with_one_backend_each_everything_lands() -> None:
     """Whatever the order: several senders, and chats that come while others land."""
     arrivals = chats(random.Random(23), 200, mean_gap_ns=20_000)
     found = run(arrivals, decode=3, receiving_backends=1, **KV)
-    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
 
 
 def test_gaps_and_messages_take_their_time() -> None:
@@ -255,7 +259,7 @@ def test_what_lies_before_the_scheduler_makes_everything_later() -> None:
 def test_a_client_that_leaves_draws_nothing_more() -> None:
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=50)]
     gone = [Abandoned(at_ns=10_500, request=1)]
-    simulator = Simulator(OneGroup(sp=4), cluster(), arrivals, abandoned=gone)
+    simulator = Simulator(SingleGroupScheduler(sp=4), cluster(), arrivals, abandoned=gone)
     outcome = simulator.run().outcomes[0]
     simulator.gangs.check_idle()
     assert (outcome.error, outcome.ended_ns) == ("Cancelled", 10_500)

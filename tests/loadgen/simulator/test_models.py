@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.loadgen.simulator.decode_batch import DecodeBatch, Row
-from csps.loadgen.simulator.links import Link
-from csps.loadgen.simulator.step_order import StepOrder, Task
-from csps.loadgen.simulator.timeline import Timeline
-from csps.services.scheduling.latency import DecodeCost, DecodeLine
+from csps.configurator.costs.latency import DecodeCost, LinearDecodeCost
+from csps.loadgen.simulator.decode_batch import SimulatedBatch, SimulatedMember
+from csps.loadgen.simulator.step_order import SimulatedStep, StepOrder
+from csps.loadgen.simulator.timeline import EventTimeline, Link
 
 
-def run(timeline: Timeline) -> None:
+def run(timeline: EventTimeline) -> None:
     while not timeline.empty:
         timeline.step()
 
@@ -28,7 +27,7 @@ def run(timeline: Timeline) -> None:
 
 @pytest.mark.parametrize("transfers", [1, 2, 7])
 def test_n_equal_transfers_take_n_times_as_long(transfers: int) -> None:
-    timeline = Timeline()
+    timeline = EventTimeline()
     link = Link(timeline, bytes_per_s=1_000_000_000, latency_ns=50)
     arrived: list[int] = []
     for _ in range(transfers):
@@ -46,7 +45,7 @@ def test_n_equal_transfers_take_n_times_as_long(transfers: int) -> None:
 def test_a_shared_link_ends_transfers_when_an_exact_one_does(
     sends: list[tuple[int, int]], bytes_per_ns: int
 ) -> None:
-    timeline = Timeline()
+    timeline = EventTimeline()
     link = Link(timeline, bytes_per_s=bytes_per_ns * 1_000_000_000)
     arrived: dict[int, int] = {}
     for index, (at, size) in enumerate(sends):
@@ -87,20 +86,20 @@ class Steps:
     """Records who computes what, and when."""
 
     def __init__(self, instances: int, quantum_ns: int = 0) -> None:
-        self.timeline = Timeline()
+        self.timeline = EventTimeline()
         self.order = StepOrder(self.timeline, instances, quantum_ns)
-        self.tasks: list[Task] = []
+        self.tasks: list[SimulatedStep] = []
         self.started: dict[int, int] = {}
         self.ended: dict[int, int] = {}
 
     def at(
-        self, at_ns: int, members: tuple[int, ...], work_ns: int, *, urgent: bool = False
+        self, at_ns: int, members: tuple[int, ...], work_ns: int, *, high_priority: bool = False
     ) -> int:
         number = len(self.tasks)
-        task = Task(
+        task = SimulatedStep(
             members=members,
             work_ns=work_ns,
-            urgent=urgent,
+            high_priority=high_priority,
             started=lambda: self.started.update({number: self.timeline.now_ns}),
             ended=lambda: self.ended.update({number: self.timeline.now_ns}),
         )
@@ -126,17 +125,17 @@ def test_a_step_starts_when_all_its_members_have_come_to_it() -> None:
 def test_an_urgent_step_runs_inside_a_long_one_and_holds_up_all_of_it() -> None:
     steps = Steps(2)
     long = steps.at(0, (0, 1), 100)
-    urgent = steps.at(40, (1,), 7, urgent=True)
+    high_priority = steps.at(40, (1,), 7, high_priority=True)
     steps.run()
-    assert (steps.started[urgent], steps.ended[urgent]) == (40, 47)
+    assert (steps.started[high_priority], steps.ended[high_priority]) == (40, 47)
     assert steps.ended[long] == 107
 
 
 def test_urgent_steps_on_two_members_hold_up_a_long_one_at_the_same_time() -> None:
     steps = Steps(2)
     long = steps.at(0, (0, 1), 100)
-    steps.at(40, (0,), 20, urgent=True)
-    steps.at(45, (1,), 20, urgent=True)
+    steps.at(40, (0,), 20, high_priority=True)
+    steps.at(45, (1,), 20, high_priority=True)
     steps.run()
     assert steps.ended[long] == 125
 
@@ -144,9 +143,9 @@ def test_urgent_steps_on_two_members_hold_up_a_long_one_at_the_same_time() -> No
 def test_a_long_step_is_interrupted_at_the_end_of_a_quantum() -> None:
     steps = Steps(1, quantum_ns=30)
     long = steps.at(0, (0,), 100)
-    first = steps.at(40, (0,), 5, urgent=True)
-    second = steps.at(62, (0,), 5, urgent=True)
-    last = steps.at(105, (0,), 5, urgent=True)
+    first = steps.at(40, (0,), 5, high_priority=True)
+    second = steps.at(62, (0,), 5, high_priority=True)
+    last = steps.at(105, (0,), 5, high_priority=True)
     steps.run()
     assert steps.started[first] == 60
     assert steps.started[second] == 65, "it stands at a quantum's end already"
@@ -157,12 +156,12 @@ def test_a_long_step_is_interrupted_at_the_end_of_a_quantum() -> None:
 def test_a_withdrawn_step_ends_and_lets_others_go_on() -> None:
     steps = Steps(1, quantum_ns=30)
     running = steps.at(0, (0,), 100)
-    asked = steps.at(10, (0,), 5, urgent=True)
+    asked = steps.at(10, (0,), 5, high_priority=True)
     waiting = steps.at(0, (0,), 100)
     last = steps.at(0, (0,), 10)
-    steps.timeline.at(20, lambda: steps.order.withdraw(steps.tasks[asked]))
-    steps.timeline.at(25, lambda: steps.order.withdraw(steps.tasks[waiting]))
-    steps.timeline.at(50, lambda: steps.order.withdraw(steps.tasks[running]))
+    steps.timeline.at(20, lambda: steps.order.cancel_step(steps.tasks[asked]))
+    steps.timeline.at(25, lambda: steps.order.cancel_step(steps.tasks[waiting]))
+    steps.timeline.at(50, lambda: steps.order.cancel_step(steps.tasks[running]))
     steps.run()
     assert asked not in steps.started
     assert waiting not in steps.started
@@ -179,21 +178,21 @@ def test_whatever_comes_everything_ends_and_no_instance_does_two_things(
     for _ in range(30):
         members = tuple(sorted(rng.sample(range(4), rng.choice([1, 1, 2, 3, 4]))))
         work = rng.randint(1, 40)
-        steps.at(rng.randint(0, 300), members, work, urgent=rng.random() < 0.4)
+        steps.at(rng.randint(0, 300), members, work, high_priority=rng.random() < 0.4)
         for member in members:
             total[member] += work
     steps.run()
     assert len(steps.ended) == 30
     for number, task in enumerate(steps.tasks):
         assert steps.ended[number] - steps.started[number] >= task.work_ns
-        if task.urgent:
+        if task.high_priority:
             assert steps.ended[number] - steps.started[number] == task.work_ns
-    for urgent in (False, True):
+    for high_priority in (False, True):
         for instance in range(4):
             spans = sorted(
                 (steps.started[number], steps.ended[number])
                 for number, task in enumerate(steps.tasks)
-                if task.urgent is urgent and instance in task.members
+                if task.high_priority is high_priority and instance in task.members
             )
             assert all(a[1] <= b[0] for a, b in pairwise(spans)), "two at a time"
     assert max(steps.ended.values()) >= max(total), "work takes its time"
@@ -205,7 +204,7 @@ def test_one_instance_never_idles_while_it_has_work() -> None:
     arrivals = sorted(rng.randint(0, 2000) for _ in range(100))
     works = [rng.randint(1, 30) for _ in arrivals]
     for at, work in zip(arrivals, works, strict=True):
-        steps.at(at, (0,), work, urgent=rng.random() < 0.3)
+        steps.at(at, (0,), work, high_priority=rng.random() < 0.3)
     steps.run()
     free = 0
     for at, work in zip(arrivals, works, strict=True):
@@ -216,7 +215,10 @@ def test_one_instance_never_idles_while_it_has_work() -> None:
 # --- decoding ------------------------------------------------------------------------------
 
 lines = st.builds(
-    DecodeLine, a=st.integers(0, 1 << 60), b=st.integers(0, 1 << 50), c=st.integers(0, 1 << 55)
+    LinearDecodeCost,
+    a=st.integers(0, 1 << 60),
+    b=st.integers(0, 1 << 50),
+    c=st.integers(0, 1 << 55),
 )
 
 
@@ -234,22 +236,22 @@ lines = st.builds(
 def test_jumping_ahead_is_iterating(
     requests: list[tuple[int, int, int]],
     leaver: int,
-    small: DecodeLine,
-    large: DecodeLine,
+    small: LinearDecodeCost,
+    large: LinearDecodeCost,
     gap_ns: int,
 ) -> None:
     """Same ends, to the nanosecond, as one iteration after another."""
     cost = DecodeCost(small=small, large=large, tipping_batch=3)
-    timeline = Timeline()
+    timeline = EventTimeline()
     ended: dict[int, int] = {}
-    batch = DecodeBatch(
+    batch = SimulatedBatch(
         timeline,
         cost,
         gap_ns=gap_ns,
         finished=lambda row: ended.setdefault(row.sequence, timeline.now_ns),
     )
     for number, (at, context, tokens) in enumerate(requests):
-        row = Row(sequence=number, context=context, tokens=tokens)
+        row = SimulatedMember(sequence=number, context=context, tokens=tokens)
         timeline.at(at, partial(batch.join, row))
     leave_ns = requests[min(max(leaver, 0), len(requests) - 1)][0] + 777
     if leaver >= 0:

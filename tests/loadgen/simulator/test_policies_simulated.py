@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from csps.configurator.costs.latency import LatencyKey, StepCost
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, SimulationResult, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import main, scheduler_of
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.latency import LatencyKey, StepCost
+from csps.protocols.core.errors import ConfigError
 
 UNBOUNDED = {"max_batch": 1 << 30}
 """Nothing but prefill holds a request up."""
@@ -29,12 +29,12 @@ UNBOUNDED = {"max_batch": 1 << 30}
 
 def run(
     cluster: ClusterModel, policy: str, options: dict[str, Any], arrivals: Sequence[Arrival]
-) -> Run:
+) -> SimulationResult:
     scheduler = scheduler_of(cluster, policy, options)
     simulator = Simulator(scheduler, cluster, arrivals)
     found = simulator.run()
     simulator.gangs.check_idle()
-    scheduler.check_integrity()
+    scheduler.check_invariants()
     return found
 
 
@@ -102,7 +102,7 @@ def test_littles_law_and_nothing_lost(policy: str) -> None:
         inside += change
         area += inside * (later - at)
     assert area == sum(it.ended_ns - it.arrival.at_ns for it in found.outcomes)
-    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
     assert not any(it.error for it in found.outcomes)
 
 
@@ -176,11 +176,13 @@ def test_requests_go_on_when_gangs_die(policy: str) -> None:
     simulator = Simulator(scheduler, cluster, arrivals, faults=faults, abandoned=gone)
     outcomes = simulator.run().outcomes
     simulator.gangs.check_idle()
-    scheduler.check_integrity()
+    scheduler.check_invariants()
     assert max(it.sequences for it in outcomes) > 1
     for outcome in outcomes:
         if not outcome.error:
-            assert outcome.drawn == outcome.arrival.output_tokens == len(outcome.token_ns)
+            assert (
+                outcome.generated_tokens == outcome.arrival.output_tokens == len(outcome.token_ns)
+            )
     assert {it.error for it in outcomes} <= {"", "Cancelled"}
 
 
@@ -201,7 +203,7 @@ def test_requests_that_find_no_slots_wait_for_them() -> None:
     ]
     short = run(small, "fixed_sp", {"sp": 16}, arrivals).outcomes
     roomy = run(cluster, "fixed_sp", {"sp": 16}, arrivals).outcomes
-    assert [it.drawn for it in short] == [400] * 150
+    assert [it.generated_tokens for it in short] == [400] * 150
     assert all(a.started_ns >= b.started_ns for a, b in zip(short, roomy, strict=True))
     assert sum(a.started_ns - b.started_ns for a, b in zip(short, roomy, strict=True)) > 10**9
 

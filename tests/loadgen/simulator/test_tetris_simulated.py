@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from csps.configurator.scaling_information_base import Identity, ScalingInformationBase
+from csps.configurator.model.scaling_information_base import Identity, ScalingInformationBase
 from csps.loadgen.simulator.cluster_file import load_cluster
-from csps.loadgen.simulator.improvement_rates import drawn_from, planner_of, profile, ttfts_ns
-from csps.loadgen.simulator.rates_command import main
+from csps.loadgen.simulator.rates_command import main, planner_of, profile, sampler_of, ttfts_ns
 from csps.loadgen.simulator.simulate import simulate
-from csps.loadgen.workloads.arrivals import Arrivals
-from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import workload
-from csps.services.launch.settings import Settings
-from csps.services.profiling import improvement_source
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.tetris.improvement import FIT, WINDOW_S, ImprovementRates
+from csps.services.measured import scheduler_inputs as improvement_source
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.policies.tetris.options import FIT, WINDOW_S, ImprovementRates
+from csps.services.settings.settings import Settings
 
 CLUSTER = replace(load_cluster("tetris-16"), inside=None, between=None)
 UNLIMITED = {"max_batch": 1 << 20}
@@ -42,7 +40,7 @@ def test_plans_come_true(rate: float) -> None:
     """What the profile finds by planning alone is what scheduler and ranks do, to a microsecond of
     rounding for each chunk that was before."""
     planner = planner_of(CLUSTER, 512)
-    prompts = drawn_from(workload("tetris-medium"), CLUSTER, requests=150, seed=7)(3.0)
+    prompts = sampler_of(workload("tetris-medium"), CLUSTER, requests=150, seed=7)(3.0)
     found = simulated("tetris-medium", 3.0, "tetris", 150, improvement_rate=rate)
     expected = ttfts_ns(planner, prompts, rate)
     assert found == pytest.approx(expected, abs=1_000_000)
@@ -74,7 +72,7 @@ def test_the_order_of_policies(trace: str, load: float) -> None:
 
 def test_the_best_rate_grows_with_the_load() -> None:
     """Within noise."""
-    drawn = drawn_from(workload("tetris-long"), CLUSTER, requests=150)
+    drawn = sampler_of(workload("tetris-long"), CLUSTER, requests=150)
     records = profile(planner_of(CLUSTER, 512), drawn, rates=(0.05, 0.25, 0.5, 0.75))
     loads, rates = zip(*records, strict=True)
     assert loads == tuple(0.5 * (index + 1) for index in range(len(loads)))
@@ -87,10 +85,10 @@ def test_the_best_rate_grows_with_the_load() -> None:
 def test_the_table_beats_every_fixed_rate_on_fresh_seeds(trace: str) -> None:
     """To within 5 %, over all loads that can be sustained, each counting as much as any other."""
     planner, rates = planner_of(CLUSTER, 512), (0.05, 0.2, 0.35, 0.5, 0.65, 0.75)
-    profiled = drawn_from(workload(trace), CLUSTER, requests=400, seed=0)
+    profiled = sampler_of(workload(trace), CLUSTER, requests=400, seed=0)
     records = profile(planner, profiled, rates=rates)[:-1]
     table = ImprovementRates(records)
-    fresh = [drawn_from(workload(trace), CLUSTER, requests=400, seed=seed) for seed in (1, 2, 3)]
+    fresh = [sampler_of(workload(trace), CLUSTER, requests=400, seed=seed) for seed in (1, 2, 3)]
     means = {
         (load, rate): statistics.fmean(
             ttft for drawn in fresh for ttft in ttfts_ns(planner, drawn(load), rate)

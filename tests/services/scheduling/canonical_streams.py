@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from csps.services.scheduling.commands import AnyCommand
-from csps.services.scheduling.events import AnyEvent
+from csps.services.scheduling.events.commands import AnyCommand
+from csps.services.scheduling.events.events import AnyEvent
 
 RENAMED: dict[str, str] = {}
 """What a tag or a field is called now, and what the recording calls it. `"reserve.prompt": "..."`
@@ -127,11 +127,11 @@ def _value(kind: Any, data: Any) -> Any:
     """Undo `_plain` for a field of this type."""
     if data is None:
         return None
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
+    source, inner = typing.get_origin(kind), typing.get_args(kind)
+    if source in (typing.Union, types.UnionType):
         (kind,) = [it for it in inner if it is not types.NoneType]
         return _value(kind, data)
-    if origin is tuple:
+    if source is tuple:
         kinds = inner[:1] * len(data) if inner[-1] is Ellipsis else inner
         return tuple(_value(it, value) for it, value in zip(kinds, data, strict=True))
     if kind is bytes:

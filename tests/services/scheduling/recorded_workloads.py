@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from csps.configurator.costs.cost_table import Allowed, Bucket, Costs, CostTable, Unmeasured
+from csps.configurator.costs.latency import StepCost
+from csps.configurator.costs.latency_tables import SHIPPED
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster, parse_cluster
-from csps.loadgen.simulator.kernel import Abandoned, Deciding, GangFault, Simulator
-from csps.loadgen.simulator.records import chained
-from csps.loadgen.simulator.requests import Arrival
-from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import RING_CLASSES, Objective, RequestClass
-from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
-from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable, Unmeasured
-from csps.services.scheduling.decisions import Policy
-from csps.services.scheduling.latency import StepCost
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
-from csps.services.scheduling.scheduler import Scheduler
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Simulator
+from csps.loadgen.simulator.kernel import SchedulerLike as Deciding
+from csps.loadgen.simulator.requests import Arrival, chained
+from csps.protocols.attention.plan import RING_CLASSES, Objective, RequestClass
+from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
+from csps.protocols.core.topology import GroupShape
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Policy
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
+from csps.services.scheduling.events.limits import SchedulerDeadlines as DeadlineSettings
+from csps.services.scheduling.policies.registry import make_policy
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -310,10 +310,10 @@ SHORT_LINE = QueueLimits(max_waiting=12, max_waiting_tokens=30_000)
 STORM_LINE = QueueLimits(max_waiting=8, max_waiting_tokens=30_000)
 IMPATIENT = DeadlineSettings(
     reserve_ns=2 * SECOND,
-    landing_ns=2 * SECOND,
-    landing_token_ns=1000,
-    prefill_silence_ns=SECOND,
-    decode_silence_ns=SECOND,
+    transfer_ns=2 * SECOND,
+    transfer_token_ns=1000,
+    prefill_liveness_ns=SECOND,
+    decode_liveness_ns=SECOND,
     gang_recovery_ns=2 * SECOND,
     watch_ns=200 * MS,
 )

@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_view import Busy, Picture, gang, group, numbers, plans, sizes, waiting
 from property_examples import examples
-from scheduler_cell import gang_up
-from scheduler_desk import Desk, only
+from random_executor import gang_up
+from scheduler_harness import Desk, only
 
-from csps.protocols.errors import ConfigError
-from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
-from csps.protocols.span import Span
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.commands import Share
-from csps.services.scheduling.cost import Costs
-from csps.services.scheduling.decisions import Blocked, Decision
-from csps.services.scheduling.decode_slots import decode_slots
-from csps.services.scheduling.ids import instance_id
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.context_parallel.keepers import Keepers, in_turns, levelled
-from csps.services.scheduling.policies.decode_overlay import Placed
-from csps.services.scheduling.policies.reuse import NOTHING
-from csps.services.scheduling.shares import parts, tokens_on
+from csps.configurator.costs.cost_table import Costs
+from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.placement import Span
+from csps.services.scheduling.deciding.decisions import Blocked, Decision
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import instance_id
+from csps.services.scheduling.events.slices import covers_once, tokens_on
+from csps.services.scheduling.policies.context_parallel.pair import KvHolders, interleaved, levelled
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.policies.rounds.decode_overlay import Placed
+from csps.services.scheduling.policies.rounds.prefill_overlay import NOTHING
+from csps.services.scheduling.state.ledger import decode_slots
 
 SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)
 RULES = RingRules(
@@ -49,7 +49,7 @@ def test_a_group_is_as_large_as_pays(least_saving: float, size: int) -> None:
     (plan,) = plans(ask(picture, least_saving=least_saving))
     assert len(group(plan)) == size
     assert plan.steps[0].strategy == "ring_kv"
-    assert not plan.steps[0].urgent
+    assert not plan.steps[0].high_priority
 
 
 def test_a_group_does_not_wait_for_whoever_is_long_busy() -> None:
@@ -78,7 +78,7 @@ def test_an_instance_is_given_so_many_steps_at_a_time() -> None:
 
 class Kept(NamedTuple):
     tokens: int
-    shares: tuple[Share, ...]
+    slices: tuple[PlacedSlice, ...]
     taken: dict[int, int]
 
 
@@ -91,11 +91,11 @@ class Conversation(Picture):
         self.cost = Costs(replace(self.cost.table, rings=RULES))
         half = tokens // 2
         first, second = instance_id(1, 0), instance_id(1, 1)
-        shares = (
-            Share(first, 0, half, origin=9),
-            Share(second, half, tokens, origin=9),
+        slices = (
+            PlacedSlice(first, 0, half, source=9),
+            PlacedSlice(second, half, tokens, source=9),
         )
-        self.kept = Kept(tokens, shares, {first: half, second: tokens - half})
+        self.kept = Kept(tokens, slices, {first: half, second: tokens - half})
 
     def cached(self, request: object, gang: int) -> Kept | None:  # type: ignore[override]
         return self.kept if gang == self.pairs[0].prefill.id else None
@@ -113,9 +113,9 @@ def test_what_goes_round_follows_from_how_much_is_new(new: int, ring: str) -> No
     (step,) = plan.steps
     assert step.strategy == ring
     assert {0, 1} <= set(group(plan)), "who holds what is reused"
-    (piece,) = step.pieces
-    assert (piece.start, piece.length) == (60_000, new)
-    assert parts(Span(60_000, 60_000 + new), piece.rows)
+    (chunk,) = step.chunks
+    assert (chunk.start, chunk.length) == (60_000, new)
+    assert covers_once(Span(60_000, 60_000 + new), chunk.rows)
     assert max(sizes(plan).values()) - min(sizes(plan).values()) <= 1
 
 
@@ -129,11 +129,11 @@ def test_a_request_may_ask_for_the_other_variant() -> None:
 
 
 def test_short_prompts_run_inside_of_long_steps_where_they_wait_least() -> None:
-    prefill = [Busy(long=((5000, 0),), urgent=50), Busy(long=((9000, 0),))]
+    prefill = [Busy(long=((5000, 0),), high_priority=50), Busy(long=((9000, 0),))]
     requests = [waiting(1, 8000), waiting(2, 80)]
     long, short = plans(ask(Picture(requests, prefill)))
-    assert long.steps[0].urgent is False
-    assert (group(short), short.steps[0].urgent) == ([1], True)
+    assert long.steps[0].high_priority is False
+    assert (group(short), short.steps[0].high_priority) == ([1], True)
 
 
 def test_a_long_step_is_delayed_for_so_long_and_no_longer() -> None:
@@ -147,7 +147,7 @@ def test_a_long_step_is_delayed_for_so_long_and_no_longer() -> None:
 
 def test_when_the_oldest_finds_no_slots_all_wait_short_ones_too() -> None:
     picture = Picture([waiting(1, 2000), waiting(2, 50)], decode=[Busy(1000)])
-    assert ask(picture) == [Blocked(request=1)]
+    assert ask(picture) == [Blocked(request_id=1)]
 
 
 def test_a_batch_is_as_large_as_it_may_be() -> None:
@@ -161,9 +161,9 @@ def test_a_batch_is_as_large_as_it_may_be() -> None:
 
 def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
     """Tokens below a position on each instance."""
-    shares = (*placed.shares, *placed.answer)
+    slices = (*placed.slices, *placed.answer)
     return [
-        sum(p < stop for it in shares if it.instance == one for p in it.span.positions)
+        sum(p < stop for it in slices if it.instance == one for p in it.span.positions)
         for one in instances
     ]
 
@@ -171,7 +171,7 @@ def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
 @settings(max_examples=examples(100))
 @given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 40))
 def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output: int) -> None:
-    keepers = Keepers(gang(2, [Busy(1000)] * n, prefill=False), 4)
+    keepers = KvHolders(gang(2, [Busy(1000)] * n, prefill=False), 4)
     request = waiting(1, prompt, output)
     instances = list(keepers.free)
     placed = keepers.spread(request, None)
@@ -195,12 +195,12 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
 def test_who_has_no_slots_left_drops_out(free: list[int], data: st.DataObject) -> None:
     total = data.draw(st.integers(2, sum(free)))
     prompt = data.draw(st.integers(1, total - 1))
-    keepers = Keepers(gang(2, [Busy(it) for it in free], prefill=False), 1)
+    keepers = KvHolders(gang(2, [Busy(it) for it in free], prefill=False), 1)
     assert keepers.has_room(total)
     assert not keepers.has_room(sum(free) + 1)
     placed = keepers.spread(waiting(1, prompt, total - prompt), None)
-    assert parts(Span(0, prompt), placed.shares)
-    assert parts(Span(prompt, total), placed.answer)
+    assert covers_once(Span(0, prompt), placed.slices)
+    assert covers_once(Span(prompt, total), placed.answer)
     keepers.take(placed)
     assert min(keepers.free.values()) >= 0
     assert sum(keepers.free.values()) == sum(free) - total
@@ -227,18 +227,18 @@ def test_what_is_new_goes_first_to_whoever_has_kept_less(
 
 
 def test_turns_by_hand() -> None:
-    turns = in_turns(10, 8, [(7, 4), (8, 1), (9, 9)])
+    turns = interleaved(10, 8, [(7, 4), (8, 1), (9, 9)])
     kept = sorted((p, it.instance) for it in turns for p in it.span.positions)
     assert kept == list(zip(range(10, 18), [7, 8, 9, 7, 9, 7, 9, 7], strict=True))
 
 
 def test_on_one_gang_kv_stays_where_it_was_computed() -> None:
     """And the answer's goes there, or anywhere if there are no slots left."""
-    keepers = Keepers(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
+    keepers = KvHolders(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
     first, second, third = keepers.free
-    rows = (Share(first, 0, 10), Share(second, 10, 20), Share(first, 20, 29))
+    rows = (PlacedSlice(first, 0, 10), PlacedSlice(second, 10, 20), PlacedSlice(first, 20, 29))
     placed = keepers.in_place(waiting(1, 29, 21), NOTHING, rows)
-    assert placed.shares == rows
+    assert placed.slices == rows
     assert tokens_on(placed.answer) == {second: 11, first: 10}
     assert tokens_on(keepers.in_place(waiting(1, 29, 121), NOTHING, rows).answer)[third] == 50
 
@@ -263,12 +263,12 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:
             (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
-            done = [ev.StepDone(step=step.step, instance=it, took_ns=1) for it in step.group]
+            done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1) for it in step.group]
             holders = decode_slots(reserve, output)
             assert sum(holders.values()) == prompt + output
-            desk.turn(ev.FirstToken(sequence=reserve.sequence), *done)
-            freed = [ev.Freed(sequence=reserve.sequence, instance=it) for it in holders]
-            desk.turn(ev.Finished(sequence=reserve.sequence, drawn=output), *freed)
+            desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
+            freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders]
+            desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed)
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
 

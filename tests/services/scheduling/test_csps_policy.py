@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from policy_view import TOKEN_NS, Busy, Picture, group, numbers, plans, sizes, waiting
 from property_examples import examples
 
-from csps.protocols.topology import Location
-from csps.services.scheduling.decisions import Blocked, WakeAt
-from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.state import Request
+from csps.protocols.core.topology import Location
+from csps.services.scheduling.deciding.decisions import Blocked, WakeAt
+from csps.services.scheduling.events.events import index_of
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.state import Request
 
 OPTIONS: dict[str, object] = {
     "spt_tokens": 1000,
@@ -49,7 +49,7 @@ PREFILL = st.lists(
         Busy,
         free=st.integers(0, 4000),
         long=LONG,
-        urgent=st.integers(0, 500),
+        high_priority=st.integers(0, 500),
         urgent_steps=st.integers(0, 2),
         place=st.just(""),
     ),
@@ -68,7 +68,7 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
     started = plans(picture.ask(POLICY))
     by_number = {it.id: it for it in picture.requests}
     placed = [it for plan in started for it in plan.decode]
-    assert max(Counter(it.request for it in placed).values(), default=1) == 1
+    assert max(Counter(it.request_id for it in placed).values(), default=1) == 1
     prefill_used: Counter[int] = Counter()
     decode_used: Counter[int] = Counter()
     long_steps = Counter({index: len(it.long) for index, it in enumerate(picture.prefill)})
@@ -78,12 +78,12 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
         prefill_used.update(sizes(plan))
         lengths = [by_number[it].prompt_tokens for it in numbers(plan)]
         assert {by_number[it].cls for it in numbers(plan)} == {by_number[numbers(plan)[0]].cls}
-        assert [it.length for it in step.pieces] == lengths
+        assert [it.length for it in step.chunks] == lengths
         assert (step.bounds[0], step.bounds[-1]) == (0, sum(lengths))
         assert list(step.bounds) == sorted(set(step.bounds))
         instances = [picture.pairs[0].prefill.instances[it] for it in group(plan)]
         assert [it.order for it in instances] == sorted(it.order for it in instances)
-        if step.urgent:
+        if step.high_priority:
             assert len(step.group) == 1
             assert max(lengths) <= 100
             assert sum(lengths) <= 2048
@@ -91,10 +91,10 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
         else:
             long_steps.update(group(plan))
     for it in placed:
-        request = by_number[it.request]
-        covered = [p for share in it.shares for p in range(share.start, share.stop)]
+        request = by_number[it.request_id]
+        covered = [p for share in it.slices for p in range(share.start, share.stop)]
         assert covered == list(range(request.prompt_tokens))
-        for share in it.shares:
+        for share in it.slices:
             decode_used[index_of(share.instance)] += share.stop - share.start
         decode_used[index_of(it.master)] += request.output_tokens
     for index, busy in enumerate(picture.prefill):
@@ -110,9 +110,9 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
 def test_longer_prompts_start_in_order_of_admission(picture: Picture) -> None:
     """The first request of every long step is the oldest long one that waits."""
     started = plans(picture.ask(POLICY))
-    left = [it.id for it in picture.requests if it.line == "long"]
+    left = [it.id for it in picture.requests if it.priority == "low"]
     for plan in started:
-        if not plan.steps[0].urgent:
+        if not plan.steps[0].high_priority:
             assert numbers(plan)[0] == left[0]
             assert numbers(plan) == sorted(numbers(plan))
             left = [it for it in left if it not in numbers(plan)]
@@ -123,14 +123,14 @@ def test_longer_prompts_start_in_order_of_admission(picture: Picture) -> None:
 def test_urgent_steps_never_exceed_what_a_long_step_has_left_to_be_delayed(
     picture: Picture,
 ) -> None:
-    urgent: Counter[int] = Counter()
+    high_priority: Counter[int] = Counter()
     for plan in plans(picture.ask(POLICY)):
-        if plan.steps[0].urgent:
-            urgent[group(plan)[0]] += plan.steps[0].predicted_ns
+        if plan.steps[0].high_priority:
+            high_priority[group(plan)[0]] += plan.steps[0].predicted_ns
     for index, busy in enumerate(picture.prefill):
         for tokens, delayed in busy.long:
-            if urgent[index]:
-                assert delayed * TOKEN_NS + urgent[index] <= tokens * TOKEN_NS
+            if high_priority[index]:
+                assert delayed * TOKEN_NS + high_priority[index] <= tokens * TOKEN_NS
 
 
 @given(PICTURES)
@@ -150,12 +150,12 @@ def test_urgent_steps_never_exceed_what_a_long_step_has_left_to_be_delayed(
 def test_nobody_passes_whom_it_would_delay_beyond_the_bound(picture: Picture) -> None:
     """With a bound of no time at all, nobody starts who is younger than a blocked request."""
     decisions = picture.ask(POLICY)
-    blocked = [it.request for it in decisions if isinstance(it, Blocked)]
+    blocked = [it.request_id for it in decisions if isinstance(it, Blocked)]
     started = [it for plan in plans(decisions) for it in numbers(plan)]
     old = [it.id for it in picture.blocked if it.id not in started]
     oldest = min([*blocked, *old], default=1 << 60)
-    urgent = [it.id for it in picture.requests if it.line == "urgent"]
-    assert not [it for it in started if it > oldest and it in urgent]
+    high_priority = [it.id for it in picture.requests if it.priority == "high"]
+    assert not [it for it in started if it > oldest and it in high_priority]
 
 
 @given(
@@ -292,7 +292,7 @@ def test_slack_is_left_alone_while_an_instance_is_idle() -> None:
 
 def test_short_prompts_are_spread_and_batched() -> None:
     started = plans(ask([waiting(n, 90) for n in range(8)]).ask(POLICY))
-    assert all(it.steps[0].urgent for it in started)
+    assert all(it.steps[0].high_priority for it in started)
     assert sorted(len(numbers(it)) for it in started) == [2, 2, 2, 2]
 
 
@@ -303,7 +303,7 @@ def test_a_batch_of_short_prompts_has_an_end() -> None:
 
 def test_short_prompts_without_a_turn_wait_and_share_a_step_later() -> None:
     """One step to run and one to follow, on each instance; what is not sent can be put together."""
-    busy = [Busy(urgent=90, urgent_steps=2), Busy(urgent=90, urgent_steps=1)]
+    busy = [Busy(high_priority=90, urgent_steps=2), Busy(high_priority=90, urgent_steps=1)]
     requests = [waiting(n, 90) for n in range(14)]
     (plan,) = plans(ask(requests, busy).ask(POLICY))
     assert (group(plan), numbers(plan)) == ([1], list(range(14)))
@@ -324,7 +324,7 @@ def test_short_prompts_pass_a_line_of_long_ones() -> None:
     busy = [Busy(long=((900, 0),) * 2) for _ in range(2)]
     requests = [waiting(1, 1500), waiting(2, 3000), waiting(3, 50)]
     (plan,) = plans(ask(requests, busy).ask(POLICY))
-    assert plan.steps[0].urgent
+    assert plan.steps[0].high_priority
     assert numbers(plan) == [3]
 
 
@@ -364,7 +364,7 @@ def test_whoever_is_blocked_is_passed_by_what_ends_within_the_bound() -> None:
         waiting(5, 40, 500),
     ]
     decisions = ask(requests, [Busy()], [Busy(700), Busy(700)]).ask(policy)
-    assert [it for it in decisions if isinstance(it, Blocked)] == [Blocked(request=1)]
+    assert [it for it in decisions if isinstance(it, Blocked)] == [Blocked(request_id=1)]
     # The fourth would be computed after the third, and the fifth would make it late in its step.
     assert [numbers(it) for it in plans(decisions)] == [[3], [5]]
 
@@ -387,7 +387,7 @@ def test_a_round_that_has_started_enough_asks_for_the_next_one() -> None:
 def test_nothing_is_started_without_gangs() -> None:
     picture = ask([waiting(1, 50), waiting(2, 5000)])
     picture.pairs = []
-    assert picture.ask(POLICY) == [Blocked(request=1)]
+    assert picture.ask(POLICY) == [Blocked(request_id=1)]
 
 
 # --- decode ------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def decode_slots(requests: list[Request], decode: list[Busy]) -> dict[int, int] 
     if not started:
         return None
     (placed,) = started[0].decode
-    slots = {index_of(it.instance): it.stop - it.start for it in placed.shares}
+    slots = {index_of(it.instance): it.stop - it.start for it in placed.slices}
     master = index_of(placed.master)
     slots[master] = slots.pop(master, 0) + requests[0].output_tokens
     return slots
@@ -428,4 +428,4 @@ def test_decode_needs_room_for_the_whole_answer_in_one_place() -> None:
 def test_decode_batches_have_a_limit() -> None:
     policy = make_policy("csps", {**OPTIONS, "max_batch": 3})
     picture = ask([waiting(1, 50)], decode=[Busy(requests=2), Busy(requests=1)])
-    assert picture.ask(policy) == [Blocked(request=1)]
+    assert picture.ask(policy) == [Blocked(request_id=1)]

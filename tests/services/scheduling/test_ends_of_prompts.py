@@ -1,22 +1,58 @@
-"""What counts of a prompt is what is left to compute: short ends, and where they are computed."""
+"""Pictures of gangs that have kept beginnings of prompts.
+
+What counts of a prompt is what is left to compute: short ends, and where they are computed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kept_picture import KeptPicture, kept
 from policy_view import TOKEN_NS, Busy, Picture, group, numbers, plans, waiting
 from property_examples import examples
-from test_overtaking import LATENCIES, OVERTAKING_NS, cell, check_altogether
-from timed_cell import MS, TimedCell
+from test_preemption import LATENCIES, OVERTAKING_NS, cell, check_altogether
+from timed_gangs import MS, TimedCell
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.decisions import Decision, Ride
-from csps.services.scheduling.ids import gang_of, index_of
-from csps.services.scheduling.policies.choice import make_policy
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.deciding.decisions import Decision, PiggybackPlan
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId, gang_of, index_of, instance_id
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.state import Request
+
+
+class Kept(NamedTuple):
+    """A `view.CachedView`."""
+
+    tokens: int
+    slices: tuple[PlacedSlice, ...]
+    taken: Mapping[InstanceId, int]
+
+
+def kept(gang: int, tokens: int, *indices: int) -> Kept:
+    """On these instances in equal parts, and in nobody's use."""
+    cuts = [tokens * at // len(indices) for at in range(len(indices) + 1)]
+    slices = tuple(
+        PlacedSlice(instance_id(gang, index), start, stop, source=9)
+        for index, start, stop in zip(indices, cuts, cuts[1:], strict=False)
+    )
+    return Kept(tokens, slices, {it.instance: it.tokens for it in slices})
+
+
+@dataclass
+class KeptPicture(Picture):
+    """Of some requests, by their numbers and gangs (1 prefills, 2 decodes)."""
+
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
+
+    def cached(self, request: object, gang: int) -> Kept | None:  # type: ignore[override]
+        assert isinstance(request, Request)
+        return self.kept.get((request.id, gang))
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "csps": {"spt_tokens": 1000, "short_tokens": 100, "jobs_per_instance": 1},
@@ -29,8 +65,8 @@ def ask(picture: Picture, policy: str, **options: object) -> list[Decision]:
     return picture.ask(make_policy(policy, {**OPTIONS[policy], **options}))
 
 
-def rides(decisions: list[Decision]) -> list[Ride]:
-    return [it for it in decisions if isinstance(it, Ride)]
+def rides(decisions: list[Decision]) -> list[PiggybackPlan]:
+    return [it for it in decisions if isinstance(it, PiggybackPlan)]
 
 
 policies = pytest.mark.parametrize("policy", OPTIONS)
@@ -45,10 +81,10 @@ def test_a_short_end_does_not_wait_in_the_line_of_long_prompts(policy: str) -> N
     found = sorted(plans(ask(picture, policy)), key=numbers)
     assert [numbers(it) for it in found] == [[3], [4]]
     end = found[0].steps[0]
-    assert end.urgent
+    assert end.high_priority
     assert group(found[0]) == [0, 2], "who holds the rest"
-    (piece,) = end.pieces
-    assert (piece.start, piece.length) == (4950, 50)
+    (chunk,) = end.chunks
+    assert (chunk.start, chunk.length) == (4950, 50)
 
 
 @policies
@@ -64,7 +100,7 @@ def test_a_short_end_waits_where_its_holders_may_not_be_interrupted(policy: str)
 
 @policies
 def test_a_gang_that_decodes_computes_an_end_if_it_is_done_sooner(policy: str) -> None:
-    picture = KeptPicture([waiting(1, 5000)], [Busy(9000, urgent=2000) for _ in range(2)])
+    picture = KeptPicture([waiting(1, 5000)], [Busy(9000, high_priority=2000) for _ in range(2)])
     picture.kept = {(1, 1): kept(1, 4000, 0), (1, 2): kept(2, 4960, 0, 1)}
     assert not rides(ask(picture, policy)), "nobody has allowed it"
     assert not rides(ask(picture, policy, prefill_tokens_max=39)), "it is too long"
@@ -72,9 +108,9 @@ def test_a_gang_that_decodes_computes_an_end_if_it_is_done_sooner(policy: str) -
     assert ride.budget == 64 + 40
     placement = ride.placement
     assert gang_of(placement.master) == 2
-    assert sum(it.tokens for it in placement.shares if it.origin) == 4960
+    assert sum(it.tokens for it in placement.slices if it.source) == 4960
     picture.kept[1, 1] = kept(1, 4970, 0)
-    picture.prefill[0].urgent = 0
+    picture.prefill[0].high_priority = 0
     picture.__post_init__()
     assert not rides(ask(picture, policy, prefill_tokens_max=40)), "30 tokens, at once"
 
@@ -84,7 +120,7 @@ def test_whoever_rides_waits_for_those_that_ride_already(policy: str) -> None:
     """40 tokens an iteration take as long as the 200 before them on the other gang, if four are
     before them."""
     requests = [waiting(number, 5000) for number in range(1, 8)]
-    picture = KeptPicture(requests, [Busy(90_000, urgent=130)], [Busy(90_000)])
+    picture = KeptPicture(requests, [Busy(90_000, high_priority=130)], [Busy(90_000)])
     picture.kept = {(it.id, 1): kept(1, 4960, 0) for it in requests}
     picture.kept |= {(it.id, 2): kept(2, 4960, 0) for it in requests}
     found = ask(picture, policy, prefill_tokens_max=40)
@@ -100,14 +136,14 @@ def test_an_end_that_is_not_short_rides_only_if_it_would_begin_later_elsewhere(p
     found = ask(picture, policy, prefill_tokens_max=400)
     (plan,) = plans(found)
     assert not rides(found)
-    assert plan.steps[0].pieces[0].start == 4600
+    assert plan.steps[0].chunks[0].start == 4600
     picture.prefill[0].long = LONG
     picture.__post_init__()
     assert len(rides(ask(picture, policy, prefill_tokens_max=400, jobs_per_instance=2))) == 1
 
 
 def test_a_gang_decodes_no_prompt_of_which_it_has_nothing() -> None:
-    picture = KeptPicture([waiting(1, 40)], [Busy(9000, urgent=2000)])
+    picture = KeptPicture([waiting(1, 40)], [Busy(9000, high_priority=2000)])
     assert not rides(ask(picture, "csps", prefill_tokens_max=40))
 
 
@@ -126,9 +162,9 @@ def test_tetris_goes_on_from_what_was_kept_if_that_is_sooner(
     picture = KeptPicture([waiting(1, 8000)], busy)
     picture.kept = {(1, 1): kept(1, tokens, *holders)}
     (plan,) = plans(picture.ask(make_policy("tetris", {"improvement_rate": 0.05})))
-    pieces = [step.pieces[0] for step in plan.steps]
-    assert pieces[0].start == begins
-    assert sum(it.length for it in pieces) == 8000 - begins
+    chunks = [step.chunks[0] for step in plan.steps]
+    assert chunks[0].start == begins
+    assert sum(it.length for it in chunks) == 8000 - begins
     for step in plan.steps:
         assert not begins or set(holders) <= {index_of(it) for it in step.group}
 
@@ -145,7 +181,7 @@ def test_short_prompts_that_start_together_share_a_step(policy: str) -> None:
         (step,) = it.steps
         assert step.bounds == (0, 200)
         assert step.predicted_ns == 200 * TOKEN_NS
-        assert [placed.request for placed in it.decode] == numbers(it)
+        assert [placed.request_id for placed in it.decode] == numbers(it)
 
 
 @policies
@@ -154,7 +190,7 @@ def test_a_short_prompt_does_not_pass_in_a_step_from_before_the_long_one(policy:
     requests = [waiting(1, 50), waiting(2, 3000), waiting(3, 50)]
     found = plans(ask(KeptPicture(requests, [Busy()]), policy, jobs_per_instance=2))
     assert [numbers(it) for it in found] == [[1], [2], [3]]
-    assert [it.steps[0].urgent for it in found] == [True, False, True]
+    assert [it.steps[0].high_priority for it in found] == [True, False, True]
 
 
 # --- nobody starves --------------------------------------------------------------------------
@@ -196,7 +232,7 @@ def play(played: TimedCell, turns: Turns) -> list[tuple[int, int, int]]:
     played.play(arrivals, hashes)
     assert len(played.finished) == len(arrivals)
     for step in played.ended_steps:
-        if not step.command.urgent:
+        if not step.command.high_priority:
             bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
             assert step.delayed_ns <= bound_ns
     return arrivals

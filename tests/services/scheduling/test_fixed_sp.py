@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from policy_view import Busy, Picture, group, numbers, plans, waiting
 
-from csps.services.scheduling.decisions import Blocked
-from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.deciding.decisions import Blocked
+from csps.services.scheduling.policies.registry import make_policy
 
 PLACES = ["0-1-1", "0-0-0", "0-1-0", "0-0-1"]
 
@@ -24,7 +24,7 @@ def test_every_prompt_goes_to_a_group_of_neighbours_short_ones_too() -> None:
     first, second = plans(ask(picture, 2))  # type: ignore[arg-type]
     assert (numbers(first), group(first)) == ([1], [1, 3])
     assert (numbers(second), group(second)) == ([2], [2, 0])
-    assert not first.steps[0].urgent
+    assert not first.steps[0].high_priority
     assert second.steps[0].bounds == (0, 2500, 5000)
 
 
@@ -48,7 +48,7 @@ def test_a_group_is_given_so_many_steps_at_a_time() -> None:
 
 def test_when_the_oldest_finds_no_slots_all_wait() -> None:
     picture = Picture([waiting(1, 2000), waiting(2, 50)], decode=[Busy(1000)])
-    assert ask(picture, 1) == [Blocked(request=1)]
+    assert ask(picture, 1) == [Blocked(request_id=1)]
 
 
 def test_a_group_without_slots_is_left_out() -> None:

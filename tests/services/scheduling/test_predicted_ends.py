@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from timed_cell import MS, TimedCell
+from timed_gangs import MS, TimedCell
 
-from csps.services.scheduling.cost import Unmeasured
-from csps.services.scheduling.policies.choice import make_policy
+from csps.configurator.costs.cost_table import Unmeasured
+from csps.services.scheduling.policies.registry import make_policy
 
 LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns=5 * MS)
 OPTIONS: dict[str, dict[str, object]] = {

@@ -7,20 +7,19 @@ import itertools
 from collections import Counter, deque
 
 import pytest
-from any_layout import AnyLayout, lay
-from scheduler_cell import RandomCell
+from arbitrary_layout_policy import AnyLayout, lay
+from random_executor import RandomCell
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.decode_slots import decode_slots
-from csps.services.scheduling.ids import InstanceId, gang_of, instance_id
-from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
-from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.shares import own
-from csps.services.scheduling.step_shares import slots_of
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.step_layout import slots_of
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import InstanceId, gang_of, instance_id
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
+from csps.services.scheduling.events.slices import own
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.ledger import decode_slots
 
 BLOCK = 32
 
@@ -42,8 +41,8 @@ class KeepingCell(RandomCell):
         self._of_request: dict[int, tuple[bytes, ...]] = {}
         self.lies: dict[Place, dict[int, InstanceId]] = {}
         """Where that lies which a sequence has computed."""
-        self.stays: set[Place] = set()
-        self._orders: dict[int, deque[cmd.Keep | cmd.Release]] = {}
+        self.retain: set[Place] = set()
+        self._orders: dict[int, deque[cmd.Retain | cmd.Evict]] = {}
         """By gang, what it has not executed."""
         self.reused = self.held = 0
 
@@ -63,8 +62,8 @@ class KeepingCell(RandomCell):
 
     def _answer_hashes(self, number: int) -> tuple[bytes, ...]:
         sequence = self.sequences[number]
-        request = self.requests[sequence.reserve.request]
-        said = self._of_request.get(sequence.reserve.request, ())
+        request = self.requests[sequence.reserve.request_id]
+        said = self._of_request.get(sequence.reserve.request_id, ())
         blocks = (request.prompt + request.drawn - 1) // BLOCK - len(said)
         answer = tuple(str(next(self._blocks)).encode() for _ in range(max(0, blocks)))
         if not said:
@@ -75,16 +74,16 @@ class KeepingCell(RandomCell):
 
     def _said(self, sequence: int) -> tuple[bytes, ...]:
         """What a sequence has hashes of, its answer included."""
-        request = self.sequences[sequence].reserve.request
+        request = self.sequences[sequence].reserve.request_id
         return self._of_request.get(-sequence, self._of_request.get(request, ()))
 
     # --- what ranks do ---
 
     def _reserve(self, command: cmd.Reserve) -> None:
         super()._reserve(command)
-        here = sum(it.tokens for it in command.shares if it.origin)
-        self._check_reused(command.sequence, command.shares, here)
-        if self._elastic or command.rides:
+        here = sum(it.tokens for it in command.slices if it.source)
+        self._check_reused(command.sequence_id, command.slices, here)
+        if self._elastic or command.piggybacked:
             assert here == command.cached, "reused, but not named"
         else:
             self.held += here
@@ -92,79 +91,79 @@ class KeepingCell(RandomCell):
 
     def _run_step(self, command: cmd.RunStep) -> None:
         super()._run_step(command)
-        for piece, history in zip(command.pieces, command.history, strict=True):
-            reserve = self.sequences[piece.sequence].reserve
-            place = gang_of(command.group[0]), piece.sequence
+        for chunk, history in zip(command.chunks, command.history, strict=True):
+            reserve = self.sequences[chunk.sequence_id].reserve
+            place = gang_of(command.group[0]), chunk.sequence_id
             lies = self.lies.setdefault(place, {})
-            self._check_reused(piece.sequence, history, reserve.cached)
+            self._check_reused(chunk.sequence_id, history, reserve.cached)
             told = {p: it.instance for it in own(history) for p in it.span.positions}
             assert told == lies, "history is not where it was left"
-            assert piece.start == reserve.cached + len(lies), "chunks follow one upon another"
-            lay(lies, piece, command, reserve if self._elastic else None)
-            if piece.stays:
-                self.stays.add(place)
+            assert chunk.start == reserve.cached + len(lies), "chunks follow one upon another"
+            lay(lies, chunk, command, reserve if self._elastic else None)
+            if chunk.retain:
+                self.retain.add(place)
 
-    def _check_reused(self, number: int, shares: tuple[cmd.Share, ...], cached: int) -> None:
+    def _check_reused(self, number: int, slices: tuple[cmd.PlacedSlice, ...], cached: int) -> None:
         """What others have computed lies there, is the beginning of this prompt, and nothing
         else."""
-        named = [it for it in shares if it.origin]
+        named = [it for it in slices if it.source]
         positions = sorted(p for it in named for p in it.span.positions)
         if named:
             assert positions == list(range(cached)), "not the prompt's beginning"
         for share in named:
             assert gang_of(share.instance) in self.gangs, "on a dead gang"
-            lies = self.lies[gang_of(share.instance), share.origin]
+            lies = self.lies[gang_of(share.instance), share.source]
             for p in share.span.positions:
                 assert lies.get(p) == share.instance, "reused, but not there"
             blocks = -(-share.stop // BLOCK)
-            assert self._said(share.origin)[:blocks] == self._said(number)[:blocks], "other text"
+            assert self._said(share.source)[:blocks] == self._said(number)[:blocks], "other text"
 
     def _cancel(self, command: cmd.Cancel) -> None:
         super()._cancel(command)
-        sequence = self.sequences[command.sequence]
+        sequence = self.sequences[command.sequence_id]
         if sequence.prefill in command.gangs and not self._elastic:
-            place = sequence.prefill, command.sequence
-            self.stays.discard(place)
+            place = sequence.prefill, command.sequence_id
+            self.retain.discard(place)
             if not sequence.steps:
                 gone = self.lies.pop(place, {})
                 self._check_unread(place, range(max(gone, default=-1) + 1))
 
     def _step_done(self) -> None:
-        numbers = {piece.sequence for step, _ in self.steps.values() for piece in step.pieces}
+        numbers = {chunk.sequence_id for step, _ in self.steps.values() for chunk in step.chunks}
         super()._step_done()
         for number in numbers:
             sequence = self.sequences[number]
             place = sequence.prefill, number
-            if not sequence.steps and not self._elastic and place not in self.stays:
+            if not sequence.steps and not self._elastic and place not in self.retain:
                 self.lies.pop(place, None)
 
-    def _keep(self, command: cmd.Keep) -> None:
-        sequence = self.sequences[command.sequence]
-        reserve, request = sequence.reserve, self.requests[sequence.reserve.request]
-        assert reserve.stays, "kept, but it was not to stay"
+    def _keep(self, command: cmd.Retain) -> None:
+        sequence = self.sequences[command.sequence_id]
+        reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
+        assert reserve.retain, "kept, but it was not to stay"
         assert not sequence.freeing, "kept, but it was cancelled"
         drawn = request.drawn - (request.output - reserve.output_tokens)
         computed = reserve.prompt_tokens + max(drawn - 1, 0)
-        reused = sum(it.tokens for it in reserve.shares if it.origin)
+        reused = sum(it.tokens for it in reserve.slices if it.source)
         if command.stop > command.start:
             assert reused <= command.start < command.stop <= computed, "kept, not computed"
         answer = reserve.answer or (
-            cmd.Share(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
+            cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
         )
         assert not sequence.unlanded or self._elastic, "kept, but not there"
-        self.lies[command.gang, command.sequence] = {
+        self.lies[command.gang, command.sequence_id] = {
             p: it.instance
-            for it in (*own(reserve.shares), *answer)
+            for it in (*own(reserve.slices), *answer)
             for p in it.span.positions
             if command.start <= p < command.stop
         }
         sequence.silent = True
         self._order(command)
 
-    def _release(self, command: cmd.Release) -> None:
+    def _release(self, command: cmd.Evict) -> None:
         self._order(command)
 
-    def _order(self, command: cmd.Keep | cmd.Release) -> None:
+    def _order(self, command: cmd.Retain | cmd.Evict) -> None:
         assert command.gang in self.gangs, "told a dead gang"
         self._orders.setdefault(command.gang, deque()).append(command)
 
@@ -178,25 +177,27 @@ class KeepingCell(RandomCell):
         """A gang does the next thing that it was told. Its instances say what they have left."""
         gang = self.random.choice([it for it, orders in self._orders.items() if orders])
         order = self._orders[gang].popleft()
-        lies = self.lies.setdefault((gang, order.sequence), {})
-        if isinstance(order, cmd.Release):
+        lies = self.lies.setdefault((gang, order.sequence_id), {})
+        if isinstance(order, cmd.Evict):
             gone = range(order.start, order.stop)
-            self._check_unread((gang, order.sequence), gone)
+            self._check_unread((gang, order.sequence_id), gone)
             for p in [it for it in lies if it in gone]:
                 del lies[p]
         else:
-            self.sequences[order.sequence].unfreed = []
-            self.stays.add((gang, order.sequence))
+            self.sequences[order.sequence_id].unfreed = []
+            self.retain.add((gang, order.sequence_id))
         left = Counter(lies.values())
         for index in range(len(self.gangs[gang].instances)):
             it = instance_id(gang, index)
-            self._pending.append(ev.Kept(sequence=order.sequence, instance=it, tokens=left[it]))
+            self._pending.append(
+                ev.Retained(sequence_id=order.sequence_id, instance=it, tokens=left[it])
+            )
 
     def _check_unread(self, place: Place, gone: range) -> None:
         reading = [history for step, _ in self.steps.values() for history in step.history]
-        reading += [it.reserve.shares for it in self.sequences.values() if it.unfreed]
-        for share in (share for shares in reading for share in shares):
-            if (gang_of(share.instance), share.origin) == place:
+        reading += [it.reserve.slices for it in self.sequences.values() if it.unfreed]
+        for share in (share for slices in reading for share in slices):
+            if (gang_of(share.instance), share.source) == place:
                 assert not set(share.span.positions) & set(gone), "released while it is read"
 
     def _gang_dies(self, gang: int | None = None) -> None:
@@ -216,10 +217,10 @@ class KeepingCell(RandomCell):
         for sequence in self.sequences.values():
             slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
             used.update({it: slots[it] for it in sequence.unfreed})
-        for place in self.stays:
+        for place in self.retain:
             used.update(self.lies.get(place, {}).values())
         for step, undone in self.steps.values():
-            if not (self._elastic or any(it.stays for it in step.pieces)):
+            if not (self._elastic or any(it.retain for it in step.chunks)):
                 sizes = slots_of(step, step.history)
                 used.update({it: sizes.get(it, 0) for it in undone})
         for gang in self.gangs.values():

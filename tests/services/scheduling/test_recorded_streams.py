@@ -19,8 +19,13 @@ from canonical_streams import (
 )
 from recorded_workloads import WORKLOADS
 
-from csps.services.scheduling.commands import AnyCommand, Fail, Piece, Release, RunStep, Share
-from csps.services.scheduling.events import (
+from csps.services.scheduling.core.scheduler import RoundResult as Outcome
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.commands import AnyCommand, Fail, RunStep
+from csps.services.scheduling.events.commands import Chunk as Piece
+from csps.services.scheduling.events.commands import Evict as Release
+from csps.services.scheduling.events.commands import PlacedSlice as Share
+from csps.services.scheduling.events.events import (
     AnyEvent,
     Failed,
     GangUp,
@@ -28,7 +33,6 @@ from csps.services.scheduling.events import (
     Submitted,
     WireError,
 )
-from csps.services.scheduling.scheduler import Outcome, Scheduler
 
 STREAMS = Path(__file__).parent / "recorded_streams"
 SIMULATED = ("csps-riding", "loongserve-static", "tetris-replanning")
@@ -89,11 +93,11 @@ STEP = RunStep(
     step=9,
     group=(65536,),
     bounds=(0, 100),
-    pieces=(Piece(5, 0, 100, rows=(Share(65536, 0, 100),)),),
+    chunks=(Piece(5, 0, 100, rows=(Share(65536, 0, 100),)),),
     history=((),),
     strategy="ulysses",
     cls="exact",
-    urgent=False,
+    high_priority=False,
     ends_ns=7,
 )
 
@@ -128,7 +132,7 @@ def test_the_first_other_field_is_named(tmp_path: Path) -> None:
 def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP], 2)
     shorter = Piece(5, 0, 100, rows=(Share(65536, 0, 99),))
-    other = msgspec.structs.replace(STEP, pieces=(shorter,))
+    other = msgspec.structs.replace(STEP, chunks=(shorter,))
     with pytest.raises(AssertionError, match=r"\.pieces\[0\]\.rows\[0\]\.stop: 100, now 99"):
         follower.commands([other], 50)
 
@@ -204,8 +208,8 @@ def test_present_names_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch
             "begin": 0,
             "stop": 64,
         }
-        (piece,) = canonical_command(STEP)["pieces"]
-        assert (piece["rows"][0]["end"], piece["start"]) == (100, 0)
+        (chunk,) = canonical_command(STEP)["pieces"]
+        assert (chunk["rows"][0]["end"], chunk["start"]) == (100, 0)
         told = canonical_event(EVENTS[0])
         assert (told["event"], told["blocks"]) == ("arrived", ["61", "6263"])
         assert event_of(told) == EVENTS[0]

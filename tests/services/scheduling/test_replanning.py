@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from scheduler_cell import RandomCell
-from scheduler_desk import LINK, MS, SECOND, Desk, only
-from scripted_policy import Scripted
+from random_executor import RandomCell
+from scheduler_harness import LINK, MS, SECOND, Desk, only
+from scripted_policies import Scripted
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.decisions import (
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
-    PlannedPiece,
+    PlannedChunk,
     PlannedStep,
     Replan,
     StartPlan,
 )
-from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.deciding.view import View
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import instance_id
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris
-from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.view import View
 
 P0, P1, D0 = instance_id(1, 0), instance_id(1, 1), instance_id(2, 0)
 AHEAD_NS = 200 * MS
@@ -39,14 +39,14 @@ def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> P
     return PlannedStep(
         group=group,
         bounds=bounds,
-        pieces=(PlannedPiece(request, start, length),),
+        chunks=(PlannedChunk(request, start, length),),
         strategy="ring_kv",
         predicted_ns=SECOND,
     )
 
 
 def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
-    placement = DecodePlacement(request, (cmd.Share(D0, 0, length),), D0)
+    placement = DecodePlacement(request, (cmd.PlacedSlice(D0, 0, length),), D0)
     return StartPlan(steps=steps, decode=(placement,), ahead_ns=AHEAD_NS)
 
 
@@ -63,7 +63,7 @@ class Seeing(Scripted):
 
     def decide(self, view: View) -> Sequence[Decision]:
         self.seen = [
-            (it.id, it.plan.version, [held.command.pieces[0].start for held in it.plan.held])  # type: ignore[union-attr]
+            (it.id, it.plan.version, [unsent.command.chunks[0].start for unsent in it.plan.unsent])  # type: ignore[union-attr]
             for it in view.planned
         ]
         return super().decide(view)
@@ -92,11 +92,11 @@ def started(made: Line) -> tuple[int, cmd.RunStep]:
     """The request's sequence, and the one step that the ranks hear of."""
     commands = made.turn(made.submit(500, 10))
     (reserve,), (first,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
-    return reserve.sequence, first
+    return reserve.sequence_id, first
 
 
 def done(it: cmd.RunStep) -> list[ev.AnyEvent]:
-    return [ev.StepDone(step=it.step, instance=at, took_ns=SECOND) for at in it.group]
+    return [ev.StepDone(step_id=it.step_id, instance=at, took_ns=SECOND) for at in it.group]
 
 
 def test_a_step_is_sent_shortly_before_it_begins() -> None:
@@ -107,17 +107,17 @@ def test_a_step_is_sent_shortly_before_it_begins() -> None:
     assert first.group == (P0,)
     assert made.taken == 500
     (second,) = only(made.wait(until_ns=begin_ns + SECOND), cmd.RunStep)
-    assert second.pieces[0].start == 100
+    assert second.chunks[0].start == 100
     assert second.ends_ns == begin_ns + 2 * SECOND
     (third,) = only(made.wait(until_ns=begin_ns + 2 * SECOND), cmd.RunStep)
-    assert third.history[0][0] == cmd.Share(P0, 0, 100)
+    assert third.history[0][0] == cmd.PlacedSlice(P0, 0, 100)
 
 
 def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
     made = Line(CHUNKS)
     _, first = started(made)
     (second,) = only(made.turn(*done(first)), cmd.RunStep)
-    assert second.pieces[0].start == 100
+    assert second.chunks[0].start == 100
 
 
 def test_what_no_rank_has_heard_of_is_planned_again() -> None:
@@ -125,19 +125,21 @@ def test_what_no_rank_has_heard_of_is_planned_again() -> None:
     made = Line(CHUNKS)
     sequence, first = started(made)
     rest = step((P1, P0), 100, 400)
-    assert only(made.decide(Replan(sequence=sequence, version=0, steps=(rest,))), cmd.RunStep) == []
+    assert (
+        only(made.decide(Replan(sequence_id=sequence, version=0, steps=(rest,))), cmd.RunStep) == []
+    )
     assert made.taken == 500
     (second,) = only(made.turn(*done(first)), cmd.RunStep)
-    assert (second.group, second.pieces[0].length) == ((P1, P0), 400)
-    assert second.history == ((cmd.Share(P0, 0, 100),),)
-    made.turn(ev.FirstToken(sequence=sequence), *done(second))
+    assert (second.group, second.chunks[0].length) == ((P1, P0), 400)
+    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    made.turn(ev.FirstToken(sequence_id=sequence), *done(second))
     assert made.taken == 0
 
 
 def test_a_plan_that_stays_is_measured_from_now_on() -> None:
     made = Line(CHUNKS)
     sequence, _ = started(made)
-    made.decide(Replan(sequence=sequence, version=0, steps=()))
+    made.decide(Replan(sequence_id=sequence, version=0, steps=()))
     made.decide()
     assert made.policy.seen == [(sequence, 1, [100, 400])]
 
@@ -150,20 +152,20 @@ def test_a_new_plan_keeps_its_place_in_the_line() -> None:
     made.policy.decisions = (younger,)
     made.turn(made.submit(500, 10))
     rest = step((P0,), 100, 300), step((P0, P1), 400, 100)
-    made.decide(Replan(sequence=sequence, version=0, steps=rest))
+    made.decide(Replan(sequence_id=sequence, version=0, steps=rest))
     assert [number for number, *_ in made.policy.seen] == [sequence, sequence + 1]
     sent = [first]
     while len(sent) < 5:
         commands = made.turn(*done(sent[-1]))
         sent += only(commands, cmd.RunStep) or only(made.wait(), cmd.RunStep)
-    order = [(it.pieces[0].sequence - sequence, it.pieces[0].start) for it in sent]
+    order = [(it.chunks[0].sequence_id - sequence, it.chunks[0].start) for it in sent]
     assert order == [(0, 0), (0, 100), (0, 400), (1, 0), (1, 100)]
 
 
 def test_who_leaves_between_chunks_gives_everything_back() -> None:
     made = Line(CHUNKS)
     _, first = started(made)
-    commands = made.turn(ev.Cancelled(request=1))
+    commands = made.turn(ev.RequestCancelled(request_id=1))
     assert [type(it) for it in commands] == [cmd.Cancel]
     made.turn(*done(first))
     assert made.taken == 0
@@ -186,7 +188,7 @@ def test_who_was_told_nothing_is_not_silent() -> None:
     del first
     limit_ns = 180 * SECOND
     made.decide()
-    heard = [made.turn(ev.Heard(instances=(P0,)), after_ns=limit_ns // 4) for _ in range(3)]
+    heard = [made.turn(ev.Heartbeat(instances=(P0,)), after_ns=limit_ns // 4) for _ in range(3)]
     assert not [it for commands in heard for it in only(commands, cmd.ResetGang)]
 
 
@@ -204,7 +206,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
 def test_a_rest_that_is_not_sound_changes_nothing(changes: dict[str, object], message: str) -> None:
     made = Line(CHUNKS)
     sequence, _ = started(made)
-    sound = Replan(sequence=sequence, version=0, steps=(step((P0, P1), 100, 400),))
+    sound = Replan(sequence_id=sequence, version=0, steps=(step((P0, P1), 100, 400),))
     with pytest.raises(AssertionError, match=message):
         made.decide(msgspec.structs.replace(sound, **changes))
     assert made.taken == 500
@@ -216,7 +218,7 @@ def test_a_rest_without_slots_beside_the_old_one_is_refused() -> None:
     (reserve,) = only(commands, cmd.Reserve)
     rest = step((P0, P1), 100, 5900)
     with pytest.raises(AssertionError, match="slots of"):
-        made.decide(Replan(sequence=reserve.sequence, version=0, steps=(rest,)))
+        made.decide(Replan(sequence_id=reserve.sequence_id, version=0, steps=(rest,)))
 
 
 class Counting(Tetris):

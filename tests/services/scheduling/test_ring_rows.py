@@ -8,26 +8,25 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 from property_examples import examples
 
-from csps.services.scheduling.decisions import PlannedPiece, PlannedStep
-from csps.services.scheduling.ids import instance_id
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.ring_rows import in_zigzag
-from csps.services.scheduling.shares import bounds_of, parts, tokens_on
-from csps.services.scheduling.step_shares import chunk_of, rows_of
+from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep
+from csps.services.scheduling.deciding.step_layout import in_zigzag, rows_of, span_of
+from csps.services.scheduling.events.events import instance_id
+from csps.services.scheduling.events.slices import bounds_of, covers_once, tokens_on
+from csps.services.scheduling.policies.registry import make_policy
 
 
 def step_of(shares: list[int], starts: list[int], cuts: list[int], strategy: str) -> PlannedStep:
     """Pieces that end where the batch is cut."""
     bounds = bounds_of(shares)
     ends = sorted({bounds[-1], *(cut % bounds[-1] for cut in cuts)} - {0})
-    pieces = [
-        PlannedPiece(number, starts[number % len(starts)], stop - start)
+    chunks = [
+        PlannedChunk(number, starts[number % len(starts)], stop - start)
         for number, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
     ]
     return PlannedStep(
         group=tuple(instance_id(1, index) for index in range(len(shares))),
         bounds=bounds,
-        pieces=tuple(pieces),
+        chunks=tuple(chunks),
         strategy=strategy,
         predicted_ns=1,
     )
@@ -45,12 +44,12 @@ def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
     before = step_of(shares, starts, cuts, "ring_q")
     after = in_zigzag(before)
     assert after.bounds == before.bounds
-    for piece, cut, rows in zip(after.pieces, rows_of(before), rows_of(after), strict=True):
-        assert parts(chunk_of(piece), rows)
+    for chunk, cut, rows in zip(after.chunks, rows_of(before), rows_of(after), strict=True):
+        assert covers_once(span_of(chunk), rows)
         assert tokens_on(rows) == tokens_on(cut)
     assert in_zigzag(after) == after
     alone = in_zigzag(step_of(shares, starts, cuts, "ulysses"))
-    assert not any(piece.rows for piece in alone.pieces)
+    assert not any(chunk.rows for chunk in alone.chunks)
 
 
 @pytest.mark.parametrize("policy", ["fixed_sp", "csps", "tetris", "context_parallel"])
@@ -65,9 +64,9 @@ def test_policies_lay_them_out(policy: str, strategy: str) -> None:
     picture = Picture([waiting(1, 1000, cls=cls)], [Busy(), Busy()])
     (plan,) = plans(list(picture.ask(make_policy(policy, options.get(policy)))))
     (step,) = plan.steps
-    (piece,) = step.pieces
+    (chunk,) = step.chunks
     assert (step.strategy, len(step.group)) == (strategy, 2)
-    spans = [(it.instance, it.start, it.stop) for it in piece.rows]
+    spans = [(it.instance, it.start, it.stop) for it in chunk.rows]
     first, second = step.group
     assert spans == [(first, 0, 250), (first, 750, 1000), (second, 250, 500), (second, 500, 750)]
 
@@ -75,5 +74,5 @@ def test_policies_lay_them_out(policy: str, strategy: str) -> None:
 def test_tetris_stripes_them_where_it_is_told_to() -> None:
     picture = Picture([waiting(1, 1000, cls="ring_kv/exact")], [Busy(), Busy()])
     (plan,) = plans(list(picture.ask(make_policy("tetris", {"layout": "striped"}))))
-    ((piece,),) = [step.pieces for step in plan.steps]
-    assert [(it.start, it.stop, it.step) for it in piece.rows] == [(0, 999, 2), (1, 1000, 2)]
+    ((chunk,),) = [step.chunks for step in plan.steps]
+    assert [(it.start, it.stop, it.step) for it in chunk.rows] == [(0, 999, 2), (1, 1000, 2)]

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from scheduler_cell import gang_up
-from scheduler_desk import LINK, SECOND, Desk, only, sent
+from random_executor import gang_up
+from scheduler_harness import LINK, SECOND, Desk, only, sent
 
-from csps.protocols.errors import ContextLengthExceeded, QueueFull, from_wire
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.decode_slots import decode_slots
-from csps.services.scheduling.ids import gang_of
-from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
+from csps.protocols.core.errors import ContextLengthExceeded, QueueFull, from_wire
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import gang_of
+from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.ledger import decode_slots
 
 PATIENT = settings(
     max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -41,7 +41,7 @@ def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
     assert 1 <= error.retry_after_s <= 60
     for refusal in (desk.scheduler.refusal(500, 10), desk.scheduler.refusal_unread()):
         assert refusal == refuse.error
-    desk.turn(ev.Cancelled(request=first.request))
+    desk.turn(ev.RequestCancelled(request_id=first.request_id))
     assert desk.scheduler.refusal_unread() is None
 
 
@@ -92,7 +92,7 @@ def capacity_desk() -> Desk:
 def test_what_an_idle_cluster_can_hold_fits(prompt: int, output: int) -> None:
     desk = capacity_desk()
     assert desk.scheduler.refusal(prompt, output) is None
-    assert desk.scheduler.fit.longest_answer(prompt) >= output
+    assert desk.scheduler.capacity.longest_answer(prompt) >= output
     assert sent(desk.turn(desk.submit(prompt, output)))
 
 
@@ -113,19 +113,19 @@ def test_what_it_cannot_hold_is_refused_with_both_numbers(
 
 
 def test_what_http_needs_to_know_of_the_room() -> None:
-    fit = capacity_desk().scheduler.fit
-    assert fit.promised == 200
-    assert [fit.longest_answer(it) for it in (1, 55, 56, 100, 200)] == [150, 150, 149, 105, 5]
-    assert fit.longest_answer(201) <= 0
+    capacity = capacity_desk().scheduler.capacity
+    assert capacity.promised == 200
+    assert [capacity.longest_answer(it) for it in (1, 55, 56, 100, 200)] == [150, 150, 149, 105, 5]
+    assert capacity.longest_answer(201) <= 0
 
 
 def test_requests_may_come_before_the_gangs() -> None:
     desk = Desk()
     assert not desk.scheduler.ready
-    assert not desk.scheduler.fit.known
+    assert not desk.scheduler.capacity.known
     request = desk.submit()
     assert desk.turn(request) == []
-    assert sent(desk.turn(desk.prefill(), desk.decode(), LINK)).request == request.request
+    assert sent(desk.turn(desk.prefill(), desk.decode(), LINK)).request == request.request_id
     assert desk.scheduler.ready
 
 
@@ -135,15 +135,15 @@ def test_whoever_waits_and_is_too_large_for_the_gangs_that_come_fails() -> None:
     desk.turn(large, small)
     commands = desk.turn(desk.prefill(1, 1000), desk.decode(), LINK)
     (fail,) = only(commands, cmd.Fail)
-    assert fail.request == large.request
+    assert fail.request_id == large.request_id
     error = raised(fail.error)
     assert isinstance(error, ContextLengthExceeded)
     assert (error.prompt_tokens, error.output_tokens, error.limit) == (5000, 10, 1000)
-    assert [it.request for it in only(commands, cmd.Reserve)] == [small.request]
+    assert [it.request_id for it in only(commands, cmd.Reserve)] == [small.request_id]
 
 
 def test_gangs_that_are_replaced_by_smaller_ones_while_a_request_pauses() -> None:
-    desk = Desk(deadlines=DeadlineSettings(retry_pause_ns=SECOND)).ready()
+    desk = Desk(deadlines=SchedulerDeadlines(retry_pause_ns=SECOND)).ready()
     plan = desk.start(3000)
     desk.turn(plan.failed())
     desk.turn(ev.GangDown(gang=1, reason="died"))
@@ -158,14 +158,14 @@ def test_a_short_prompt_that_fits_no_single_instance_is_spread_and_blocks_nobody
     desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK)
     plan = sent(desk.turn(desk.submit(90)))
     assert len(plan.step.group) == 2
-    assert not plan.step.urgent
+    assert not plan.step.high_priority
 
 
 def test_whether_a_waiting_prompt_is_urgent_is_decided_again_when_gangs_come() -> None:
     desk = Desk()
     desk.turn(desk.submit(90))
     plan = sent(desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK))
-    assert not plan.step.urgent
+    assert not plan.step.high_priority
 
 
 # --- whatever is admitted is placed ----------------------------------------------------------
@@ -267,11 +267,11 @@ def test_whoever_is_admitted_rides_in_an_idle_gang(
 
 
 def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
-    holders = sorted({it.instance for it in reserve.shares} | {reserve.master})
+    holders = sorted({it.instance for it in reserve.slices} | {reserve.master})
     return [
-        ev.FirstToken(sequence=reserve.sequence),
-        ev.Finished(sequence=reserve.sequence, drawn=reserve.output_tokens),
-        *(ev.Freed(sequence=reserve.sequence, instance=it) for it in holders),
+        ev.FirstToken(sequence_id=reserve.sequence_id),
+        ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=reserve.output_tokens),
+        *(ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders),
     ]
 
 
@@ -347,7 +347,9 @@ def _play(
         steps = only(commands, cmd.RunStep)
         for reserve in only(commands, cmd.Reserve):
             check(reserve)
-            (step,) = (s for s in steps if any(p.sequence == reserve.sequence for p in s.pieces))
+            (step,) = (
+                s for s in steps if any(p.sequence_id == reserve.sequence_id for p in s.chunks)
+            )
             running.append((reserve, _life(reserve, step)))
         if not running:
             if desk.wake_at_ns != desk.now_ns:
@@ -361,14 +363,14 @@ def _play(
 
 def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
     """All that happens to a sequence, at once; the step's other members draw their tokens, too."""
-    firsts = [ev.FirstToken(sequence=it.sequence) for it in step.pieces]
-    done = [ev.StepDone(step=step.step, instance=it, took_ns=1000) for it in step.group]
-    sequence = reserve.sequence
+    firsts = [ev.FirstToken(sequence_id=it.sequence_id) for it in step.chunks]
+    done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1000) for it in step.group]
+    sequence = reserve.sequence_id
     landed = [
-        ev.Landed(sequence=sequence, instance=it.instance, tokens=it.stop - it.start)
-        for it in reserve.shares
+        ev.KvReceived(sequence_id=sequence, instance=it.instance, tokens=it.stop - it.start)
+        for it in reserve.slices
     ]
     holders = sorted(decode_slots(reserve, reserve.output_tokens))
-    finished = ev.Finished(sequence=sequence, drawn=reserve.output_tokens)
-    freed = [ev.Freed(sequence=sequence, instance=it) for it in holders]
+    finished = ev.Finished(sequence_id=sequence, generated_tokens=reserve.output_tokens)
+    freed = [ev.Freed(sequence_id=sequence, instance=it) for it in holders]
     return [*firsts, *done, *landed, finished, *freed]

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_desk import Desk, only
-from scripted_policy import Scripted
+from scheduler_harness import Desk, only
+from scripted_policies import Scripted
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.decisions import (
+from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
-    PlannedPiece,
+    PlannedChunk,
     PlannedStep,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import instance_id
 
 P0, P1, D0, D1 = (instance_id(gang, index) for gang in (1, 2) for index in (0, 1))
 
 
-def step(group: tuple[int, ...], bounds: tuple[int, ...], *pieces: PlannedPiece) -> PlannedStep:
+def step(group: tuple[int, ...], bounds: tuple[int, ...], *chunks: PlannedChunk) -> PlannedStep:
     return PlannedStep(
-        group=group, bounds=bounds, pieces=pieces, strategy="ring_kv", predicted_ns=1000
+        group=group, bounds=bounds, chunks=chunks, strategy="ring_kv", predicted_ns=1000
     )
 
 
 CHUNKS = StartPlan(
     steps=(
-        step((P0,), (0, 100), PlannedPiece(1, 0, 100)),
-        step((P1, P0), (0, 150, 300), PlannedPiece(1, 100, 300)),
-        step((P0, P1), (0, 10, 200), PlannedPiece(1, 400, 100), PlannedPiece(2, 0, 100)),
+        step((P0,), (0, 100), PlannedChunk(1, 0, 100)),
+        step((P1, P0), (0, 150, 300), PlannedChunk(1, 100, 300)),
+        step((P0, P1), (0, 10, 200), PlannedChunk(1, 400, 100), PlannedChunk(2, 0, 100)),
     ),
     decode=(
-        DecodePlacement(1, (cmd.Share(D0, 0, 500),), D0),
-        DecodePlacement(2, (cmd.Share(D0, 0, 100),), D0),
+        DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0),
+        DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 100),), D0),
     ),
 )
 
@@ -54,43 +54,51 @@ def submitted(made: Desk) -> list[cmd.AnyCommand]:
 def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     commands = submitted(desk(CHUNKS))
     first, second, third = only(commands, cmd.RunStep)
-    one, two = (it.sequence for it in only(commands, cmd.Reserve))
+    one, two = (it.sequence_id for it in only(commands, cmd.Reserve))
     assert first.history == ((),)
-    assert second.history == ((cmd.Share(P0, 0, 100),),)
-    history = (cmd.Share(P0, 0, 100), cmd.Share(P1, 100, 250), cmd.Share(P0, 250, 400))
+    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    history = (
+        cmd.PlacedSlice(P0, 0, 100),
+        cmd.PlacedSlice(P1, 100, 250),
+        cmd.PlacedSlice(P0, 250, 400),
+    )
     assert third.history == (history, ())
-    assert third.pieces == (cmd.Piece(one, 400, 100), cmd.Piece(two, 0, 100))
+    assert third.chunks == (cmd.Chunk(one, 400, 100), cmd.Chunk(two, 0, 100))
     assert [type(it) for it in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
 def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> None:
     """Striped rows that the second instance keeps, then all of it kept by turns."""
-    striped = (cmd.Share(P0, 0, 99, 2), cmd.Share(P1, 1, 100, 2))
-    turns = (cmd.Share(P0, 0, 499, 2), cmd.Share(P1, 1, 500, 2))
-    moved = PlannedPiece(1, 0, 100, striped, (cmd.Share(P1, 0, 100),))
+    striped = (cmd.PlacedSlice(P0, 0, 99, 2), cmd.PlacedSlice(P1, 1, 100, 2))
+    turns = (cmd.PlacedSlice(P0, 0, 499, 2), cmd.PlacedSlice(P1, 1, 500, 2))
+    moved = PlannedChunk(1, 0, 100, striped, (cmd.PlacedSlice(P1, 0, 100),))
     plan = StartPlan(
         steps=(
             step((P0, P1), (0, 50, 100), moved),
-            step((P0, P1), (0, 400, 400), PlannedPiece(1, 100, 400, (), turns)),
+            step((P0, P1), (0, 400, 400), PlannedChunk(1, 100, 400, (), turns)),
         ),
-        decode=(DecodePlacement(1, (cmd.Share(D0, 0, 500),), D0),),
+        decode=(DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0),),
     )
     made = desk(plan)
     first, second = only(made.turn(made.submit(500, 10)), cmd.RunStep)
-    assert first.pieces[0].rows == striped
-    assert second.history == ((cmd.Share(P1, 0, 100),),)
-    assert second.pieces[0].keep == turns
+    assert first.chunks[0].rows == striped
+    assert second.history == ((cmd.PlacedSlice(P1, 0, 100),),)
+    assert second.chunks[0].placement == turns
     # 50 computed and 50 + 50 kept; then 400 computed, 50 that come back and 200 that are kept.
     assert made.scheduler.counts.prefill_kv == (50 + 100 + 400 + 50 + 200) / 8000
 
 
 def test_keepers_of_an_answer_have_its_slots() -> None:
-    made = Desk(Scripted(changed(answer=(cmd.Share(D0, 500, 509, 2), cmd.Share(D1, 501, 510, 2)))))  # type: ignore[arg-type]
+    made = Desk(
+        Scripted(
+            changed(answer=(cmd.PlacedSlice(D0, 500, 509, 2), cmd.PlacedSlice(D1, 501, 510, 2)))
+        )
+    )  # type: ignore[arg-type]
     made.ready()
     (reserve,) = only(made.turn(made.submit(500, 10)), cmd.Reserve)
-    assert reserve.answer[1] == cmd.Share(D1, 501, 510, 2)
-    freed = [ev.Freed(sequence=reserve.sequence, instance=it) for it in (D0, D1)]
-    made.turn(ev.Cancelled(request=1))
+    assert reserve.answer[1] == cmd.PlacedSlice(D1, 501, 510, 2)
+    freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in (D0, D1)]
+    made.turn(ev.RequestCancelled(request_id=1))
     made.turn(freed[0])
     assert made.scheduler.counts.decode_kv == 5 / 18_000
     made.turn(freed[1])
@@ -101,16 +109,16 @@ def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
     made = desk(CHUNKS)
     commands = submitted(made)
     steps = only(commands, cmd.RunStep)
-    one, two = (it.sequence for it in only(commands, cmd.Reserve))
+    one, two = (it.sequence_id for it in only(commands, cmd.Reserve))
     done = [
-        ev.StepDone(step=it.step, instance=instance, took_ns=10)
+        ev.StepDone(step_id=it.step_id, instance=instance, took_ns=10)
         for it in steps
         for instance in it.group
     ]
     for event in done[:-1]:
         assert made.turn(event) == []
         assert made.scheduler.counts.prefill_kv == 600 / 8000
-    made.turn(ev.FirstToken(sequence=one), ev.FirstToken(sequence=two), done[-1])
+    made.turn(ev.FirstToken(sequence_id=one), ev.FirstToken(sequence_id=two), done[-1])
     assert made.scheduler.counts.prefill_kv == 0
 
 
@@ -118,7 +126,7 @@ def test_a_request_in_chunks_lacks_its_first_token_only_after_the_last() -> None
     made = desk(CHUNKS)
     steps = only(submitted(made), cmd.RunStep)
     done = [
-        ev.StepDone(step=it.step, instance=instance, took_ns=10)
+        ev.StepDone(step_id=it.step_id, instance=instance, took_ns=10)
         for it in steps
         for instance in it.group
     ]
@@ -130,7 +138,7 @@ def test_a_gang_that_dies_between_chunks_gives_everything_back() -> None:
     made = desk(CHUNKS)
     commands = submitted(made)
     first = only(commands, cmd.RunStep)[0]
-    made.turn(ev.StepDone(step=first.step, instance=P0, took_ns=10))
+    made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=10))
     commands = made.turn(ev.GangDown(gang=1, reason="died"))
     assert len(only(commands, cmd.Restart)) == 2
     assert made.scheduler.counts.waiting == 2
@@ -144,23 +152,23 @@ def changed(**changes: object) -> StartPlan:
     sound = {
         "group": (P0, P1),
         "bounds": (0, 250, 500),
-        "pieces": (PlannedPiece(1, 0, 500),),
-        "shares": (cmd.Share(D0, 0, 500),),
+        "chunks": (PlannedChunk(1, 0, 500),),
+        "slices": (cmd.PlacedSlice(D0, 0, 500),),
         "master": D0,
         **changes,
     }
-    planned = step(sound["group"], sound["bounds"], *sound["pieces"])  # type: ignore[arg-type,misc]
+    planned = step(sound["group"], sound["bounds"], *sound["chunks"])  # type: ignore[arg-type,misc]
     answer = sound.get("answer", ())
-    placement = DecodePlacement(1, sound["shares"], sound["master"], answer)  # type: ignore[arg-type]
+    placement = DecodePlacement(1, sound["slices"], sound["master"], answer)  # type: ignore[arg-type]
     return StartPlan(steps=(planned,), decode=(placement,))
 
 
-def with_rows(*rows: cmd.Share) -> StartPlan:
-    return changed(pieces=(PlannedPiece(1, 0, 500, rows),))
+def with_rows(*rows: cmd.PlacedSlice) -> StartPlan:
+    return changed(chunks=(PlannedChunk(1, 0, 500, rows),))
 
 
-def keeping(*keep: cmd.Share) -> StartPlan:
-    return changed(pieces=(PlannedPiece(1, 0, 500, (), keep),))
+def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
+    return changed(chunks=(PlannedChunk(1, 0, 500, (), keep),))
 
 
 @pytest.mark.parametrize(
@@ -174,30 +182,36 @@ def keeping(*keep: cmd.Share) -> StartPlan:
         (changed(group=(P0, D0)), "another gang"),
         (changed(group=(D0,), bounds=(0, 500)), "no pair"),
         (changed(master=P0), "no pair"),
-        (changed(shares=(cmd.Share(P0, 0, 500),)), "another gang"),
-        (changed(shares=(cmd.Share(D0, 0, 499),)), "not placed once"),
-        (changed(shares=(cmd.Share(D0, 1, 500),)), "not placed once"),
-        (changed(pieces=(PlannedPiece(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
-        (changed(pieces=(PlannedPiece(1, 100, 500),)), "out of order"),
-        (changed(pieces=(PlannedPiece(9, 0, 500),)), "is over"),
-        (with_rows(cmd.Share(P0, 0, 499), cmd.Share(P1, 250, 500)), "each once"),
-        (with_rows(cmd.Share(P0, 0, 500, 2), cmd.Share(P1, 0, 500, 2)), "each once"),
-        (with_rows(cmd.Share(P0, 0, 499), cmd.Share(P1, 499, 500)), "not those of the rows"),
-        (with_rows(cmd.Share(P0, 0, 250), cmd.Share(D0, 250, 500)), "outside of the group"),
-        (keeping(cmd.Share(P0, 0, 499)), "is not kept once"),
-        (keeping(cmd.Share(P0, 0, 500), cmd.Share(P1, 499, 500)), "is not kept once"),
-        (keeping(cmd.Share(D0, 0, 500)), "outside of the group"),
-        (keeping(cmd.Share(P0, 0, 500), cmd.Share(P0, 500, 501)), "not earlier KV"),
-        (changed(answer=(cmd.Share(D0, 500, 509),)), "answer's KV is not placed once"),
-        (changed(answer=(cmd.Share(P0, 500, 510),)), "another gang"),
+        (changed(shares=(cmd.PlacedSlice(P0, 0, 500),)), "another gang"),
+        (changed(shares=(cmd.PlacedSlice(D0, 0, 499),)), "not placed once"),
+        (changed(shares=(cmd.PlacedSlice(D0, 1, 500),)), "not placed once"),
+        (changed(chunks=(PlannedChunk(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
+        (changed(chunks=(PlannedChunk(1, 100, 500),)), "out of order"),
+        (changed(chunks=(PlannedChunk(9, 0, 500),)), "is over"),
+        (with_rows(cmd.PlacedSlice(P0, 0, 499), cmd.PlacedSlice(P1, 250, 500)), "each once"),
+        (with_rows(cmd.PlacedSlice(P0, 0, 500, 2), cmd.PlacedSlice(P1, 0, 500, 2)), "each once"),
+        (
+            with_rows(cmd.PlacedSlice(P0, 0, 499), cmd.PlacedSlice(P1, 499, 500)),
+            "not those of the rows",
+        ),
+        (
+            with_rows(cmd.PlacedSlice(P0, 0, 250), cmd.PlacedSlice(D0, 250, 500)),
+            "outside of the group",
+        ),
+        (keeping(cmd.PlacedSlice(P0, 0, 499)), "is not kept once"),
+        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P1, 499, 500)), "is not kept once"),
+        (keeping(cmd.PlacedSlice(D0, 0, 500)), "outside of the group"),
+        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P0, 500, 501)), "not earlier KV"),
+        (changed(answer=(cmd.PlacedSlice(D0, 500, 509),)), "answer's KV is not placed once"),
+        (changed(answer=(cmd.PlacedSlice(P0, 500, 510),)), "another gang"),
         (
             changed(
-                pieces=(PlannedPiece(1, 0, 500), PlannedPiece(2, 0, 100)), bounds=(0, 250, 600)
+                chunks=(PlannedChunk(1, 0, 500), PlannedChunk(2, 0, 100)), bounds=(0, 250, 600)
             ),
             "a placement for every request",
         ),
         (
-            changed(pieces=(PlannedPiece(3, 0, 100),), bounds=(0, 50, 100)),
+            changed(chunks=(PlannedChunk(3, 0, 100),), bounds=(0, 50, 100)),
             "not the whole prompt",
         ),
     ],
@@ -206,7 +220,7 @@ def test_a_decision_that_is_not_sound_changes_nothing(plan: StartPlan, message: 
     made = desk(plan)
     with pytest.raises(AssertionError, match=message):
         made.turn(made.submit(500, 10), made.submit(100, 10), made.submit(100, 10, cls="fast"))
-    made.scheduler.check_integrity()
+    made.scheduler.check_invariants()
     assert made.scheduler.counts == (0, 3, 0.0, 0.0)
 
 
@@ -220,12 +234,12 @@ def test_a_good_plan_is_not_applied_when_another_is_bad() -> None:
 
 def test_plans_together_must_fit_the_free_slots() -> None:
     """Each of them would fit alone."""
-    whole = changed(group=(P0,), bounds=(0, 3000), pieces=(PlannedPiece(1, 0, 3000),),
-                    shares=(cmd.Share(D0, 0, 3000),))  # fmt: skip
+    whole = changed(group=(P0,), bounds=(0, 3000), chunks=(PlannedChunk(1, 0, 3000),),
+                    shares=(cmd.PlacedSlice(D0, 0, 3000),))  # fmt: skip
     (one,), (placement,) = whole.steps, whole.decode
     other = StartPlan(
-        steps=(msgspec.structs.replace(one, pieces=(PlannedPiece(2, 0, 3000),)),),
-        decode=(msgspec.structs.replace(placement, request=2),),
+        steps=(msgspec.structs.replace(one, chunks=(PlannedChunk(2, 0, 3000),)),),
+        decode=(msgspec.structs.replace(placement, request_id=2),),
     )
     made = desk(whole, other)
     with pytest.raises(AssertionError, match="6000 slots of 4000"):
@@ -234,10 +248,10 @@ def test_plans_together_must_fit_the_free_slots() -> None:
 
 def test_requests_of_several_classes_share_no_step() -> None:
     plan = StartPlan(
-        steps=(step((P0,), (0, 200), PlannedPiece(1, 0, 100), PlannedPiece(2, 0, 100)),),
+        steps=(step((P0,), (0, 200), PlannedChunk(1, 0, 100), PlannedChunk(2, 0, 100)),),
         decode=(
-            DecodePlacement(1, (cmd.Share(D0, 0, 100),), D0),
-            DecodePlacement(2, (cmd.Share(D0, 0, 100),), D0),
+            DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 100),), D0),
+            DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 100),), D0),
         ),
     )
     made = desk(plan)
@@ -259,6 +273,6 @@ def test_a_wake_that_nobody_needs_any_more_is_not_asked_for_again() -> None:
     policy = Scripted(WakeAt(at_ns=5_000_000_000))
     made = Desk(policy).ready()  # type: ignore[arg-type]
     made.turn(made.submit(500, 10))
-    made.turn(ev.Cancelled(request=1))
+    made.turn(ev.RequestCancelled(request_id=1))
     made.wait()
     assert made.wake_at_ns is None

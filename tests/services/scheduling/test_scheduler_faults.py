@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_desk import LINK, MS, SECOND, Desk, Sent, only, sent
+from scheduler_harness import LINK, MS, SECOND, Desk, Sent, only, sent
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.ids import instance_id
-from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import instance_id
+from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
 
 PREFILL_DOWN = ev.GangDown(gang=1, reason="rank 0 died")
 DECODE_DOWN = ev.GangDown(gang=2, reason="rank 0 died")
-PAUSE_NS = DeadlineSettings().retry_pause_ns
+PAUSE_NS = SchedulerDeadlines().retry_pause_ns
 
 
 def replaced_prefill(desk: Desk) -> list[ev.AnyEvent]:
@@ -35,9 +35,9 @@ def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
     desk = Desk().ready()
     plan = desk.start()
     cancel, restart = desk.turn(PREFILL_DOWN)
-    assert cancel == cmd.Cancel(sequence=plan.sequence, gangs=(2,))
+    assert cancel == cmd.Cancel(sequence_id=plan.sequence, gangs=(2,))
     assert isinstance(restart, cmd.Restart)
-    assert (restart.request, restart.sequence) == (plan.request, plan.sequence)
+    assert (restart.request_id, restart.sequence_id) == (plan.request, plan.sequence)
     assert restart.error.code == "GangLost"
     again = sent(desk.turn(*replaced_prefill(desk)))
     assert again.request == plan.request
@@ -53,7 +53,7 @@ def test_prefill_lost_after_the_first_token_goes_on_with_the_second() -> None:
     assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
     again = sent(desk.turn(*replaced_prefill(desk)))
     assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (3001, 9)
-    assert again.step.pieces[0].length == 3001
+    assert again.step.chunks[0].length == 3001
     desk.turn(*again.joined())
     desk.turn(again.finished(10), *again.freed(), *plan.freed())
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
@@ -75,9 +75,9 @@ def test_decode_lost_restarts_all_that_it_held(drawn: int) -> None:
     plan = desk.start()
     if drawn:
         desk.turn(*plan.joined())
-    progress = ev.Progress(drawn=((plan.sequence, drawn),))
+    progress = ev.Progress(generated_tokens=((plan.sequence, drawn),))
     commands = desk.turn(progress, DECODE_DOWN)
-    cancels = [] if drawn else [cmd.Cancel(sequence=plan.sequence, gangs=(1,))]
+    cancels = [] if drawn else [cmd.Cancel(sequence_id=plan.sequence, gangs=(1,))]
     assert only(commands, cmd.Cancel) == cancels
     assert len(only(commands, cmd.Restart)) == 1
     again = sent(desk.turn(*plan.steps_done(), *replaced_decode(desk)))
@@ -89,7 +89,7 @@ def test_what_was_drawn_before_several_faults_adds_up() -> None:
     desk = Desk().ready()
     plan = desk.start()
     desk.turn(*plan.joined())
-    desk.turn(ev.Progress(drawn=((plan.sequence, 4),)), DECODE_DOWN)
+    desk.turn(ev.Progress(generated_tokens=((plan.sequence, 4),)), DECODE_DOWN)
     second = sent(desk.turn(*replaced_decode(desk)))
     assert (second.reserve.prompt_tokens, second.reserve.output_tokens) == (504, 6)
     desk.turn(*second.joined())
@@ -102,7 +102,7 @@ def test_a_request_whose_whole_answer_has_left_is_over() -> None:
     desk = Desk().ready()
     plan = desk.start(output=5)
     desk.turn(*plan.joined())
-    assert desk.turn(ev.Progress(drawn=((plan.sequence, 5),)), DECODE_DOWN) == []
+    assert desk.turn(ev.Progress(generated_tokens=((plan.sequence, 5),)), DECODE_DOWN) == []
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
@@ -127,7 +127,7 @@ def test_an_answer_that_ended_after_the_fault_in_the_same_turn_is_over() -> None
 def test_nothing_is_said_to_a_gang_that_went_down_in_the_same_turn() -> None:
     desk = Desk().ready()
     plan = desk.start()
-    commands = desk.turn(ev.Cancelled(request=plan.request), PREFILL_DOWN, DECODE_DOWN)
+    commands = desk.turn(ev.RequestCancelled(request_id=plan.request), PREFILL_DOWN, DECODE_DOWN)
     assert commands == []
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
@@ -148,11 +148,11 @@ def test_a_request_is_tried_so_often_and_no_more() -> None:
     plan, other = desk.start(), desk.start()
     desk.turn(PREFILL_DOWN)
     again = sorted(
-        (it.request for it in only(desk.turn(*replaced_prefill(desk)), cmd.Reserve)),
+        (it.request_id for it in only(desk.turn(*replaced_prefill(desk)), cmd.Reserve)),
     )
     assert again == [plan.request, other.request]
     commands = desk.turn(ev.GangDown(gang=3, reason="rank 1 died"))
-    assert [it.request for it in only(commands, cmd.Fail)] == again
+    assert [it.request_id for it in only(commands, cmd.Fail)] == again
     assert error_of(commands[:2]).code == "GangLost"
     assert desk.scheduler.counts.running == desk.scheduler.counts.waiting == 0
 
@@ -181,7 +181,7 @@ def test_a_request_that_may_be_killing_gangs_gets_two_of_them(first: str, second
     if second == "decode":
         desk.turn(*again.joined())
     commands = lose(desk, gangs[second])
-    assert [it.request for it in only(commands, cmd.Fail)] == [plan.request]
+    assert [it.request_id for it in only(commands, cmd.Fail)] == [plan.request]
 
 
 def test_gangs_that_a_request_has_left_alone_do_not_count() -> None:
@@ -214,7 +214,7 @@ def test_a_request_that_decodes_in_company_is_not_suspected() -> None:
     for number in range(3, 9):
         other = desk.start()
         desk.turn(*other.joined())
-        desk.turn(ev.Cancelled(request=other.request))
+        desk.turn(ev.RequestCancelled(request_id=other.request))
         assert len(only(lose(desk, gang), cmd.Restart)) == 1
         gang = number
         first = sent(desk.turn(desk.decode(gang), ev.LinkUp(prefill=1, decode=gang)))
@@ -222,7 +222,7 @@ def test_a_request_that_decodes_in_company_is_not_suspected() -> None:
 
 
 def test_waiting_for_a_gang_has_an_end() -> None:
-    desk = Desk(deadlines=DeadlineSettings(gang_recovery_ns=5 * SECOND)).ready()
+    desk = Desk(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
     desk.turn(PREFILL_DOWN)
     early = desk.submit()
     desk.turn(early)
@@ -230,15 +230,15 @@ def test_waiting_for_a_gang_has_an_end() -> None:
     late = desk.submit()
     desk.turn(late)
     commands = desk.wait(until_ns=desk.now_ns + 3 * SECOND)
-    assert [it.request for it in only(commands, cmd.Fail)] == [early.request]
+    assert [it.request_id for it in only(commands, cmd.Fail)] == [early.request_id]
     error = error_of(commands)
     assert (error.code, error.message) == ("GangLost", "no gangs to serve the request for 5 s")
     assert desk.scheduler.counts.waiting == 1
-    assert sent(desk.turn(*replaced_prefill(desk))).request == late.request
+    assert sent(desk.turn(*replaced_prefill(desk))).request == late.request_id
 
 
 def test_a_request_that_runs_is_not_failed_for_want_of_gangs() -> None:
-    desk = Desk(deadlines=DeadlineSettings(gang_recovery_ns=5 * SECOND)).ready()
+    desk = Desk(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
     plan = desk.start()
     desk.turn(*plan.joined())
     desk.turn(PREFILL_DOWN)
@@ -255,7 +255,7 @@ def test_kv_on_a_connection_that_breaks_is_computed_again() -> None:
     desk.turn(landing.landed()[0], *decoding.joined())
     commands = desk.turn(ev.LinkDown(prefill=1, decode=2, reason="peer hung up"))
     assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
-    assert commands[0] == cmd.Cancel(sequence=landing.sequence, gangs=(1, 2))
+    assert commands[0] == cmd.Cancel(sequence_id=landing.sequence, gangs=(1, 2))
     assert not desk.scheduler.ready
     assert desk.turn(*landing.steps_done(), *landing.freed()) == []
     again = sent(desk.turn(LINK))
@@ -288,7 +288,7 @@ def test_a_request_may_be_cancelled_in_its_pause() -> None:
     desk = Desk().ready()
     plan = desk.start()
     desk.turn(plan.failed())
-    assert desk.turn(ev.Cancelled(request=plan.request)) == []
+    assert desk.turn(ev.RequestCancelled(request_id=plan.request)) == []
     desk.turn(*plan.freed(), *plan.steps_done())
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
     assert desk.wait(until_ns=desk.now_ns + 10 * SECOND) == []
@@ -298,8 +298,8 @@ def test_a_mistake_of_the_client_is_not_tried_again() -> None:
     desk = Desk().ready()
     plan = desk.start()
     cancel, fail = desk.turn(plan.failed(retryable=False))
-    assert cancel == cmd.Cancel(sequence=plan.sequence, gangs=(1, 2))
-    assert fail == cmd.Fail(request=plan.request, error=ev.WireError("TransferError", "bad KV"))
+    assert cancel == cmd.Cancel(sequence_id=plan.sequence, gangs=(1, 2))
+    assert fail == cmd.Fail(request_id=plan.request, error=ev.WireError("TransferError", "bad KV"))
 
 
 def test_refused_slots_are_not_counted_as_taken() -> None:
@@ -307,8 +307,8 @@ def test_refused_slots_are_not_counted_as_taken() -> None:
     desk = Desk().ready()
     plan = desk.start(3000)
     refusing = plan.holders[0]
-    desk.turn(ev.Freed(sequence=plan.sequence, instance=refusing), plan.failed())
-    held = {it.instance: it.stop - it.start for it in plan.reserve.shares}
+    desk.turn(ev.Freed(sequence_id=plan.sequence, instance=refusing), plan.failed())
+    held = {it.instance: it.stop - it.start for it in plan.reserve.slices}
     left = sum(n for it, n in held.items() if it != refusing)
     left += 10 * (plan.reserve.master != refusing)
     assert desk.scheduler.counts.decode_kv == left / 18000
@@ -329,7 +329,7 @@ def test_kv_that_lands_where_none_was_promised_is_a_fault() -> None:
     desk = Desk().ready()
     plan = desk.start(50)
     other = next(instance_id(2, i) for i in range(2) if instance_id(2, i) not in plan.holders)
-    commands = desk.turn(ev.Landed(sequence=plan.sequence, instance=other, tokens=50))
+    commands = desk.turn(ev.KvReceived(sequence_id=plan.sequence, instance=other, tokens=50))
     assert len(only(commands, cmd.Restart)) == 1
 
 
@@ -357,7 +357,7 @@ def test_what_a_sequence_says_after_its_end_is_ignored() -> None:
 
 
 def test_kv_that_does_not_land_fails_the_attempt() -> None:
-    limits = DeadlineSettings(landing_ns=20 * SECOND, landing_token_ns=2 * MS)
+    limits = SchedulerDeadlines(transfer_ns=20 * SECOND, transfer_token_ns=2 * MS)
     desk = Desk(deadlines=limits).ready()
     plan = desk.start(3000)
     desk.turn(*plan.prefilled(), plan.landed()[0])
@@ -369,7 +369,7 @@ def test_kv_that_does_not_land_fails_the_attempt() -> None:
 
 
 def test_kv_that_landed_in_time_has_no_deadline() -> None:
-    desk = Desk(deadlines=DeadlineSettings(landing_ns=SECOND)).ready()
+    desk = Desk(deadlines=SchedulerDeadlines(transfer_ns=SECOND)).ready()
     plan = desk.start(3000)
     desk.turn(*plan.prefilled())
     desk.turn(*plan.landed())
@@ -378,7 +378,7 @@ def test_kv_that_landed_in_time_has_no_deadline() -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "running", "pausing"])
 def test_a_request_with_a_deadline_fails_at_it(state: str) -> None:
-    desk = Desk(deadlines=DeadlineSettings(retry_pause_ns=10 * SECOND))
+    desk = Desk(deadlines=SchedulerDeadlines(retry_pause_ns=10 * SECOND))
     if state != "waiting":
         desk.ready()
     commands = desk.turn(desk.submit(deadline_ns=desk.now_ns + 3 * SECOND + MS))
@@ -402,14 +402,14 @@ def test_a_request_that_ended_has_no_deadline() -> None:
 # --- silence -------------------------------------------------------------------------------------
 
 
-SHORT = DeadlineSettings(prefill_silence_ns=20 * SECOND, decode_silence_ns=30 * SECOND)
+SHORT = SchedulerDeadlines(prefill_liveness_ns=20 * SECOND, decode_liveness_ns=30 * SECOND)
 
 
 def watch(desk: Desk, seconds: int, *heard: int) -> list[cmd.AnyCommand]:
     """Seconds in which some instances give signs of life, once a second."""
     commands: list[cmd.AnyCommand] = []
     for _ in range(seconds):
-        commands += desk.turn(ev.Heard(instances=heard), ev.Wake(), after_ns=SECOND)
+        commands += desk.turn(ev.Heartbeat(instances=heard), ev.Wake(), after_ns=SECOND)
     return commands
 
 
@@ -477,7 +477,7 @@ def test_a_decode_gang_that_owes_something_and_is_silent_is_reset(owes: str) -> 
 def test_a_decode_gang_that_does_not_free_what_was_cancelled_is_reset() -> None:
     desk = Desk(deadlines=SHORT).ready()
     plan = desk.start()
-    desk.turn(ev.Cancelled(request=plan.request), *plan.steps_done())
+    desk.turn(ev.RequestCancelled(request_id=plan.request), *plan.steps_done())
     assert watch(desk, 29) == []
     assert [it.gang for it in only(watch(desk, 5), cmd.ResetGang)] == [2]
 
@@ -496,7 +496,7 @@ def test_a_resumed_prompt_that_fits_no_more_fails_with_the_fault() -> None:
     desk.turn(desk.prefill(1, 1000), desk.decode(2, 5000), LINK)
     plan = sent(desk.turn(desk.submit(998, 100)))
     desk.turn(*plan.joined())
-    commands = desk.turn(ev.Progress(drawn=((plan.sequence, 50),)), DECODE_DOWN)
+    commands = desk.turn(ev.Progress(generated_tokens=((plan.sequence, 50),)), DECODE_DOWN)
     assert error_of(commands).code == "GangLost"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_desk import LINK, MS, SECOND, SMALL, Desk, Sent, only, sent
+from scheduler_harness import LINK, MS, SECOND, SMALL, Desk, Sent, only, sent
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.ids import COUNTER_BITS
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import COUNTER_BITS
 
 
 def reserved(desk: Desk) -> float:
@@ -19,11 +19,15 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
     commands = desk.turn(desk.submit(prompt=3000, output=10))
     assert [type(it) for it in commands] == [cmd.Reserve, cmd.RunStep]
     plan = sent(commands)
-    assert plan.step.pieces == (cmd.Piece(plan.sequence, 0, 3000),)
+    assert plan.step.chunks == (cmd.Chunk(plan.sequence, 0, 3000),)
     assert plan.step.bounds == (0, 1500, 3000)
     assert plan.step.history == ((),)
-    assert (plan.step.strategy, plan.step.cls, plan.step.urgent) == ("ulysses", "exact", False)
-    assert [(it.start, it.stop) for it in plan.reserve.shares] == [(0, 1500), (1500, 3000)]
+    assert (plan.step.strategy, plan.step.cls, plan.step.high_priority) == (
+        "ulysses",
+        "exact",
+        False,
+    )
+    assert [(it.start, it.stop) for it in plan.reserve.slices] == [(0, 1500), (1500, 3000)]
     assert desk.scheduler.counts.running == 1
     assert desk.turn(plan.first_token, *plan.steps_done()) == []
     assert desk.turn(*plan.landed()) == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
@@ -43,7 +47,7 @@ def test_a_step_ends_when_those_before_it_have_ended() -> None:
     predicted_ns = alone.ends_ns - (desk.now_ns - MS)
     assert behind.ends_ns == alone.ends_ns + predicted_ns
     short = desk.start(50).step
-    assert short.urgent
+    assert short.high_priority
     assert desk.now_ns < short.ends_ns < alone.ends_ns
 
 
@@ -52,9 +56,9 @@ def test_ids_contain_the_highest_generation_and_never_come_again() -> None:
     desk.turn(desk.prefill(generation=7), desk.decode(generation=3), LINK)
     plans = [desk.start() for _ in range(3)]
     assert {it.sequence >> COUNTER_BITS for it in plans} == {7}
-    assert {it.step.step >> COUNTER_BITS for it in plans} == {7}
-    assert len({it.sequence for it in plans}) == len({it.step.step for it in plans}) == 3
-    assert [it.step.step for it in plans] == sorted(it.step.step for it in plans)
+    assert {it.step.step_id >> COUNTER_BITS for it in plans} == {7}
+    assert len({it.sequence for it in plans}) == len({it.step.step_id for it in plans}) == 3
+    assert [it.step.step_id for it in plans] == sorted(it.step.step_id for it in plans)
 
 
 def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
@@ -65,9 +69,9 @@ def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
     seen: set[int] = set()
     for it in commands:
         if isinstance(it, cmd.Reserve):
-            seen.add(it.sequence)
+            seen.add(it.sequence_id)
         elif isinstance(it, cmd.RunStep):
-            assert {piece.sequence for piece in it.pieces} <= seen
+            assert {chunk.sequence_id for chunk in it.chunks} <= seen
     assert len(seen) == 4
 
 
@@ -100,7 +104,7 @@ def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> N
     desk = Desk().ready()
     plan = desk.start()
     commands = desk.turn(*plan.landed(), plan.first_token, plan.finished(1))
-    assert commands == [cmd.Cancel(sequence=plan.sequence, gangs=(2,))]
+    assert commands == [cmd.Cancel(sequence_id=plan.sequence, gangs=(2,))]
     desk.turn(*plan.freed())
     assert reserved(desk) == 0
 
@@ -108,9 +112,9 @@ def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> N
 def test_an_answer_of_one_token_reserves_nothing_where_others_are_decoded() -> None:
     desk = Desk().ready()
     plan = desk.start(output=1)
-    assert plan.reserve.shares == ()
+    assert plan.reserve.slices == ()
     assert reserved(desk) == 0
-    desk.scheduler.check_integrity()
+    desk.scheduler.check_invariants()
     assert desk.turn(plan.finished(1), *plan.steps_done()) == []
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
@@ -122,7 +126,7 @@ def test_the_last_token_of_an_answer_that_starts_over_reserves_nothing() -> None
     desk.turn(plan.failed(drawn=9))
     desk.turn(*plan.freed())
     again = only(desk.wait(until_ns=desk.now_ns + SECOND), cmd.Reserve)
-    assert [(it.prompt_tokens, it.output_tokens, it.shares) for it in again] == [(509, 1, ())]
+    assert [(it.prompt_tokens, it.output_tokens, it.slices) for it in again] == [(509, 1, ())]
 
 
 def test_prefill_slots_come_back_instance_by_instance() -> None:
@@ -163,7 +167,7 @@ def test_cancelled_in_the_queue() -> None:
     desk = Desk()
     submitted = desk.submit()
     desk.turn(submitted)
-    assert desk.turn(ev.Cancelled(request=submitted.request)) == []
+    assert desk.turn(ev.RequestCancelled(request_id=submitted.request_id)) == []
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
     assert desk.turn(desk.prefill(), desk.decode(), LINK) == []
 
@@ -174,8 +178,8 @@ def test_a_request_that_leaves_the_line_lets_the_next_one_pass() -> None:
     holder = desk.start(1000)
     blocked, next_one = desk.submit(2500), desk.submit(1500)
     assert desk.turn(blocked, next_one) == []
-    plan = sent(desk.turn(ev.Cancelled(request=blocked.request)))
-    assert plan.request == next_one.request
+    plan = sent(desk.turn(ev.RequestCancelled(request_id=blocked.request_id)))
+    assert plan.request == next_one.request_id
     assert holder.sequence != plan.sequence
 
 
@@ -202,9 +206,9 @@ def test_cancelled_at_work_gives_slots_back_when_the_ranks_say_so(
         "joined": plan.joined(),
     }
     desk.turn(*events[told])
-    commands = desk.turn(ev.Cancelled(request=plan.request))
-    assert commands == [cmd.Cancel(sequence=plan.sequence, gangs=gangs)]
-    assert desk.turn(ev.Cancelled(request=plan.request)) == []
+    commands = desk.turn(ev.RequestCancelled(request_id=plan.request))
+    assert commands == [cmd.Cancel(sequence_id=plan.sequence, gangs=gangs)]
+    assert desk.turn(ev.RequestCancelled(request_id=plan.request)) == []
     assert desk.scheduler.counts.running == 0
     assert reserved(desk) > 0
     desk.turn(*plan.freed(), *plan.steps_done())
@@ -216,12 +220,12 @@ def test_one_of_a_batch_is_cancelled() -> None:
     requests = [desk.submit(prompt=50), desk.submit(prompt=40)]
     commands = desk.turn(desk.prefill(1, 4000), desk.decode(), LINK, *requests)
     (step,), (one, other) = only(commands, cmd.RunStep), only(commands, cmd.Reserve)
-    assert [it.length for it in step.pieces] == [50, 40]
-    assert desk.turn(ev.Cancelled(request=one.request)) == [
-        cmd.Cancel(sequence=one.sequence, gangs=(1, 2))
+    assert [it.length for it in step.chunks] == [50, 40]
+    assert desk.turn(ev.RequestCancelled(request_id=one.request_id)) == [
+        cmd.Cancel(sequence_id=one.sequence_id, gangs=(1, 2))
     ]
     left = Sent(other, step)
-    assert desk.turn(*left.joined()) == [cmd.SetGroup(gang=2, joined=(other.sequence,))]
+    assert desk.turn(*left.joined()) == [cmd.SetGroup(gang=2, joined=(other.sequence_id,))]
     desk.turn(left.finished(), *left.freed(), *Sent(one, step).freed())
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
@@ -229,8 +233,8 @@ def test_one_of_a_batch_is_cancelled() -> None:
 def test_cancelled_when_everything_has_just_landed() -> None:
     desk = Desk().ready()
     plan = desk.start()
-    commands = desk.turn(*plan.joined(), ev.Cancelled(request=plan.request))
-    assert commands == [cmd.Cancel(sequence=plan.sequence, gangs=(1, 2))]
+    commands = desk.turn(*plan.joined(), ev.RequestCancelled(request_id=plan.request))
+    assert commands == [cmd.Cancel(sequence_id=plan.sequence, gangs=(1, 2))]
 
 
 # --- asking the policy ---------------------------------------------------------------------
@@ -246,19 +250,19 @@ class Counted:
     def __init__(self, real: object) -> None:
         self._real, self.asked = real, 0
 
-    def line(self, prompt_tokens: int, pairs: object) -> str:
-        return "long"
+    def priority(self, prompt_tokens: int, pairs: object) -> str:
+        return "low"
 
     def decide(self, view: object) -> list[object]:
         self.asked += 1
         return []
 
-    def trial(self, pair: object) -> object:
-        return self._real.trial(pair)  # type: ignore[attr-defined]
+    def idle_capacity(self, pair: object) -> object:
+        return self._real.idle_capacity(pair)  # type: ignore[attr-defined]
 
 
 def test_the_policy_is_asked_once_a_turn_and_only_when_something_has_changed() -> None:
-    from csps.services.scheduling.policies.choice import make_policy
+    from csps.services.scheduling.policies.registry import make_policy
 
     policy = Counted(make_policy("csps"))
     desk = Desk(policy)  # type: ignore[arg-type]
@@ -266,22 +270,22 @@ def test_the_policy_is_asked_once_a_turn_and_only_when_something_has_changed() -
     assert policy.asked == 0  # no gangs
     desk.turn(desk.prefill(), desk.decode(), LINK)
     assert policy.asked == 1
-    desk.turn(ev.Heard(instances=(65536,)))
+    desk.turn(ev.Heartbeat(instances=(65536,)))
     desk.turn()
     desk.turn(ev.Wake())
     assert policy.asked == 1
-    desk.turn(desk.submit(), desk.submit(), ev.Cancelled(request=1))
+    desk.turn(desk.submit(), desk.submit(), ev.RequestCancelled(request_id=1))
     assert policy.asked == 2
 
 
 def test_a_round_that_is_due_and_finds_nobody_does_not_wake_for_ever() -> None:
     """The rest of a line that was longer than one round has gone, or its gangs have."""
-    from csps.services.scheduling.policies.choice import make_policy
+    from csps.services.scheduling.policies.registry import make_policy
 
     desk = Desk(make_policy("csps", {**SMALL, "most_starts": 1})).ready()
     first = sent(desk.turn(desk.submit(50), desk.submit(50)))
     assert desk.wake_at_ns == desk.now_ns
-    desk.turn(ev.Cancelled(request=2))
+    desk.turn(ev.RequestCancelled(request_id=2))
     assert desk.wake_at_ns != desk.now_ns
     desk.turn(first.finished(), *first.steps_done(), *first.freed())
     assert desk.wake_at_ns is None

@@ -10,15 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from scheduler_cell import RandomCell
+from random_executor import RandomCell
 
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.decisions import digest_of
-from csps.services.scheduling.log import Header, LogWriter, command_bytes, read_log, replay
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Outcome, Scheduler
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.core.decision_log import (
+    DecisionLogHeader,
+    LogWriter,
+    command_bytes,
+    read_log,
+    replay,
+)
+from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
+from csps.services.scheduling.deciding.decisions import digest_of
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.policies.registry import make_policy
 
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6},
@@ -36,7 +42,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 TABLE = CostTable(latencies=Unmeasured())
 
 
-def make_scheduler(header: Header) -> Scheduler:
+def make_scheduler(header: DecisionLogHeader) -> Scheduler:
     return Scheduler(make_policy(header.policy, OPTIONS[header.policy]), Costs(TABLE))
 
 
@@ -45,20 +51,22 @@ class Recorded:
 
     def __init__(self, name: str, path: Path) -> None:
         policy = make_policy(name, OPTIONS[name])
-        header = Header(policy=name, policy_digest=digest_of(policy), table_digest=TABLE.digest)
+        header = DecisionLogHeader(
+            policy=name, policy_digest=digest_of(policy), table_digest=TABLE.digest
+        )
         self.scheduler = make_scheduler(header)
         self.file = path.open("wb")
         self.log = LogWriter(self.file, header)
         self.commands = b""
 
-    def handle(self, events: list[ev.AnyEvent], now_ns: int) -> Outcome:
+    def handle(self, events: list[ev.AnyEvent], now_ns: int) -> RoundResult:
         self.log.append(now_ns, events)
         outcome = self.scheduler.handle(events, now_ns)
         self.commands += command_bytes(outcome.commands)
         return outcome
 
-    def check_integrity(self) -> None:
-        self.scheduler.check_integrity()
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()
 
 
 def record(name: str, path: Path, seed: int = 1) -> bytes:
@@ -112,18 +120,21 @@ def test_a_log_says_what_its_commands_depend_on(tmp_path: Path) -> None:
 def test_every_event_comes_back_from_a_log(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     events: list[ev.AnyEvent] = [
-        ev.Submitted(request=1, prompt_tokens=5, output_tokens=3),
-        ev.Submitted(request=2, prompt_tokens=5, output_tokens=3, cls="x", deadline_ns=1 << 60),
-        ev.Cancelled(request=1),
-        ev.FirstToken(sequence=1 << 62),
-        ev.Landed(sequence=1, instance=65536, tokens=5),
-        ev.Freed(sequence=1, instance=65536),
-        ev.Finished(sequence=1, drawn=3),
+        ev.Submitted(request_id=1, prompt_tokens=5, output_tokens=3),
+        ev.Submitted(request_id=2, prompt_tokens=5, output_tokens=3, cls="x", deadline_ns=1 << 60),
+        ev.RequestCancelled(request_id=1),
+        ev.FirstToken(sequence_id=1 << 62),
+        ev.KvReceived(sequence_id=1, instance=65536, tokens=5),
+        ev.Freed(sequence_id=1, instance=65536),
+        ev.Finished(sequence_id=1, generated_tokens=3),
         ev.Failed(
-            sequence=1, drawn=1, error=ev.WireError("GangLost", "x", {"a": 1}), retryable=True
+            sequence_id=1,
+            generated_tokens=1,
+            error=ev.WireError("GangLost", "x", {"a": 1}),
+            retryable=True,
         ),
-        ev.Progress(drawn=((1, 2), (3, 4))),
-        ev.StepDone(step=1, instance=65536, took_ns=5),
+        ev.Progress(generated_tokens=((1, 2), (3, 4))),
+        ev.StepDone(step_id=1, instance=65536, took_ns=5),
         ev.GangUp(
             gang=1,
             generation=2,
@@ -136,13 +147,13 @@ def test_every_event_comes_back_from_a_log(tmp_path: Path) -> None:
         ev.GangDown(gang=1, reason="died"),
         ev.LinkUp(prefill=1, decode=2),
         ev.LinkDown(prefill=1, decode=2, reason="cut"),
-        ev.Heard(instances=(1, 2)),
-        ev.Calibrated(digest="abc"),
+        ev.Heartbeat(instances=(1, 2)),
+        ev.CostTableUpdated(digest="abc"),
         ev.Wake(),
         ev.Drain(),
     ]
     with path.open("wb") as file:
-        log = LogWriter(file, Header(policy="csps", policy_digest="", table_digest=""))
+        log = LogWriter(file, DecisionLogHeader(policy="csps", policy_digest="", table_digest=""))
         log.append(7, events)
         log.append(8, [])
         log.flush()
@@ -160,11 +171,11 @@ def test_a_log_that_was_cut_off_ends_with_its_last_whole_record(tmp_path: Path) 
 
 def test_a_writer_does_not_write_every_turn() -> None:
     file = io.BytesIO()
-    log = LogWriter(file, Header(policy="csps", policy_digest="", table_digest=""))
+    log = LogWriter(file, DecisionLogHeader(policy="csps", policy_digest="", table_digest=""))
     log.append(1, [ev.Wake()])
     assert not file.getvalue()
     for now_ns in range(20_000):
-        log.append(now_ns, [ev.Heard(instances=(1, 2, 3))])
+        log.append(now_ns, [ev.Heartbeat(instances=(1, 2, 3))])
     assert file.getvalue()
 
 
@@ -179,7 +190,9 @@ def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
 def test_a_log_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     with path.open("wb") as file:
-        LogWriter(file, Header(policy="csps", policy_digest="", table_digest="", schema=99)).flush()
+        LogWriter(
+            file, DecisionLogHeader(policy="csps", policy_digest="", table_digest="", schema=99)
+        ).flush()
     with pytest.raises(ConfigError, match="has schema 99; this release reads schema 1"):
         read_log(path)
 

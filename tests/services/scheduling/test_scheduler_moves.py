@@ -5,13 +5,13 @@ It is decoded by instances 0 and 1 of an elastic gang, and moved to 1 and 2.
 
 from __future__ import annotations
 
-from one_move import OneMove
-from scheduler_cell import gang_up
-from scheduler_desk import Desk, Sent, only
+from random_executor import gang_up
+from scheduler_harness import Desk, Sent, only
+from scripted_policies import OneMove
 
-from csps.services.scheduling import commands as cmd
-from csps.services.scheduling import events as ev
-from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import instance_id
 
 FIRST, SECOND, THIRD = (instance_id(1, index) for index in range(3))
 PROMPT, OUTPUT = 10, 6
@@ -28,7 +28,7 @@ def decoding() -> tuple[Desk, Sent]:
 def moving() -> tuple[Desk, Sent]:
     desk, plan = decoding()
     (move,) = only(desk.turn(desk.submit()), cmd.MoveKv)
-    assert move.sequence == plan.sequence
+    assert move.sequence_id == plan.sequence
     return desk, plan
 
 
@@ -38,7 +38,7 @@ def used(desk: Desk) -> list[int]:
 
 
 def freed(plan: Sent, *instances: int) -> list[ev.AnyEvent]:
-    return [ev.Freed(sequence=plan.sequence, instance=it) for it in instances]
+    return [ev.Freed(sequence_id=plan.sequence, instance=it) for it in instances]
 
 
 def test_it_has_slots_in_both_places_until_it_has_moved() -> None:
@@ -46,14 +46,14 @@ def test_it_has_slots_in_both_places_until_it_has_moved() -> None:
     assert used(desk) == [5 + OUTPUT, 5, 0]
     desk.turn(desk.submit())
     assert used(desk) == [5 + OUTPUT, 10, OUTPUT]
-    desk.turn(ev.Moved(sequence=plan.sequence))
+    desk.turn(ev.Moved(sequence_id=plan.sequence))
     assert used(desk) == [0, 10, OUTPUT]
 
 
 def test_who_has_freed_it_before_others_say_that_it_has_moved_frees_it_once() -> None:
     desk, plan = moving()
     desk.turn(*freed(plan, SECOND))
-    desk.turn(ev.Moved(sequence=plan.sequence))
+    desk.turn(ev.Moved(sequence_id=plan.sequence))
     desk.turn(plan.finished(OUTPUT))
     assert used(desk) == [0, 0, OUTPUT]
     desk.turn(*freed(plan, THIRD))
@@ -62,7 +62,7 @@ def test_who_has_freed_it_before_others_say_that_it_has_moved_frees_it_once() ->
 
 def test_what_it_has_left_is_free_though_it_was_cancelled_in_the_same_turn() -> None:
     desk, plan = moving()
-    desk.turn(ev.Cancelled(request=plan.request), ev.Moved(sequence=plan.sequence))
+    desk.turn(ev.RequestCancelled(request_id=plan.request), ev.Moved(sequence_id=plan.sequence))
     assert used(desk) == [0, 10, OUTPUT]
     desk.turn(*freed(plan, SECOND, THIRD))
     assert used(desk) == [0, 0, 0]

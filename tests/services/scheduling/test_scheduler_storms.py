@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scheduler_cell import RandomCell
+from random_executor import RandomCell
 
-from csps.services.scheduling.commands import MoveKv
-from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
-from csps.services.scheduling.latency import StepCost
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.scheduler import Scheduler
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.configurator.costs.latency import StepCost
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.commands import MoveKv
+from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.scheduling.policies.registry import make_policy
 
 SPREAD = {"spread_tokens": 700, "max_batch": 6}
 RIDING = {"token_budget": 256, **SPREAD}

@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode, get_current_span
 
-from csps.protocols import trace_context
-from csps.protocols.errors import ConfigError
-from csps.services.launch.settings import TelemetrySettings
-from csps.services.telemetry.traces.otlp_json import export_request
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.rpc import trace_context
+from csps.services.settings.settings import TelemetrySettings
+from csps.services.telemetry.traces.span_file import export_request
 from csps.services.telemetry.traces.spans import read_spans, traces
 from csps.services.telemetry.tracing import make_provider
 

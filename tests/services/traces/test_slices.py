@@ -6,11 +6,10 @@ import json
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from perfetto_rows import by_row, crossings
-from phase_slices import rank_trace
+from trace_slices import by_row, crossings, rank_trace
 
-from csps.actors.timeline import Event
-from csps.services.telemetry.traces.slices import Slice, process_trace
+from csps.actors.timing.timeline import Event
+from csps.services.telemetry.traces.perfetto import Slice, process_trace
 
 HOUR_NS = 3_600_000_000_000
 

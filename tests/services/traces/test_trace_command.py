@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from csps.protocols import trace_context
-from csps.protocols.errors import ConfigError
-from csps.services.launch.settings import TelemetrySettings
-from csps.services.telemetry.traces.command import main
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.rpc import trace_context
+from csps.services.launch.trace_command import main
+from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 from csps.services.telemetry.traces.waterfall import waterfall
 from csps.services.telemetry.tracing import make_exporter, make_provider

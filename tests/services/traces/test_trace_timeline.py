@@ -13,16 +13,15 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from perfetto_rows import by_row, crossings
+from trace_slices import by_row, crossings
 
-from csps.actors import timeline_export as engine_export
-from csps.actors.job_clock import JobClock
-from csps.actors.sent_bytes import SentBytes
-from csps.actors.timeline import Event
-from csps.protocols.prefill_job import PrefillJob
+from csps.actors.engine import step_trace as engine_export
+from csps.actors.engine.step_trace import SentBytes
+from csps.actors.timing.timeline import Event, StepClock
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.span_file import SpanFile
-from csps.services.telemetry.traces.spans import Span, Trace, read_spans, traces
+from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans, traces
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
@@ -52,7 +51,7 @@ class Written:
         self._path = path
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[RecordedSpan]:
         return list(read_spans([self._path])) if self._path.exists() else []
 
     @property
@@ -72,13 +71,13 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written
     provider.shutdown()
 
 
-def _run_job(carrier: dict[str, str], *, rank: int = 0) -> JobClock:
+def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
     """A job that does what EVENTS say, if anybody listens."""
-    job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
-    clock, mesh = JobClock(), CountingMesh()
+    job = PrefillStep(step_id=3, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=carrier)
+    clock, mesh = StepClock(), CountingMesh()
     timeline = clock.timeline  # as a strategy keeps it from before the job begins
     sent = SentBytes(mesh)  # type: ignore[arg-type]
-    with engine_export.traced_job(job, clock, sent, rank=rank):
+    with engine_export.traced_step(job, clock, sent, rank=rank):
         for event in EVENTS:
             timeline.add(event)
         mesh.bytes_sent[1 - rank] += 1000
@@ -109,9 +108,9 @@ def test_nothing_is_noted_of_a_job_that_is_not_sampled(
 
 def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(written: Written) -> None:
     """An urgent job runs inside of the span of the job that it interrupts."""
-    outer = PrefillJob(job_id=2, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=TIMELINE)
+    outer = PrefillStep(step_id=2, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=TIMELINE)
     sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
-    with engine_export.traced_job(outer, JobClock(), sent, rank=0):
+    with engine_export.traced_step(outer, StepClock(), sent, rank=0):
         inner = _run_job({})
     assert not inner.timeline.on
     (span,) = written.spans
@@ -130,11 +129,11 @@ def test_a_trace_that_asks_for_no_timeline_has_the_jobs_costs_alone(
 
 
 def test_a_job_that_fails_says_with_what(written: Written) -> None:
-    job = PrefillJob(job_id=3, group=(0,), bounds=(0, 2), pieces=(), trace=SAMPLED)
+    job = PrefillStep(step_id=3, group=(0,), bounds=(0, 2), chunks=(), trace=SAMPLED)
     sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
     with (
         pytest.raises(KeyError),
-        engine_export.traced_job(job, JobClock(), sent, rank=0),
+        engine_export.traced_step(job, StepClock(), sent, rank=0),
     ):
         raise KeyError("no such layer")
     (span,) = written.spans
@@ -157,10 +156,12 @@ def test_the_timeline_has_the_phases_of_both_ranks(written: Written) -> None:
         assert [it["name"] for it in rows[f"prefill rank {rank}", "jobs"]] == ["prefill.compute"]
 
 
-def span(name: str, start: int, end: int, service: str = "csps-router", **more: Any) -> Span:
+def span(
+    name: str, start: int, end: int, service: str = "csps-router", **more: Any
+) -> RecordedSpan:
     """Milliseconds."""
     rank: Mapping[str, Any] = {"csps.rank": more["rank"]} if "rank" in more else {}
-    return Span(
+    return RecordedSpan(
         name=name,
         trace_id=TRACE_ID,
         span_id=more.get("id", name),

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from free_ports import free_port
 
-from csps.protocols.errors import ConfigError, FaultError
+from csps.protocols.core.errors import ConfigError, FaultError
 from csps.services.launch import serve_command
 from csps.services.launch.deploy_config import read_config
-from csps.services.telemetry.traces.command import main
-from csps.services.telemetry.traces.ui import phoenix, pointed_at
+from csps.services.launch.trace_command import main
+from csps.services.launch.trace_ui import phoenix, pointed_at
 
 ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = f"""#!{sys.executable}

@@ -22,14 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
-from csps.services.scheduling.policies.context_parallel.gangs import Gangs, Verdict
-from csps.services.scheduling.policies.context_parallel.keepers import Keepers
-from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions
-from csps.services.scheduling.policies.short_prompts import line_of
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, View
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, IdleCapacity, WakeAt
+from csps.services.scheduling.deciding.view import PairView, RequestView, View
+from csps.services.scheduling.policies.context_parallel.pair import (
+    ContextParallelOptions,
+    ContextParallelPair,
+    GangStartResult,
+    KvHolders,
+)
+from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.rounds.prefill_overlay import priority_of
+from csps.services.scheduling.state.state import Priority
 
 MOST_STARTS = 128
 """Requests that a round starts. More wait for the next one, which follows at once: an event loop
@@ -54,35 +57,38 @@ class ContextParallel:
         self.options = options or ContextParallelOptions()
         self.decode_options = decode or DecodeOptions()
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
         """Short prompts are urgent."""
-        return line_of(prompt_tokens, self.options.short_tokens, pairs)
+        return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: View) -> Sequence[Decision]:
         """Start requests in order of admission; whoever waits for instances closes its line, and
         whoever waits for slots both."""
-        gangs = [Gangs(pair, view, self.options, self.decode_options) for pair in view.pairs]
+        gangs = [
+            ContextParallelPair(pair, view, self.options, self.decode_options)
+            for pair in view.pairs
+        ]
         others: list[Decision] = []
         lines, started = _Lines(view), 0
-        for request, urgent in lines:
+        for request, high_priority in lines:
             if started == MOST_STARTS:
                 others.append(WakeAt(at_ns=view.now_ns))
                 break
             # What counts of a longer prompt is what is left to compute.
-            in_turn = lines.is_open(urgent=urgent)
-            if not urgent and any(it.start_end(request, in_turn=in_turn) for it in gangs):
+            at_head = lines.is_open(high_priority=high_priority)
+            if not high_priority and any(it.start_end(request, at_head=at_head) for it in gangs):
                 started += 1
-            elif in_turn:
-                verdict = _try(gangs, request, urgent=urgent)
-                started += verdict is Verdict.STARTS
-                if verdict is Verdict.BLOCKED:
-                    others.append(Blocked(request=request.id))
+            elif at_head:
+                verdict = _try(gangs, request, high_priority=high_priority)
+                started += verdict is GangStartResult.STARTS
+                if verdict is GangStartResult.BLOCKED:
+                    others.append(Blocked(request_id=request.id))
                     break
-                if verdict is Verdict.WAITS:
-                    lines.close(urgent=urgent)
+                if verdict is GangStartResult.WAITS:
+                    lines.close(high_priority=high_priority)
         return [*(plan for it in gangs for plan in it.plans()), *others]
 
-    def trial(self, pair: PairView) -> Trial:
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On idle gangs."""
         return _Trial(pair, self.decode_options.max_batch)
 
@@ -90,11 +96,11 @@ class ContextParallel:
 class _Trial:
     def __init__(self, pair: PairView, max_batch: int) -> None:
         self._slots = sum(it.free_slots for it in pair.prefill.instances)
-        self._keepers = Keepers(pair.decode, max_batch)
+        self._holders = KvHolders(pair.decode, max_batch)
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Any token may lie on any instance."""
-        return prompt_tokens <= self._slots and self._keepers.has_room(
+        return prompt_tokens <= self._slots and self._holders.has_room(
             prompt_tokens + output_tokens
         )
 
@@ -103,35 +109,44 @@ class _Lines:
     """Both lines in order of admission, each until it is closed."""
 
     def __init__(self, view: View) -> None:
-        self._left = {True: iter(view.waiting("urgent")), False: iter(view.waiting("long"))}
-        self._next = {urgent: next(line, None) for urgent, line in self._left.items()}
+        self._left = {True: iter(view.waiting("high")), False: iter(view.waiting("low"))}
+        self._next = {high_priority: next(line, None) for high_priority, line in self._left.items()}
         self._open = {True: True, False: True}
 
     def __iter__(self) -> Iterator[tuple[RequestView, bool]]:
-        while first := [(it.id, urgent) for urgent, it in self._next.items() if it is not None]:
-            _, urgent = min(first)
-            request = self._next[urgent]
+        while first := [
+            (it.id, high_priority) for high_priority, it in self._next.items() if it is not None
+        ]:
+            _, high_priority = min(first)
+            request = self._next[high_priority]
             assert request is not None
-            self._next[urgent] = next(self._left[urgent], None)
-            yield request, urgent
+            self._next[high_priority] = next(self._left[high_priority], None)
+            yield request, high_priority
 
-    def is_open(self, *, urgent: bool) -> bool:
+    def is_open(self, *, high_priority: bool) -> bool:
         """Nobody of a line has to wait so far."""
-        return self._open[urgent]
+        return self._open[high_priority]
 
-    def close(self, *, urgent: bool) -> None:
+    def close(self, *, high_priority: bool) -> None:
         """Nobody else of a line; of longer prompts, some more that may be nearly done."""
-        self._open[urgent] = False
-        self._left[urgent] = islice(self._left[urgent], 0 if urgent else LOOK_AHEAD)
-        if urgent:
-            self._next[urgent] = None
+        self._open[high_priority] = False
+        self._left[high_priority] = islice(
+            self._left[high_priority], 0 if high_priority else LOOK_AHEAD
+        )
+        if high_priority:
+            self._next[high_priority] = None
 
 
-def _try(gangs: Sequence[Gangs], request: RequestView, *, urgent: bool) -> Verdict:
+def _try(
+    gangs: Sequence[ContextParallelPair], request: RequestView, *, high_priority: bool
+) -> GangStartResult:
     """The best that any pair of gangs has to say."""
-    best = Verdict.BLOCKED
+    best = GangStartResult.BLOCKED
     for it in gangs:
-        best = min(best, it.start_urgent(request) if urgent else it.start_long(request))
-        if best is Verdict.STARTS:
+        best = min(
+            best,
+            it.start_high_priority(request) if high_priority else it.start_low_priority(request),
+        )
+        if best is GangStartResult.STARTS:
             break
     return best

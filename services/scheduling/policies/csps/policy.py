@@ -31,17 +31,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
-from csps.services.scheduling.ids import RequestId
-from csps.services.scheduling.policies.csps.options import CspsOptions
-from csps.services.scheduling.policies.csps.pair import CspsPair
-from csps.services.scheduling.policies.csps.starts import Verdict
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
-from csps.services.scheduling.policies.near_rooms import NearRooms
-from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
-from csps.services.scheduling.policies.short_prompts import line_of
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, View
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, IdleCapacity, WakeAt
+from csps.services.scheduling.deciding.view import PairView, RequestView, View
+from csps.services.scheduling.events.events import RequestId
+from csps.services.scheduling.policies.csps.locality import LocalityAllocator
+from csps.services.scheduling.policies.csps.pair import CspsOptions, CspsPair, StartResult
+from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions, DecodeOverlay
+from csps.services.scheduling.policies.rounds.prefill_overlay import PrefillOverlay, priority_of
+from csps.services.scheduling.state.state import Priority
 
 
 class Csps:
@@ -56,15 +53,15 @@ class Csps:
     ) -> None:
         self.options, self.decode_options = options or CspsOptions(), decode or DecodeOptions()
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
         """Short prompts are urgent."""
-        return line_of(prompt_tokens, self.options.short_tokens, pairs)
+        return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: View) -> Sequence[Decision]:
         """One pass over both lines, in order of admission."""
         return _Round(view, self.options, self.decode_options).decide()
 
-    def trial(self, pair: PairView) -> Trial:
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On idle gangs."""
         return _Trial(pair, self.options, self.decode_options)
 
@@ -72,8 +69,8 @@ class Csps:
 class _Trial:
     def __init__(self, pair: PairView, options: CspsOptions, decode: DecodeOptions) -> None:
         self._decode = DecodeOverlay(pair.decode, decode)
-        spots = PrefillOverlay(pair.prefill, 0).spots
-        self._rooms = NearRooms(spots, options.spt_tokens, options.jobs_per_instance)
+        candidates = PrefillOverlay(pair.prefill, 0).candidates
+        self._rooms = LocalityAllocator(candidates, options.spt_tokens, options.jobs_per_instance)
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """What fits on one instance also fits on a group, so that short prompts need no trial of
@@ -94,12 +91,12 @@ class _Round:
         """Those that were blocked before, and that this round has not come to."""
         self._end_by_ns: int | None = None
         """When whoever starts now must have ended, or somebody would be passed for too long."""
-        self._long_line_open = True
+        self._long_queue_open = True
         """False as soon as a longer prompt waits: the ones behind it do, too."""
 
     def decide(self) -> list[Decision]:
         """What starts, and who is blocked."""
-        urgent, long = self._view.waiting("urgent"), self._view.waiting("long")
+        high_priority, long = self._view.waiting("high"), self._view.waiting("low")
         next_urgent = next_long = misses = passed = 0
         look_ahead, most_starts = self._options.look_ahead, self._options.most_starts
         while misses < look_ahead:
@@ -107,50 +104,52 @@ class _Round:
                 self._others.append(WakeAt(at_ns=self._view.now_ns))
                 break
             take_long = passed < look_ahead and next_long < len(long)
-            if take_long and next_urgent < len(urgent):
-                take_long = long[next_long].id < urgent[next_urgent].id
-            if take_long and self._long_line_open:
-                urgent_id = urgent[next_urgent].id if next_urgent < len(urgent) else None
-                misses += not self._consider_long(long, next_long, urgent_id)
+            if take_long and next_urgent < len(high_priority):
+                take_long = long[next_long].id < high_priority[next_urgent].id
+            if take_long and self._long_queue_open:
+                high_priority_id = (
+                    high_priority[next_urgent].id if next_urgent < len(high_priority) else None
+                )
+                misses += not self._consider_long(long, next_long, high_priority_id)
                 next_long += 1
             elif take_long:
-                passed += not self._consider_end(long[next_long], in_turn=False)
+                passed += not self._consider_end(long[next_long], at_head=False)
                 next_long += 1
-            elif next_urgent < len(urgent):
-                misses += not self._consider_urgent(urgent[next_urgent])
+            elif next_urgent < len(high_priority):
+                misses += not self._consider_short(high_priority[next_urgent])
                 next_urgent += 1
             else:
                 break
-        return [*self._others, *(plan for it in self._pairs for plan in it.starts.plans())]
+        return [*self._others, *(plan for it in self._pairs for plan in it.round_plan.plans())]
 
-    def _consider_urgent(self, request: RequestView) -> bool:
+    def _consider_short(self, request: RequestView) -> bool:
         self._come_to(request)
-        verdict = self._try(lambda pair: pair.start_urgent(request, self._end_by_ns))
-        if verdict in (Verdict.TOO_LATE, Verdict.BLOCKED):
+        verdict = self._try(lambda pair: pair.start_high_priority(request, self._end_by_ns))
+        if verdict in (StartResult.TOO_LATE, StartResult.BLOCKED):
             # How late a long step ends is not known to the second: others may overtake it.
-            self._long_line_open = False
+            self._long_queue_open = False
         return self._note(request, verdict)
 
     def _consider_long(
-        self, long: Sequence[RequestView], index: int, urgent_id: RequestId | None
+        self, long: Sequence[RequestView], index: int, high_priority_id: RequestId | None
     ) -> bool:
         request = long[index]
-        if self._consider_end(request, in_turn=True):
+        if self._consider_end(request, at_head=True):
             return True
-        verdict = self._try(lambda pair: pair.long.start(long, index, urgent_id))
-        self._long_line_open = verdict is Verdict.STARTS
+        verdict = self._try(lambda pair: pair.long.start(long, index, high_priority_id))
+        self._long_queue_open = verdict is StartResult.STARTS
         return self._note(request, verdict)
 
-    def _consider_end(self, request: RequestView, *, in_turn: bool) -> bool:
+    def _consider_end(self, request: RequestView, *, at_head: bool) -> bool:
         """Of a longer prompt that was mostly kept: what counts is what is left to compute."""
         if self._started(request):
             return True  # as a filler
         self._come_to(request)
         end_by_ns = self._end_by_ns
-        return any(it.start_end(request, end_by_ns, in_turn=in_turn) for it in self._pairs)
+        return any(it.start_end(request, end_by_ns, at_head=at_head) for it in self._pairs)
 
     def _started(self, request: RequestView) -> bool:
-        return any(pair.starts.started(request) for pair in self._pairs)
+        return any(pair.round_plan.started(request) for pair in self._pairs)
 
     def _come_to(self, request: RequestView) -> None:
         """Whoever is blocked and older must not be passed for too long, whether or not this round
@@ -161,21 +160,21 @@ class _Round:
                 self._bound(older)
 
     def _bound(self, blocked: RequestView) -> None:
-        end_by_ns = self._view.blocked_ns(blocked) + self._options.overtaking_ns
+        end_by_ns = self._view.blocked_ns(blocked) + self._options.preemption_budget_ns
         if self._end_by_ns is None or end_by_ns < self._end_by_ns:
             self._end_by_ns = end_by_ns
 
-    def _try(self, start: Callable[[CspsPair], Verdict]) -> Verdict:
+    def _try(self, start: Callable[[CspsPair], StartResult]) -> StartResult:
         """The best that any pair of gangs has to say."""
-        best = Verdict.BLOCKED
+        best = StartResult.BLOCKED
         for pair in self._pairs:
             best = min(best, start(pair))
-            if best is Verdict.STARTS:
+            if best is StartResult.STARTS:
                 break
         return best
 
-    def _note(self, request: RequestView, verdict: Verdict) -> bool:
-        if verdict is Verdict.BLOCKED:
-            self._others.append(Blocked(request=request.id))
+    def _note(self, request: RequestView, verdict: StartResult) -> bool:
+        if verdict is StartResult.BLOCKED:
+            self._others.append(Blocked(request_id=request.id))
             self._bound(request)
-        return verdict is Verdict.STARTS
+        return verdict is StartResult.STARTS

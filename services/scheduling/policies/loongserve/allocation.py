@@ -4,16 +4,30 @@ Idle ones first. While their slots do not suffice, instances that decode are pre
 the most unused slots first, and their KV moves to others where it fits. Then instances with the
 least KV are added, one after the other, as long as that shortens the prefill by more than moving
 their KV takes: Eqs. 3 and 4 divide both sides by the same lengths, which so cancel.
+
+What moving KV of a decode group takes: V(e_min) / bandwidth, the cost of Eq. 4, and what of it
+the bandwidth does not say.
+
+Rows move one after the other, and each goes on at its new place between two iterations: an
+iteration of the group passes for every row, however little KV it has. Bytes are those that exist:
+what answers were promised and have not drawn is not moved. Bandwidths are those of the scaling
+information base, which `csps profile links` measures. Over a kind of link that nobody has measured
+nothing is moved.
+
+Which sequences move, and where to, when an instance is to be emptied (LoongServe §5.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.policies.loongserve.jobs import Elastic, Prompt
-from csps.services.scheduling.policies.loongserve.prefill_model import PrefillModel
+from csps.services.scheduling.deciding.decisions import DecodePlacement, MovePlan
+from csps.services.scheduling.deciding.view import CostView, GangView, SequenceView
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.policies.loongserve.inputs import Elastic, PendingPrompt, PrefillModel
 
 
 class Migration(NamedTuple):
@@ -38,7 +52,7 @@ class Allocation(NamedTuple):
 
 
 def allocate(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PendingPrompt],
     idle: Sequence[Elastic],
     decoding: Sequence[Elastic],
     model: PrefillModel,
@@ -76,7 +90,7 @@ def targets_of(source: Elastic, others: Sequence[Elastic]) -> Migration | None:
 class _Allocating:
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PendingPrompt],
         idle: Sequence[Elastic],
         decoding: Sequence[Elastic],
         others: Sequence[Elastic],
@@ -155,3 +169,116 @@ class _Allocating:
             return None
         others = [it._replace(unused=self._room[it.id]) for it in self._left if it != source]
         return targets_of(source, others)
+
+
+INSIDE, BETWEEN = "inside", "between"
+"""Kinds of links: of a server, and between two of them."""
+
+
+class MoveCosts:
+    """Of one gang in a round.
+
+    Args:
+        gang: whose KV would move.
+        cost: times of links.
+        drawn: how many tokens a sequence has drawn, nearly.
+        iteration_ns: of the gang's decode groups, nearly.
+    """
+
+    def __init__(
+        self,
+        gang: GangView,
+        cost: CostView,
+        drawn: Callable[[SequenceView], int],
+        iteration_ns: int,
+    ) -> None:
+        self._gang, self._cost, self._generated_tokens = gang, cost, drawn
+        self._iteration_ns = iteration_ns
+        self._servers = {it.id: it.place.server_id for it in gang.instances}
+
+    def ns(self, migration: Migration) -> int | None:
+        """One part after the other, since all of them leave one instance; None if nobody knows."""
+        slots = sum(tokens for _, tokens in migration.targets)
+        stored = min(slots, self.stored.get(migration.source, 0))
+        taken_ns = self._iteration_ns * self._sequences.get(migration.source, 0)
+        for target, tokens in migration.targets:
+            size = -(-tokens * stored // slots) * self._gang.kv_bytes_per_token
+            part_ns = self._cost.transfer_ns(self._kind(migration.source, target), size)
+            if part_ns is None or not self._gang.kv_bytes_per_token:
+                return None
+            taken_ns += part_ns
+        return taken_ns
+
+    def _kind(self, source: InstanceId, target: InstanceId) -> str:
+        return INSIDE if self._servers[source] == self._servers[target] else BETWEEN
+
+    @cached_property
+    def stored(self) -> dict[InstanceId, int]:
+        """Tokens whose KV lies on each instance, as of now."""
+        found: dict[InstanceId, int] = {}
+        for sequence in self._gang.decoding.values():
+            for instance, tokens in self._residency(sequence):
+                found[instance] = found.get(instance, 0) + tokens
+        return found
+
+    @cached_property
+    def _sequences(self) -> dict[InstanceId, int]:
+        """Sequences that have slots on each instance, or are drawn there."""
+        found: dict[InstanceId, int] = {}
+        for it in self._gang.decoding.values():
+            for instance in {it.master_id, *(where for where, _ in self._residency(it))}:
+                found[instance] = found.get(instance, 0) + 1
+        return found
+
+    def _residency(self, sequence: SequenceView) -> Iterator[tuple[InstanceId, int]]:
+        for share in sequence.slices:
+            yield share.instance, share.tokens
+        start, stop = sequence.answer_span
+        seen = min(stop, start + self._generated_tokens(sequence))
+        for share in sequence.answer:
+            yield share.instance, max(0, min(share.stop, seen) - share.start)
+        if not sequence.answer:
+            yield sequence.master_id, seen - start
+
+
+def moves(migration: Migration, sequences: Sequence[SequenceView]) -> Iterator[MovePlan]:
+    """One for each sequence that has slots on the instance: all that it has there goes to the
+    targets, as many tokens to each as the migration says.
+
+    Args:
+        migration: of all slots of an instance.
+        sequences: that are decoded in the gang.
+    """
+    room = dict(migration.targets)
+    for it in sequences:
+        start, stop = it.answer_span
+        answer = it.answer or (PlacedSlice(it.master_id, start, stop),)
+        lying = [share.instance for share in (*it.slices, *answer)]
+        if migration.source not in (*lying, it.master_id):
+            continue
+        slices = tuple(_elsewhere(it.slices, migration.source, room))
+        kept = tuple(_elsewhere(answer, migration.source, room))
+        master = it.master_id
+        if master == migration.source:
+            master = (kept or slices)[0].instance
+        placement = DecodePlacement(it.request_id, slices, master, kept)
+        yield MovePlan(sequence_id=it.id, placement=placement)
+
+
+def _elsewhere(
+    slices: Sequence[PlacedSlice], source: InstanceId, room: dict[InstanceId, int]
+) -> Iterator[PlacedSlice]:
+    """The same positions, those of an instance on others."""
+    for share in slices:
+        if share.instance != source:
+            yield share
+            continue
+        span = share.span
+        first = 0
+        for target in list(room):
+            tokens = min(span.length - first, room[target])
+            if tokens:
+                yield PlacedSlice.of(target, span.part(slice(first, first + tokens)))
+                room[target] -= tokens
+                first += tokens
+        assert first == span.length, "more moves than was planned"

@@ -1,4 +1,17 @@
-"""Which requests are prefilled together, and on how many instances (LoongServe §5.3).
+"""Which requests are prefilled next (LoongServe §5.1, App. A).
+
+First come, first served, as far as memory and computing allow:
+
+- a request is taken if the instances have unused slots for its prompt, and the gang for the most
+  that all its requests may ever hold: nothing is evicted, ever;
+- no more are taken when the iteration would take longer than the *tipping point*, where prefill
+  turns compute-bound;
+- a batch that decodes is preempted for more requests only if these gain more than it loses
+  (Eqs. 1-2). The oldest may need the slots of several, which then give way together or not at all.
+
+When the oldest finds no slots, younger ones may pass it: in `max_num_ooe` rounds at most.
+
+Which requests are prefilled together, and on how many instances (LoongServe §5.3).
 
 Dynamic programming over requests in descending order of length and instances in descending order of
 unused slots. With R[j+1..i] the requests after the j-th up to the i-th, and E[l+1..k] likewise
@@ -18,13 +31,186 @@ theorem: bounds from it were worse than necessary in one of seven random cases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from csps.services.scheduling.policies.loongserve.prefill_model import PrefillModel
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
+    Elastic,
+    PendingPrompt,
+    PrefillModel,
+    spared_ns,
+    wait_ns,
+)
+
+
+class Dispatched(NamedTuple):
+    """R_p and where it may go."""
+
+    prompts: tuple[PendingPrompt, ...]
+    preempted: tuple[DecodeGroup, ...]
+    """Batches that may have to give way, in the worst case."""
+    again_in_ns: int | None = None
+    """When to look again at others, although nothing else happens."""
+
+
+class Dispatcher:
+    """One round.
+
+    Args:
+        model: times.
+        future_slots: of the gang, that nobody was promised at the most that he may hold.
+        average_decode_ns: AvgLat_d, how long finished requests were decoded.
+        most: requests that a round takes.
+        max_num_ooe: rounds in which a request may be passed.
+    """
+
+    def __init__(
+        self,
+        model: PrefillModel,
+        *,
+        future_slots: int,
+        average_decode_ns: int,
+        most: int,
+        max_num_ooe: int,
+    ) -> None:
+        self._model, self._most, self._max_num_ooe = model, most, max_num_ooe
+        self._average_decode_ns = average_decode_ns
+        self._future = future_slots
+
+    def dispatch(
+        self,
+        pending: Iterable[PendingPrompt],
+        idle: Sequence[Elastic],
+        batches: Sequence[DecodeGroup],
+    ) -> Dispatched:
+        """Choose among the pending requests.
+
+        Args:
+            pending: in order of admission.
+            idle: instances without KV that is decoded.
+            batches: those that decode.
+        """
+        queue = list(pending)
+        taken: tuple[PendingPrompt, ...] = ()
+        dop, unused = len(idle), sum(it.unused for it in idle)
+        if dop:
+            taken = self._more(queue, (), unused, dop)
+        roomiest = sorted(batches, key=lambda it: (-it.unused, it.instances[0].order))
+        preempted: list[DecodeGroup] = []
+        again: list[int] = []
+        for batch in roomiest:
+            left = [it for it in queue if it not in taken]
+            more, in_ns = self._instead(left, taken, unused, dop, batch)
+            again.append(in_ns)
+            if more:
+                taken, dop = (*taken, *more), dop + len(batch.instances)
+                unused += batch.unused
+                preempted.append(batch)
+        if not taken and (together := _fewest_batches(queue, unused, roomiest)):
+            taken, in_ns = self._instead(queue, (), unused, dop, _as_one(together))
+            again.append(in_ns)
+            preempted = together if taken else []
+        return Dispatched(taken, tuple(preempted), min(filter(None, again), default=None))
+
+    def cost(self, prompts: Sequence[PendingPrompt], dop: int, batch: DecodeGroup) -> float:
+        """What a batch loses by one prefill iteration of its instances, per token (Eq. 1). How long
+        an answer will be is unknown: what was drawn so far counts."""
+        time_ns = self._model.ns([it.tokens for it in prompts], dop)
+        loss = 0.0
+        for request in batch.requests:
+            loss += time_ns / request.generated_tokens
+        return loss
+
+    def gain(self, prompts: Sequence[PendingPrompt], batch: DecodeGroup) -> float:
+        """What requests gain that need not wait for a batch to end, per token (Eq. 2)."""
+        gained = 0.0
+        for it in prompts:
+            spared = spared_ns(it.waited_ns, batch.requests, self._average_decode_ns)
+            gained += spared / it.tokens
+        return gained
+
+    def _instead(
+        self,
+        left: Sequence[PendingPrompt],
+        taken: Sequence[PendingPrompt],
+        unused: int,
+        dop: int,
+        batch: DecodeGroup,
+    ) -> tuple[tuple[PendingPrompt, ...], int]:
+        """Who goes beside those taken if a batch gives way, and 0; or nobody, and how long until
+        that is to be looked at again. By waiting they gain once the batch goes on for longer than
+        was estimated; and it loses less as its answers grow: each time these are a quarter longer.
+        """
+        room, wider = unused + batch.unused - _tokens(taken), dop + len(batch.instances)
+        more = self._more(left, taken, room, wider)
+        if not more:
+            return (), 0
+        gain, cost = self.gain(more, batch), self.cost((*taken, *more), wider, batch)
+        if gain > cost:
+            return more, 0
+        wait = wait_ns(batch.requests, self._average_decode_ns)
+        behind = cost if wait else cost - gain
+        gained_ns = wait + math.ceil(behind / sum([1 / it.tokens for it in more]))
+        time_ns = round(self._model.ns([it.tokens for it in (*taken, *more)], wider))
+        grown_ns = max(time_ns, min(it.executed_ns for it in batch.requests) // 4)
+        return (), 1 + min(gained_ns, grown_ns)
+
+    def _more(
+        self, queue: Sequence[PendingPrompt], before: Sequence[PendingPrompt], unused: int, dop: int
+    ) -> tuple[PendingPrompt, ...]:
+        """Requests that can go beside `before`: the oldest for which there are slots, until one
+        that may be passed no more, or the tipping point."""
+        taken: list[PendingPrompt] = []
+        tokens = _tokens(before)
+        squares = sum(it.tokens**2 for it in before)
+        future = self._future - sum(it.future for it in before)
+        line_of, tipping_ns = self._model.eq7(dop), self._model.tipping_ns(dop)
+        for prompt in queue:
+            if len(before) + len(taken) >= self._most:
+                break
+            if prompt.tokens > unused or prompt.future > future:
+                if prompt.bypassed_rounds >= self._max_num_ooe:
+                    break
+                continue
+            tokens, squares = tokens + prompt.tokens, squares + prompt.tokens**2
+            if (before or taken) and line_of.ns(tokens, squares) > tipping_ns:
+                break
+            taken.append(prompt)
+            unused -= prompt.tokens
+            future -= prompt.future
+        return tuple(taken)
+
+
+def _tokens(prompts: Sequence[PendingPrompt]) -> int:
+    return sum(it.tokens for it in prompts)
+
+
+def _fewest_batches(
+    queue: Sequence[PendingPrompt], unused: int, roomiest: Sequence[DecodeGroup]
+) -> list[DecodeGroup]:
+    """The fewest batches that have slots for the oldest; none if one does, or if all have not."""
+    missing = queue[0].tokens - unused if queue else 0
+    chosen: list[DecodeGroup] = []
+    for batch in roomiest:
+        if missing <= 0:
+            break
+        missing -= batch.unused
+        chosen.append(batch)
+    return chosen if missing <= 0 and len(chosen) > 1 else []
+
+
+def _as_one(batches: Sequence[DecodeGroup]) -> DecodeGroup:
+    return DecodeGroup(
+        instances=tuple(instance for it in batches for instance in it.instances),
+        requests=tuple(request for it in batches for request in it.requests),
+        context=sum(it.context for it in batches),
+    )
+
 
 Objective = Literal["normalised", "sum"]
 MOST_WORK = 1 << 20
@@ -33,7 +219,7 @@ MOST_REQUESTS, MOST_INSTANCES = 256, 32
 """What a round batches at most, for the same reason."""
 
 
-class Batch(NamedTuple):
+class RequestBatch(NamedTuple):
     """Requests [first, stop) on instances [begin, end) of the given order."""
 
     first: int
@@ -45,7 +231,7 @@ class Batch(NamedTuple):
 class Batching(NamedTuple):
     """All batches of a round."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[RequestBatch, ...]
     cost: float
     """Of the objective."""
 
@@ -118,7 +304,7 @@ def pruned(
                         best_kn[k, i], split_knz[k, i] = tried, (j, begin)
     ends_k = best_kn[1:, n]
     if not np.isfinite(ends_k).any():
-        return _together(table, n, m)
+        return _one_batch(table, n, m)
     return _traced(split_knz, int(np.argmin(ends_k)) + 1, n, float(ends_k.min()))
 
 
@@ -127,7 +313,7 @@ def _traced(split_knz: NDArray[np.int64], k: int, n: int, cost: float) -> Batchi
     batches = []
     while n:
         first, begin = map(int, split_knz[k, n])
-        batches.append(Batch(first, n, begin, k))
+        batches.append(RequestBatch(first, n, begin, k))
         n, k = first, begin
     return Batching(tuple(reversed(batches)), cost)
 
@@ -137,9 +323,9 @@ def regret(found: Batching, best: Batching) -> float:
     return found.cost / best.cost - 1
 
 
-def _together(table: _Costs, n: int, m: int) -> Batching | None:
+def _one_batch(table: _Costs, n: int, m: int) -> Batching | None:
     cost = float(table.of_instances(0, m)[0, n])
-    return Batching((Batch(0, n, 0, m),), cost) if np.isfinite(cost) else None
+    return Batching((RequestBatch(0, n, 0, m),), cost) if np.isfinite(cost) else None
 
 
 class _Costs:
@@ -166,7 +352,7 @@ class _Costs:
         """(n + 1, n + 1), [j, i]; infinite where the requests do not fit, or are none."""
         dop = end - begin
         if dop not in self._of_dop:
-            line = self._model.line(dop)
+            line = self._model.eq7(dop)
             times_ji = (line.alpha + line.beta * self._tokens_ji) + line.gamma * self._squares_ji
             self._of_dop[dop] = times_ji * self._weights_ji
         room = self._slots[end] - self._slots[begin]

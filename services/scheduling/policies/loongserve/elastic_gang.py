@@ -1,19 +1,51 @@
-"""An elastic gang in a round of the policy `loongserve`: who prefills, who decodes, who is idle."""
+"""An elastic gang in a round of the policy `loongserve`: who prefills, who decodes, who is idle.
+
+Prompts that go on from kept KV, before batches are formed: history lies where it lies.
+
+What an iteration of §5.3 takes follows from prompts' lengths, and any instances may compute it. A
+prompt of which most was kept has a short rest instead, which its holders compute around a ring in
+an iteration of its own, and keep. They prefill if they are idle, or if the rest gains more than
+those lose who decode there (Eqs. 1-2).
+
+LoongServe without elasticity, which its Fig. 12 compares with: groups that never change.
+
+The gang is cut into groups of `static_dop` neighbours; what is left over computes nothing. A group
+prefills and decodes by itself: the oldest requests start together, up to the tipping point, on the
+group that has most unused slots, and their KV is spread over it evenly. What it decodes stands
+still meanwhile, and has `decode_iterations` before the next prefill. Strictly first come, first
+served.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from csps.services.scheduling.commands import Share
-from csps.services.scheduling.decisions import StartPlan
-from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.policies.loongserve.allocation import Migration
-from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Decoding, Elastic
-from csps.services.scheduling.policies.loongserve.moving import Moving
-from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
-from csps.services.scheduling.policies.loongserve.planning import ALONE, RING
-from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
-from csps.services.scheduling.view import GangView, SequenceView, View
+from csps.protocols.core.placement import striped
+from csps.services.scheduling.deciding.decisions import (
+    Decision,
+    DecodePlacement,
+    PlannedChunk,
+    PlannedStep,
+    StartPlan,
+    WakeAt,
+)
+from csps.services.scheduling.deciding.view import CachedView, GangView, SequenceView, View
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.events.slices import bounds_of, laid_out, level_sizes, tokens_on
+from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
+from csps.services.scheduling.policies.loongserve.batching import Dispatcher
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
+    Decoding,
+    Elastic,
+    Eq7,
+    LoongServeOptions,
+    PendingPrompt,
+    PrefillModel,
+    spared_ns,
+)
+from csps.services.scheduling.policies.loongserve.scaling import ALONE, RING, KvPlacement, start
 
 
 class ElasticGang:
@@ -23,11 +55,11 @@ class ElasticGang:
 
     def __init__(self, gang: GangView, view: View, options: LoongServeOptions) -> None:
         self._gang, self._view, self._options = gang, view, options
-        self._rows: dict[InstanceId, list[SequenceView]] = {it.id: [] for it in gang.instances}
+        self._sequences: dict[InstanceId, list[SequenceView]] = {it.id: [] for it in gang.instances}
         joined = [it for it in gang.decoding.values() if it.joined_ns is not None]
         merged: list[tuple[set[InstanceId], list[SequenceView]]] = []
         for sequence in gang.decoding.values():
-            self._rows[sequence.master_id].append(sequence)
+            self._sequences[sequence.master_id].append(sequence)
         for sequence in joined:
             concerned, rows = instances_of(sequence), [sequence]
             apart = []
@@ -40,10 +72,10 @@ class ElasticGang:
         self._groups = merged
         self.unused = {it.id: it.free_slots for it in gang.instances}
         """Slots that nobody was promised, this round included."""
-        self.model = PrefillModel(self._line, options.tipping_tokens)
-        self._moving = Moving(gang, view.cost, self.drawn, self._usual_ns)
+        self.model = PrefillModel(self._eq7, options.tipping_tokens)
+        self._moving = MoveCosts(gang, view.cost, self.generated_tokens, self._usual_ns)
 
-    def _line(self, dop: int) -> Eq7:
+    def _eq7(self, dop: int) -> Eq7:
         alpha, beta, _, gamma = self._in_ns(dop)
         return Eq7(alpha, beta, gamma)
 
@@ -61,7 +93,7 @@ class ElasticGang:
         return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, rows, context))
 
     @property
-    def most_rows(self) -> int:
+    def most_sequences(self) -> int:
         """Rows that a master draws before others share them."""
         return self._options.scale_up_batch or max(1, self._view.cost.rows_alone(self._gang.tp))
 
@@ -73,7 +105,7 @@ class ElasticGang:
     @property
     def mastered(self) -> dict[InstanceId, int]:
         """Rows that each instance draws, or will."""
-        return {instance: len(rows) for instance, rows in self._rows.items()}
+        return {instance: len(rows) for instance, rows in self._sequences.items()}
 
     def elastic(self, instances: Sequence[InstanceId]) -> tuple[Elastic, ...]:
         """As the four steps see them."""
@@ -107,7 +139,7 @@ class ElasticGang:
     @property
     def busy(self) -> set[InstanceId]:
         """They prefill, or KV moves."""
-        moving = [it for it in self.sequences if it.moves]
+        moving = [it for it in self.sequences if it.is_moving]
         return {it.id for it in self._gang.instances if it.steps}.union(
             *(instances_of(it) for it in moving)
         )
@@ -126,13 +158,13 @@ class ElasticGang:
         held: dict[InstanceId, int] = {}
         busy = self.busy
         for it in self.sequences:
-            if it.joined_ns is None or any(share.origin for share in it.shares):
+            if it.joined_ns is None or any(share.source for share in it.slices):
                 busy |= instances_of(it)
                 continue
-            for share in it.shares:
+            for share in it.slices:
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
             start, stop = it.answer_span
-            for share in it.answer or (Share(it.master_id, start, stop),):
+            for share in it.answer or (PlacedSlice(it.master_id, start, stop),):
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
         return tuple(
             it for it in self.all if it.id not in busy and it.used and it.used == held.get(it.id, 0)
@@ -147,8 +179,8 @@ class ElasticGang:
         self,
         plans: Sequence[StartPlan],
         idle: Sequence[Elastic],
-        batches: Sequence[DecodeBatch],
-    ) -> tuple[tuple[Elastic, ...], list[DecodeBatch]]:
+        batches: Sequence[DecodeGroup],
+    ) -> tuple[tuple[Elastic, ...], list[DecodeGroup]]:
         """Of those that may prefill, who can beside these plans, and what slots they have left."""
         taken = {it for plan in plans for step in plan.steps for it in step.group}
         left = [it.id for it in idle if it.id not in taken]
@@ -157,7 +189,7 @@ class ElasticGang:
             it._replace(instances=self.elastic([one.id for one in it.instances])) for it in apart
         ]
 
-    def batches(self) -> list[tuple[DecodeBatch, int]]:
+    def batches(self) -> list[tuple[DecodeGroup, int]]:
         """Decode groups that do not prefill, and from when on they may be preempted."""
         busy = self.busy
         stepped = {it.id: it.stepped_ns for it in self._gang.instances}
@@ -172,19 +204,19 @@ class ElasticGang:
         return found
 
     @property
-    def groups(self) -> list[DecodeBatch]:
+    def groups(self) -> list[DecodeGroup]:
         """All decode groups, those included whose instances prefill."""
         return [self._batch(members, rows) for members, rows in self._groups]
 
-    def rows_of(self, batch: DecodeBatch) -> list[SequenceView]:
+    def sequences_of(self, batch: DecodeGroup) -> list[SequenceView]:
         """The sequences of a decode group."""
         (first, *_) = batch.instances
         return next(rows for members, rows in self._groups if first.id in members)
 
-    def _batch(self, members: set[InstanceId], rows: Sequence[SequenceView]) -> DecodeBatch:
+    def _batch(self, members: set[InstanceId], rows: Sequence[SequenceView]) -> DecodeGroup:
         iteration_ns = self._batch_ns(len(members), rows)
         requests = tuple(self._decoding(it, iteration_ns) for it in rows)
-        return DecodeBatch(self.elastic(sorted(members)), requests, _context(rows))
+        return DecodeGroup(self.elastic(sorted(members)), requests, _context(rows))
 
     def _batch_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
         return self.iteration_ns(dop, len(rows), _context(rows))
@@ -197,7 +229,7 @@ class ElasticGang:
     def _executed_ns(self, sequence: SequenceView) -> int:
         return 0 if sequence.joined_ns is None else self._view.now_ns - sequence.joined_ns
 
-    def drawn(self, sequence: SequenceView) -> int:
+    def generated_tokens(self, sequence: SequenceView) -> int:
         """The same by how long iterations of the gang have taken."""
         return self._executed_ns(sequence) // self._usual_ns
 
@@ -209,8 +241,189 @@ class ElasticGang:
 
 def instances_of(sequence: SequenceView) -> set[InstanceId]:
     """Who takes part in decoding it."""
-    return {sequence.master_id, *(it.instance for it in (*sequence.shares, *sequence.answer))}
+    return {sequence.master_id, *(it.instance for it in (*sequence.slices, *sequence.answer))}
 
 
 def _context(rows: Sequence[SequenceView]) -> int:
-    return sum(share.tokens for it in rows for share in it.shares)
+    return sum(share.tokens for it in rows for share in it.slices)
+
+
+class PrefixReuse:
+    """What goes on in a round.
+
+    Args:
+        gang: whose slots are taken as prompts start.
+        average_decode_ns: how long finished requests were decoded.
+    """
+
+    def __init__(self, gang: ElasticGang, average_decode_ns: int) -> None:
+        self._gang, self._average_decode_ns = gang, average_decode_ns
+
+    def start(
+        self,
+        prompt: PendingPrompt,
+        cached: CachedView,
+        idle: Sequence[Elastic],
+        batches: Sequence[DecodeGroup],
+    ) -> StartPlan | None:
+        """Compute the rest of a prompt where its beginning lies; None if these may not prefill, or
+        have no slots, or all of the prompt would be computed sooner by all that may."""
+        names = dict.fromkeys(it.instance for it in cached.slices)
+        holders = sorted(self._gang.elastic(list(names)), key=lambda it: it.order)
+        free = {it.id for it in idle}
+        disturbed = [it for it in batches if not names.keys().isdisjoint(_ids(it))]
+        free.update(*map(_ids, disturbed))
+        if not free.issuperset(names):
+            return None
+        took_ns = self._gang.rest_ns(len(holders), prompt.tokens - cached.tokens, cached.tokens)
+        if took_ns > self._gang.model.ns([prompt.tokens], max(1, len(idle))):
+            return None
+        if any(self._cost(took_ns, it) >= self._gain(prompt, it) for it in disturbed):
+            return None
+        return self._plan(prompt, cached, holders, took_ns)
+
+    def _cost(self, took_ns: float, batch: DecodeGroup) -> float:
+        """Eq. 1."""
+        return sum([took_ns / it.generated_tokens for it in batch.requests])
+
+    def _gain(self, prompt: PendingPrompt, batch: DecodeGroup) -> float:
+        """Eq. 2."""
+        spared = spared_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
+        return spared / prompt.tokens
+
+    def _plan(
+        self, prompt: PendingPrompt, cached: CachedView, holders: Sequence[Elastic], took_ns: float
+    ) -> StartPlan | None:
+        members, left = [it.id for it in holders], prompt.tokens - cached.tokens
+        laid = laid_out(members, striped(left, len(members)), cached.tokens)
+        rows = tuple(it for it in laid if it.tokens)
+        computed = tokens_on(rows)
+        unused = dict(self._gang.unused)
+        for slots in (cached.taken, computed):
+            _take(unused, slots)
+        if min(unused.values()) < 0 or sum(unused.values()) < prompt.answer:
+            return None
+        master = min(holders, key=lambda it: (self._gang.mastered[it.id], -unused[it.id], it.order))
+        others = [it for it in unused if it != master.id]
+        line = [master.id, *sorted(others, key=lambda it: (it not in members, -unused[it]))]
+        answer = _filled(prompt.tokens, prompt.answer, line, unused)
+        _take(unused, tokens_on(answer))
+        self._gang.unused.update(unused)
+        ring = len(members) > 1
+        step = PlannedStep(
+            group=tuple(members),
+            bounds=bounds_of([computed.get(it, 0) for it in members]),
+            chunks=(PlannedChunk(prompt.id, cached.tokens, left, rows=rows if ring else ()),),
+            strategy=RING if ring else ALONE,
+            predicted_ns=round(took_ns),
+        )
+        placement = DecodePlacement(prompt.id, (*cached.slices, *rows), master.id, answer=answer)
+        return StartPlan(steps=(step,), decode=(placement,))
+
+
+def _ids(batch: DecodeGroup) -> set[InstanceId]:
+    return {it.id for it in batch.instances}
+
+
+def _take(unused: dict[InstanceId, int], slots: Mapping[InstanceId, int]) -> None:
+    for instance, count in slots.items():
+        unused[instance] -= count
+
+
+def _filled(
+    start: int, tokens: int, line: Sequence[InstanceId], unused: Mapping[InstanceId, int]
+) -> tuple[PlacedSlice, ...]:
+    """Positions from `start` on, in slots of one instance after the other."""
+    slices, stop = [], start + tokens
+    for instance in line:
+        part = min(stop - start, unused[instance])
+        if part:
+            slices.append(PlacedSlice(instance, start, start + part))
+            start += part
+    return tuple(slices)
+
+
+class StaticGroups:
+    """A gang in a round.
+
+    Args:
+        gang: as it is.
+        dop: instances of every group; all of them if there are fewer.
+        now_ns: the time of the round.
+        most: requests that may start.
+    """
+
+    def __init__(self, gang: ElasticGang, dop: int, now_ns: int, most: int) -> None:
+        self._gang, self._now_ns, self._most = gang, now_ns, most
+        neighbours = sorted(gang.all, key=lambda it: it.order)
+        size = min(dop, len(neighbours))
+        self._groups = [
+            neighbours[at : at + size] for at in range(0, len(neighbours) - size + 1, size)
+        ]
+
+    def decide(self, pending: Sequence[PendingPrompt]) -> Iterator[Decision]:
+        """Start what can start."""
+        queue = list(pending)
+        for group in self._ready():
+            prompts = self._next(queue, group)
+            if not prompts:
+                return
+            queue = queue[len(prompts) :]
+            self._most -= len(prompts)
+            yield self._start(prompts, group)
+        if queue:
+            later = [it for it in map(self._ready_ns, self._groups) if it and it > self._now_ns]
+            if later:
+                yield WakeAt(at_ns=min(later))
+
+    def _ready(self) -> list[list[Elastic]]:
+        """Groups that may prefill now, the one with most unused slots first."""
+        ready = []
+        for group in self._groups:
+            from_ns = self._ready_ns(group)
+            if from_ns is not None and from_ns <= self._now_ns:
+                ready.append(group)
+        return sorted(ready, key=lambda it: -sum(one.unused for one in it))
+
+    def _ready_ns(self, group: Sequence[Elastic]) -> int | None:
+        """From when on; None while it prefills."""
+        return self._gang.ready_ns([it.id for it in group])
+
+    def _next(
+        self, queue: Sequence[PendingPrompt], group: Sequence[Elastic]
+    ) -> tuple[PendingPrompt, ...]:
+        slots = sum(it.unused for it in group)
+        dispatcher = Dispatcher(
+            self._gang.model,
+            future_slots=slots,
+            average_decode_ns=0,
+            most=self._most,
+            max_num_ooe=0,
+        )
+        return dispatcher.dispatch(queue, group, []).prompts
+
+    def _start(self, prompts: Sequence[PendingPrompt], group: Sequence[Elastic]) -> StartPlan:
+        unused = {it.id: it.unused for it in group}
+        mastered = self._gang.mastered
+        kept = []
+        for prompt in prompts:
+            sizes = level_sizes(prompt.future, list(unused.values()))
+            assert sizes is not None, "slots were counted wrong"
+            shares = list(zip(unused, sizes, strict=True))
+            master = min(unused, key=lambda it: (mastered[it], it))
+            mastered[master] += 1
+            left, of_prompt, answer = prompt.tokens, [], []
+            for instance, tokens in shares:
+                first = min(left, tokens)
+                left -= first
+                unused[instance] -= tokens
+                of_prompt += [(instance, first)] if first else []
+                answer += [(instance, tokens - first)] if tokens > first else []
+            kept.append(KvPlacement(tuple(of_prompt), tuple(answer), master))
+        longest = max(it.tokens for it in prompts)
+        members = [
+            it for it in group if any(it.id == one for where in kept for one, _ in where.prompt)
+        ]
+        members += [it for it in group if it not in members][: max(0, longest - len(members))]
+        lengths = [it.tokens for it in prompts]
+        return start(prompts, members, kept, round(self._gang.model.ns(lengths, len(members))))

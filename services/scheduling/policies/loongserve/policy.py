@@ -21,40 +21,51 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-from csps.services.scheduling.decisions import (
+from csps.services.scheduling.deciding.decisions import (
     Blocked,
+    Bypassed,
     Decision,
-    Move,
-    Passed,
+    IdleCapacity,
+    MovePlan,
     StartPlan,
-    Trial,
     WakeAt,
 )
-from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions
-from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
+from csps.services.scheduling.deciding.view import PairView, RequestView, SequenceView, View
+from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
+from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate, moves
 from csps.services.scheduling.policies.loongserve.batching import (
     MOST_INSTANCES,
     MOST_REQUESTS,
+    Dispatched,
+    Dispatcher,
     Objective,
     most_requests,
     plain,
     pruned,
 )
-from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
-from csps.services.scheduling.policies.loongserve.elastic_gang import ElasticGang
-from csps.services.scheduling.policies.loongserve.going_on import GoingOn
-from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Elastic, Prompt
-from csps.services.scheduling.policies.loongserve.masters import handed_over, levelled
-from csps.services.scheduling.policies.loongserve.migrating import moves
-from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
-from csps.services.scheduling.policies.loongserve.planning import start
-from csps.services.scheduling.policies.loongserve.regrouping import Regrouping
-from csps.services.scheduling.policies.loongserve.scaling import Kept, keep
-from csps.services.scheduling.policies.loongserve.static import StaticGroups
-from csps.services.scheduling.policies.loongserve.waiting import wait_ns, worth_waiting
-from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, SequenceView, View
+from csps.services.scheduling.policies.loongserve.elastic_gang import (
+    ElasticGang,
+    PrefixReuse,
+    StaticGroups,
+)
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
+    Elastic,
+    LoongServeOptions,
+    PendingPrompt,
+    wait_ns,
+    worth_waiting,
+)
+from csps.services.scheduling.policies.loongserve.scaling import (
+    KvPlacement,
+    Regrouping,
+    hand_over,
+    levelled,
+    place_kv,
+    start,
+)
+from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
+from csps.services.scheduling.state.state import Priority
 
 
 class LoongServe:
@@ -74,9 +85,9 @@ class LoongServe:
         """Decode groups do."""
         return self.options.migrate and not self.options.static_dop
 
-    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
         """Nobody is urgent."""
-        return "long"
+        return "low"
 
     def decide(self, view: View) -> Sequence[Decision]:
         """One round on every elastic gang."""
@@ -87,14 +98,14 @@ class LoongServe:
         ]
         for it in rounds:
             decisions += it.decide()
-        oldest = next(iter(view.waiting("long")), None)
+        oldest = next(iter(view.waiting("low")), None)
         if oldest is not None and oldest.id not in started:
             future = oldest.prompt_tokens + oldest.output_tokens
             if all(it.unused < future for it in rounds):
-                decisions.append(Blocked(request=oldest.id))
+                decisions.append(Blocked(request_id=oldest.id))
         return decisions
 
-    def trial(self, pair: PairView) -> Trial:
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On an idle gang."""
         return _Trial(pair, self.options.static_dop)
 
@@ -136,7 +147,7 @@ class _Round:
             self._gang.iteration_ns,
             self._gang.move_ns,
             average_decode_ns=pair.decode.decode_ns,
-            most_rows=self._gang.most_rows,
+            most_rows=self._gang.most_sequences,
         )
 
     @property
@@ -154,17 +165,17 @@ class _Round:
         if next(self._pending(), None) is not None:
             yield from self._any(self._gang.idle, batches)
         if len(self._started) > started:
-            yield from self._passed()
+            yield from self._bypassed()
         if self._options.migrate:
             yield from self._regrouped(batches)
         yield from self._asking_again()
 
     def _any(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
-    ) -> Iterator[StartPlan | Move]:
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
+    ) -> Iterator[StartPlan | MovePlan]:
         """First what goes on from kept KV, then batches on the other instances."""
         migration = None
-        going_on = list(self._go_on(idle, batches))
+        going_on = list(self._reuse_prefixes(idle, batches))
         if going_on:
             yield from going_on
             idle, batches = self._gang.others(going_on, idle, batches)
@@ -180,27 +191,27 @@ class _Round:
             yield from self._moves([migration] if migration else [])
             yield from self._plans(dispatched, idle)
 
-    def _passed(self) -> Iterator[Passed]:
+    def _bypassed(self) -> Iterator[Bypassed]:
         """Those before whom younger ones have started in this round."""
         youngest = max(self._started, default=-1)
         for it in self._pending():
             if it.id > youngest:
                 break
-            yield Passed(request=it.id)
+            yield Bypassed(request_id=it.id)
 
-    def _go_on(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
+    def _reuse_prefixes(
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
     ) -> Iterator[StartPlan]:
         """Prompts most of which was kept, each where that lies. They pass others as often as any
         may (App. A)."""
-        starting = GoingOn(self._gang, self._pair.decode.decode_ns)
-        views = {it.id: it for it in islice(self._view.waiting("long"), MOST_REQUESTS)}
+        starting = PrefixReuse(self._gang, self._pair.decode.decode_ns)
+        views = {it.id: it for it in islice(self._view.waiting("low"), MOST_REQUESTS)}
         busy: set[InstanceId] = set()
         for prompt in list(self._pending()):
             if not self._room():
                 break
             cached = self._view.cached(views[prompt.id], self._pair.decode.id)
-            holders = {it.instance for it in cached.shares} if cached else set()
+            holders = {it.instance for it in cached.slices} if cached else set()
             plan = None
             if cached is not None and busy.isdisjoint(holders):
                 plan = starting.start(prompt, cached, idle, batches)
@@ -208,14 +219,14 @@ class _Round:
                 self._started[prompt.id] = None
                 busy |= holders
                 yield self._noted(plan)
-            elif prompt.passed >= self._options.max_num_ooe:
+            elif prompt.bypassed_rounds >= self._options.max_num_ooe:
                 break
 
     def _static(self, dop: int) -> Iterator[Decision]:
         groups = StaticGroups(self._gang, dop, self._view.now_ns, self._room())
         for decision in groups.decide(list(self._pending())):
             if isinstance(decision, StartPlan):
-                self._started.update((it.request, None) for it in decision.decode)
+                self._started.update((it.request_id, None) for it in decision.decode)
             yield decision
 
     def _asking_again(self) -> Iterator[Decision]:
@@ -225,7 +236,7 @@ class _Round:
 
     # --- §5.1 ---
 
-    def _batches(self) -> list[DecodeBatch]:
+    def _batches(self) -> list[DecodeGroup]:
         """Those that may be preempted now."""
         ready = []
         for batch, from_ns in self._gang.batches():
@@ -235,17 +246,17 @@ class _Round:
                 self._wakes.append(from_ns)
         return ready
 
-    def _pending(self) -> Iterator[Prompt]:
+    def _pending(self) -> Iterator[PendingPrompt]:
         """Of the oldest one's class: requests of several cannot share a step."""
         cls = None
-        for it in islice(self._view.waiting("long"), MOST_REQUESTS):
+        for it in islice(self._view.waiting("low"), MOST_REQUESTS):
             fits = it.prompt_tokens + it.output_tokens <= self._pair.max_positions
             if fits and it.id not in self._started and cls in (None, it.cls):
                 cls = it.cls
                 yield _prompt(it, self._view.now_ns)
 
     def _dispatch(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch], moving: int
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup], moving: int
     ) -> Dispatched:
         """What moves has so many slots twice until it is there."""
         available = len(idle) + sum(len(it.instances) for it in batches)
@@ -273,11 +284,11 @@ class _Round:
 
     # --- §4, §5.4: what decodes already ---
 
-    def _regrouped(self, batches: Sequence[DecodeBatch]) -> Iterator[Move]:
+    def _regrouped(self, batches: Sequence[DecodeGroup]) -> Iterator[MovePlan]:
         """Groups that do better on fewer instances, and those that have too few masters."""
         movable = {it.id for it in self._gang.movable}
         for batch in batches:
-            rows = self._gang.rows_of(batch)
+            rows = self._gang.sequences_of(batch)
             if any(it.id in self._taken for it in batch.instances):
                 continue
             if any(it.id in self._moved for it in rows):
@@ -286,10 +297,10 @@ class _Round:
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
-            elif len(rows) > self._gang.most_rows:
+            elif len(rows) > self._gang.most_sequences:
                 yield from self._masters(batch, rows)
 
-    def _masters(self, batch: DecodeBatch, rows: Sequence[SequenceView]) -> Iterator[Move]:
+    def _masters(self, batch: DecodeGroup, rows: Sequence[SequenceView]) -> Iterator[MovePlan]:
         """More of them, or others."""
         gang, of_master = self._gang, dict[InstanceId, list[SequenceView]]()
         for row in rows:
@@ -297,20 +308,20 @@ class _Round:
         own = [it.id for it in batch.instances]
         idle = [it.id for it in gang.idle if it.id not in self._taken]
         mastered = {it: len(found) for it, found in of_master.items()}
-        wanted = levelled(mastered, [*own, *idle], gang.most_rows)
+        wanted = levelled(mastered, [*own, *idle], gang.most_sequences)
         takers = [it for it in wanted for _ in range(wanted[it] - mastered.get(it, 0))]
         self._taken.update((it, None) for it in wanted if it not in own)
         for master, found in of_master.items():
-            movable = [it for it in reversed(found) if not any(one.origin for one in it.shares)]
+            movable = [it for it in reversed(found) if not any(one.source for one in it.slices)]
             for row in movable[: max(0, len(found) - wanted.get(master, 0))]:
                 self._moved[row.id] = None
-                seen = row.answer_span[0] + gang.drawn(row)
-                yield handed_over(row, takers.pop(), seen, gang.unused)
+                seen = row.answer_span[0] + gang.generated_tokens(row)
+                yield hand_over(row, takers.pop(), seen, gang.unused)
 
     # --- App. A ---
 
     def _waits(
-        self, dispatched: Dispatched, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
+        self, dispatched: Dispatched, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
     ) -> bool:
         """Whether all instances soon are better than some now. What was waited already counts, so
         that nobody waits for longer than that can gain."""
@@ -320,7 +331,7 @@ class _Round:
         decoding = [request for it in batches for request in it.requests]
         wait = wait_ns(decoding, self._pair.decode.decode_ns)
         oldest = dispatched.prompts[0].id
-        since_ns = next(it.waiting_since_ns for it in self._view.waiting("long") if it.id == oldest)
+        since_ns = next(it.waiting_since_ns for it in self._view.waiting("low") if it.id == oldest)
         waited_ns = self._view.now_ns - since_ns
         every = len(self._pair.decode.instances)
         delay_ns = wait + waited_ns
@@ -333,7 +344,9 @@ class _Round:
 
     # --- §5.2, §5.3, §5.4 ---
 
-    def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan | Move]:
+    def _plans(
+        self, dispatched: Dispatched, idle: Sequence[Elastic]
+    ) -> Iterator[StartPlan | MovePlan]:
         prompts = list(dispatched.prompts)
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
         known = {it.id for it in (*idle, *decoding)}  # one that is emptied counts as idle
@@ -367,15 +380,15 @@ class _Round:
         )
         yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
 
-    def _moves(self, migrations: Sequence[Migration]) -> Iterator[Move]:
+    def _moves(self, migrations: Sequence[Migration]) -> Iterator[MovePlan]:
         movable = {it.id for it in self._gang.movable}
         for migration in migrations:
             if migration.source not in movable:
                 continue  # what is here stays, and stands still
             found = list(moves(migration, self._gang.sequences))
-            if any(it.sequence in self._moved for it in found):
+            if any(it.sequence_id in self._moved for it in found):
                 continue  # the same, because it lies on two of them
-            self._moved.update((it.sequence, None) for it in found)
+            self._moved.update((it.sequence_id, None) for it in found)
             for target, tokens in migration.targets:
                 self._gang.unused[target] -= tokens
             yield from found
@@ -384,7 +397,7 @@ class _Round:
         """Fill instances that no batch wants (App. A): with the oldest that end in time."""
         for instance in left:
             room, slots = self._room(), self._gang.unused[instance.id]
-            fitting: list[Prompt] = []
+            fitting: list[PendingPrompt] = []
             for prompt in self._pending():
                 more = [*fitting, prompt]
                 if (
@@ -393,7 +406,7 @@ class _Round:
                     and self._model.ns([it.tokens for it in more], 1) <= slowest_ns
                 ):
                     fitting = more
-                elif prompt.passed >= self._options.max_num_ooe:
+                elif prompt.bypassed_rounds >= self._options.max_num_ooe:
                     break
             if fitting:
                 yield from self._start([(fitting, [instance])])
@@ -402,14 +415,14 @@ class _Round:
         return self._max_batch - self._pair.decode.mastered - len(self._started)
 
     def _start(
-        self, batches: Sequence[tuple[Sequence[Prompt], Sequence[Elastic]]]
+        self, batches: Sequence[tuple[Sequence[PendingPrompt], Sequence[Elastic]]]
     ) -> Iterator[StartPlan]:
         gang = self._gang
-        kept = keep(
+        kept = place_kv(
             [(requests, gang.elastic([it.id for it in group])) for requests, group in batches],
             gang.all,
             gang.mastered,
-            most_rows=gang.most_rows,
+            most_rows=gang.most_sequences,
         )
         for (requests, group), places in zip(batches, kept, strict=True):
             for where in places:
@@ -424,20 +437,20 @@ class _Round:
             self._taken.update((it, None) for it in step.group)
         for it in plan.decode:
             self._taken[it.master] = None
-            self._taken.update((share.instance, None) for share in (*it.shares, *it.answer))
+            self._taken.update((share.instance, None) for share in (*it.slices, *it.answer))
         return plan
 
-    def _take(self, kept: Kept) -> None:
+    def _take(self, kept: KvPlacement) -> None:
         for instance, tokens in (*kept.prompt, *kept.answer):
             self._gang.unused[instance] -= tokens
 
 
-def _prompt(request: RequestView, now_ns: int) -> Prompt:
-    return Prompt(
+def _prompt(request: RequestView, now_ns: int) -> PendingPrompt:
+    return PendingPrompt(
         id=request.id,
         tokens=request.prompt_tokens,
         answer=request.output_tokens,
-        passed=request.passed_rounds,
+        bypassed_rounds=request.bypassed_rounds,
         waited_ns=now_ns - request.waiting_since_ns,
     )
 
@@ -446,12 +459,12 @@ def _slots(migration: Migration | None) -> int:
     return sum(tokens for _, tokens in migration.targets) if migration else 0
 
 
-def _filled(longest: Prompt, group: Sequence[Elastic]) -> Sequence[Elastic]:
+def _filled(longest: PendingPrompt, group: Sequence[Elastic]) -> Sequence[Elastic]:
     """Every member computes a token of the longest prompt at least."""
     return group[: longest.tokens]
 
 
-def _whole_groups(chosen: Sequence[Elastic], preempted: Sequence[DecodeBatch]) -> list[Elastic]:
+def _whole_groups(chosen: Sequence[Elastic], preempted: Sequence[DecodeGroup]) -> list[Elastic]:
     """With one instance of a group preempted, all of it stands still, and may as well prefill."""
     found: dict[InstanceId, Elastic] = {it.id: it for it in chosen}
     for batch in preempted:

@@ -4,21 +4,63 @@
 memory asks for it, answers are promised slots on further instances of the gang; and from a profiled
 batch size on, when decoding becomes compute-bound, on as many instances as keep every master below
 it. New KV is as even as possible over the masters.
+
+From batches and where their KV is kept to what is launched.
+
+Who draws the rows of a decode group that has grown (LoongServe §4.2, §5.4).
+
+From a profiled batch size on an iteration is compute-bound at its master. Then rows of it go to
+others: first to masters of the group, then to its other instances, then to idle ones, as few as
+keep all below that size, and as evenly as can be. What has KV stays where it lies; what is still to
+be drawn is kept by the new master, as far as that has slots.
+
+Which instances of decode groups are emptied, and why (LoongServe §4, §5.2).
+
+A group that has lost requests may hold on fewer instances what it holds; decoding scales poorly, so
+it goes on faster there (§5.4): it *shrinks*, if what its requests gain until they end, as long as
+answers have taken lately, is more than the move takes, both per token of the request that gains or
+loses, as in Eqs. 1-4.
+
+And while requests wait because all instances decode, one of them is *freed* if what it could start
+is spared more than the move takes: the time until its group ends, as Eq. 2 estimates it, and at
+least as long as the oldest takes itself, because a group that others join does not end then. Of
+several it is the one that is emptied soonest, as Eqs. 3-4 take e_min: whoever moves can neither
+give way nor be emptied meanwhile. Its requests go on in the groups that take its KV, which so
+become one. What they lose by larger batches is not counted, as in Eqs. 1-4: where it is, prompts
+wait, and far fewer are in time (`benchmarks/results/loongserve-load-2026-11-22.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.policies.loongserve.jobs import Elastic, Prompt
+from csps.protocols.core.placement import striped
+from csps.services.scheduling.deciding.decisions import (
+    DecodePlacement,
+    MovePlan,
+    PlannedChunk,
+    PlannedStep,
+    StartPlan,
+)
+from csps.services.scheduling.deciding.view import SequenceView
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.events.slices import laid_out, tokens_on
+from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveNs, targets_of
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
+    Elastic,
+    PendingPrompt,
+    wait_ns,
+)
 
 Parts = tuple[tuple[InstanceId, int], ...]
 """Instances and tokens, in the order of positions."""
 
 
-class Kept(NamedTuple):
+class KvPlacement(NamedTuple):
     """Where a request's KV is to lie."""
 
     prompt: Parts
@@ -37,13 +79,13 @@ class _Holder:
         """Tokens of answers that will be drawn here."""
 
 
-def keep(
-    batches: Sequence[tuple[Sequence[Prompt], Sequence[Elastic]]],
+def place_kv(
+    batches: Sequence[tuple[Sequence[PendingPrompt], Sequence[Elastic]]],
     everyone: Sequence[Elastic],
     mastered: Mapping[InstanceId, int],
     *,
     most_rows: int,
-) -> list[tuple[Kept, ...]]:
+) -> list[tuple[KvPlacement, ...]]:
     """Place the KV of batches that are prefilled on disjoint groups.
 
     Args:
@@ -65,8 +107,8 @@ def keep(
 
 
 def _place_prompts(
-    prompts: Sequence[Prompt], group: Sequence[_Holder], most_rows: int
-) -> list[tuple[Prompt, list[_Holder], Parts]]:
+    prompts: Sequence[PendingPrompt], group: Sequence[_Holder], most_rows: int
+) -> list[tuple[PendingPrompt, list[_Holder], Parts]]:
     """Of each prompt, where its KV goes, and in which order the group's instances serve it.
     Prompts cannot go elsewhere: they take slots before any answer."""
     # Instances that decode already go first, so that idle ones stay idle; then the roomiest.
@@ -81,13 +123,13 @@ def _place_prompts(
 
 
 def _place_answer(
-    prompt: Prompt, line: list[_Holder], kept: Parts, spare: Sequence[_Holder]
-) -> Kept:
+    prompt: PendingPrompt, line: list[_Holder], kept: Parts, spare: Sequence[_Holder]
+) -> KvPlacement:
     others = [it for it in spare if it not in line]
-    return Kept(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
+    return KvPlacement(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
 
 
-def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], most_rows: int) -> int:
+def _size(prompts: Sequence[PendingPrompt], holders: Sequence[_Holder], most_rows: int) -> int:
     """The least degree of parallelism that holds the KV, answers included where they can be, and
     whose masters stay below the threshold."""
     future = sum(it.future for it in prompts)
@@ -100,7 +142,7 @@ def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], most_rows: int)
     return len(holders)
 
 
-def _master(prompt: Prompt, holders: Sequence[_Holder]) -> _Holder:
+def _master(prompt: PendingPrompt, holders: Sequence[_Holder]) -> _Holder:
     """The least busy holder that has room for all of a request, or else the roomiest."""
     roomy = [it for it in holders if it.unused - it.awaited >= prompt.future]
     by_load = sorted(roomy, key=lambda it: (it.mastered, it.awaited - it.unused, it.order))
@@ -122,3 +164,220 @@ def _fill(tokens: int, line: Sequence[_Holder]) -> Parts:
             left -= part
     assert not left, f"no slots for {left} of {tokens} tokens"
     return tuple(parts)
+
+
+ALONE, RING = "ulysses", "ring_kv"
+"""How one instance attends, and how several do: KV comes by all members of a ring, so that those of
+the smaller group keep what the plan gives them (§4.1)."""
+
+
+def start(
+    prompts: Sequence[PendingPrompt],
+    group: Sequence[Elastic],
+    kept: Sequence[KvPlacement],
+    predicted_ns: int,
+) -> StartPlan:
+    """One prefill iteration, and the scale-down within it.
+
+    Args:
+        prompts: of the batch.
+        group: its instances.
+        kept: of each prompt, where its KV is to lie.
+        predicted_ns: what the iteration takes.
+    """
+    members = [it.id for it in sorted(group, key=lambda it: it.order)]
+    ring = len(members) > 1
+    chunks = tuple(
+        PlannedChunk(
+            it.id,
+            0,
+            it.tokens,
+            rows=laid_out(members, striped(it.tokens, len(members))) if ring else (),
+        )
+        for it in prompts
+    )
+    counts = dict.fromkeys(members, 0)
+    for chunk in chunks:
+        for instance, tokens in tokens_on(chunk.rows).items():
+            counts[instance] += tokens
+    bounds = (0, *accumulate(counts.values())) if ring else (0, sum(it.tokens for it in prompts))
+    step = PlannedStep(
+        group=tuple(members),
+        bounds=bounds,
+        chunks=chunks,
+        strategy=RING if ring else ALONE,
+        predicted_ns=predicted_ns,
+    )
+    decode = tuple(_placement(it, where) for it, where in zip(prompts, kept, strict=True))
+    return StartPlan(steps=(step,), decode=decode)
+
+
+def _placement(prompt: PendingPrompt, kept: KvPlacement) -> DecodePlacement:
+    shares = tuple(_laid(kept.prompt, 0))
+    return DecodePlacement(
+        prompt.id, shares, kept.master, answer=tuple(_laid(kept.answer, prompt.tokens))
+    )
+
+
+def _laid(parts: Sequence[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
+    """Positions from `start` on, part by part."""
+    shares = []
+    for instance, tokens in parts:
+        shares.append(PlacedSlice(instance, start, start + tokens))
+        start += tokens
+    return shares
+
+
+def levelled(
+    mastered: Mapping[InstanceId, int], line: Sequence[InstanceId], most: int
+) -> dict[InstanceId, int]:
+    """How many rows each master is to have.
+
+    Args:
+        mastered: rows that each draws now; those without any may be left out.
+        line: whoever may draw, the group's own before others.
+        most: rows that a master takes before it is compute-bound.
+
+    Returns:
+        As it is, if nobody draws more than `most`, or if there is nobody else.
+    """
+    rows = sum(mastered.values())
+    now = {it: mastered[it] for it in line if mastered.get(it)}
+    if max(now.values(), default=0) <= most:
+        return now
+    masters = sorted(line, key=lambda it: -now.get(it, 0))[: max(len(now), -(-rows // most))]
+    each, more = divmod(rows, len(masters))
+    return {it: each + (place < more) for place, it in enumerate(masters)}
+
+
+def hand_over(
+    row: SequenceView, master: InstanceId, seen: int, unused: dict[InstanceId, int]
+) -> MovePlan:
+    """Have another instance draw a row.
+
+    Args:
+        seen: positions from here on have no KV yet, nearly.
+        unused: slots that nobody was promised, of which the row's are taken.
+    """
+    start, stop = row.answer_span
+    answer: list[PlacedSlice] = []
+    for share in row.answer or (PlacedSlice(row.master_id, start, stop),):
+        assert share.step == 1, "an answer that is not laid out part by part"
+        first = max(share.start, min(share.stop, seen))
+        room = unused[master] if share.instance == row.master_id else 0
+        last = min(share.stop, first + room)
+        unused[master] -= last - first
+        parts = ((share.instance, share.start, first), (master, first, last))
+        for instance, begin, end in (*parts, (share.instance, last, share.stop)):
+            if begin < end:
+                answer.append(PlacedSlice(instance, begin, end))
+    placement = DecodePlacement(row.request_id, tuple(row.slices), master, tuple(answer))
+    return MovePlan(sequence_id=row.id, placement=placement)
+
+
+IterationNs = Callable[[int, int, int], int]
+"""Of so many instances, requests, and tokens that these attend to."""
+
+
+class FreedInstance(NamedTuple):
+    """An instance that is to be emptied for requests that wait."""
+
+    instance: Elastic
+    migration: Migration
+
+
+class Regrouping:
+    """In one round.
+
+    Args:
+        iteration_ns: what iterations take.
+        move_ns: what a migration takes.
+        average_decode_ns: AvgLat_d, how long finished requests were decoded.
+        most_rows: requests that a master takes.
+    """
+
+    def __init__(
+        self,
+        iteration_ns: IterationNs,
+        move_ns: MoveNs,
+        *,
+        average_decode_ns: int,
+        most_rows: int,
+    ) -> None:
+        self._iteration_ns, self._move_ns = iteration_ns, move_ns
+        self._average_decode_ns, self._most_sequences = average_decode_ns, most_rows
+
+    # --- nobody need wait ---
+
+    def shrink(self, batch: DecodeGroup, movable: Collection[InstanceId]) -> Migration | None:
+        """The instance without which a group is better off by most; None if there is none.
+
+        Args:
+            movable: instances that can be emptied.
+        """
+        dop, rows = len(batch.instances), len(batch.requests)
+        if dop < 2 or rows > self._most_sequences * (dop - 1):
+            return None
+        before_ns, after_ns = (self._batch_ns(batch, it) for it in (dop, dop - 1))
+        gain = self._loss(batch, before_ns, before_ns - after_ns)
+        best: tuple[float, Migration] | None = None
+        for source in batch.instances:
+            migration = None
+            if source.id in movable:
+                migration = targets_of(source, [it for it in batch.instances if it != source])
+            move_ns = None if migration is None else self._move_ns(migration)
+            if migration is None or move_ns is None:
+                continue
+            lengths = self._lengths(batch, before_ns)
+            net = gain - sum([move_ns / length for length, _ in lengths])
+            if net > 0 and (best is None or net > best[0]):
+                best = net, migration
+        return None if best is None else best[1]
+
+    # --- for those that wait ---
+
+    def free(
+        self,
+        movable: Sequence[Elastic],
+        batches: Sequence[DecodeGroup],
+        startable: Callable[[Elastic], Sequence[PendingPrompt]],
+        alone_ns: Callable[[PendingPrompt], float],
+    ) -> FreedInstance | None:
+        """The instance that is emptied soonest of those for which it pays; None if it does for
+        none.
+
+        Args:
+            movable: instances that can be emptied.
+            batches: all decode groups.
+            startable: requests that an instance could prefill, once it decodes nothing.
+            alone_ns: what such a prefill takes.
+        """
+        best: tuple[float, FreedInstance] | None = None
+        for source in movable:
+            migration = targets_of(source, [it for it in movable if it != source])
+            move_ns = None if migration is None else self._move_ns(migration)
+            if migration is None or move_ns is None:
+                continue
+            prompts = startable(source)
+            if not prompts:
+                continue
+            (batch,) = [it for it in batches if source.id in [one.id for one in it.instances]]
+            spared_ns = max(alone_ns(prompts[0]), wait_ns(batch.requests, self._average_decode_ns))
+            if spared_ns > move_ns and (best is None or move_ns < best[0]):
+                best = move_ns, FreedInstance(source, migration)
+        return None if best is None else best[1]
+
+    # --- requests to come to their ends ---
+
+    def _batch_ns(self, batch: DecodeGroup, dop: int) -> int:
+        return self._iteration_ns(dop, len(batch.requests), batch.context)
+
+    def _loss(self, batch: DecodeGroup, iteration_ns: int, more_ns: int) -> float:
+        """Of requests whose iterations take so much more until their ends, per token."""
+        return sum([rest * more_ns / length for length, rest in self._lengths(batch, iteration_ns)])
+
+    def _lengths(self, batch: DecodeGroup, iteration_ns: int) -> Iterator[tuple[float, float]]:
+        """Of answers, and of what is left of them, in tokens, as far as anybody knows."""
+        for it in batch.requests:
+            rest = max(0, self._average_decode_ns - it.executed_ns) / iteration_ns
+            yield it.generated_tokens + rest, rest

@@ -31,8 +31,13 @@ from typing import Protocol
 
 import msgspec
 
-from csps.services.scheduling.policies.tetris.even_servers import AnyHome, are_even
-from csps.services.scheduling.policies.tetris.groups import Choice, Group, lanes_of
+from csps.services.scheduling.policies.tetris.groups import (
+    AnyHome,
+    GroupChoice,
+    PooledGroup,
+    are_even,
+    lanes_of,
+)
 
 _SLACK_NS = 1.0
 """By which a bound has to exceed the best plan, so that no rounding decides."""
@@ -48,7 +53,7 @@ class Coefficients(Protocol):
         ...
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class CdspChunk(msgspec.Struct, frozen=True, gc=False):
     """Positions [start, start + length) of a prompt."""
 
     start: int
@@ -60,7 +65,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
 
 
-_Link = tuple[Choice, int, int, "_Link | None"]
+_Link = tuple[GroupChoice, int, int, "_Link | None"]
 """A chunk and those after it: a choice and the index of the size to which it grows, tokens, rest.
 Plain tuples, here and as answers: most of them are thrown away."""
 
@@ -107,7 +112,7 @@ class Cdsp:
         least: int = 1,
         past: int = 0,
         held: Sequence[int] = (),
-    ) -> list[Chunk]:
+    ) -> list[CdspChunk]:
         """Chunks for `length` tokens.
 
         Args:
@@ -119,24 +124,24 @@ class Cdsp:
         """
         low = bisect_left(self.sizes, max(least, len(held)))
         assert low < len(self.sizes), "no candidate is large enough"
-        choice: Choice
+        choice: GroupChoice
         if self._even and not held:
             choice = AnyHome(lanes_of(self._servers, free_ns), self.sizes)
         else:
-            choice = Group.of(self._servers, self.sizes, free_ns, held)
+            choice = PooledGroup.of(self._servers, self.sizes, free_ns, held)
         min_chunk = self._min_chunk if self._chunked else length + 1
         search = _Search(self._costs, self._bounds, rate, min_chunk)
         _, chunks = search.schedule(length, past, choice, 0.0, low, len(self.sizes), _NEVER)
         return self._timed(chunks, past)
 
-    def _timed(self, link: _Link | None, start: int) -> list[Chunk]:
+    def _timed(self, link: _Link | None, start: int) -> list[CdspChunk]:
         chunks, end = [], 0.0
         while link is not None:
             choice, index, length, link = link
             a, b, c, d = self._costs[index]
             begin = max(end, float(choice.free_ns[index]))
             end = begin + a + length * (b + c * start + d * length)
-            chunks.append(Chunk(start, length, choice.members(index), int(begin), int(end)))
+            chunks.append(CdspChunk(start, length, choice.members(index), int(begin), int(end)))
             start += length
         return chunks
 
@@ -176,7 +181,14 @@ class _Search:
         self._gain, self._min_chunk = 1.0 - rate, min_chunk
 
     def schedule(
-        self, left: int, past: int, choice: Choice, end: float, low: int, high: int, limit: float
+        self,
+        left: int,
+        past: int,
+        choice: GroupChoice,
+        end: float,
+        low: int,
+        high: int,
+        limit: float,
     ) -> tuple[float, _Link]:
         """Alg. 1: the best chunks for what is left of a prompt, and when they end.
 
@@ -236,7 +248,7 @@ class _Search:
         current: int,
         left: int,
         past: int,
-        choice: Choice,
+        choice: GroupChoice,
         begin: float,
         top: int,
         limit: float,

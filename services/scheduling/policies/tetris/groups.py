@@ -5,8 +5,15 @@ server, whoever is free first is taken first, so a group is a number of instance
 Ties are broken by the order in which instances are free, then by their numbers.
 
 Planning asks a group only when those that it may grow to are free, by the index of their size:
-that is a `Choice`. `Pool` and `Group` answer it for any servers, `even_servers.py` sooner where all
+that is a `GroupChoice`. `Pool` and `PooledGroup` answer it for any servers, `even_servers.py` sooner where all
 servers have as many instances.
+
+GetGroup where all servers have as many instances: what it chooses is known without trying.
+
+If every size is a part of a server or whole servers, a group that grows fills up the server that
+it began on, its *home*, and then takes the servers that are wholly free first. So all groups that
+begin at one home are the beginnings of one line of instances, and no group has to be written down
+before a plan is chosen. Equal to `groups.Group`, by test, and some ten times as fast.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ Lane = list[int]
 because a list of integers is sorted five times as fast as one of tuples."""
 
 
-class Choice(Protocol):
+class GroupChoice(Protocol):
     """A group, or none yet, and those that it may grow to."""
 
     @property
@@ -30,11 +37,11 @@ class Choice(Protocol):
         """When all instances of the group of each size are free."""
         ...
 
-    def inside(self, top: int) -> Choice:
+    def inside(self, top: int) -> GroupChoice:
         """The same group, where only instances of the one that it would grow to may be added."""
         ...
 
-    def taken(self, index: int) -> Choice:
+    def taken(self, index: int) -> GroupChoice:
         """The group after it has grown."""
         ...
 
@@ -114,8 +121,8 @@ class Pool:
             missing -= counts[server]
 
 
-class Group:
-    """A `Choice` on any servers."""
+class PooledGroup:
+    """A `GroupChoice` on any servers."""
 
     def __init__(self, pool: Pool, sizes: Sequence[int], counts: Mapping[int, int]) -> None:
         self._pool, self._sizes, self._counts = pool, sizes, counts
@@ -148,15 +155,103 @@ class Group:
             lanes[server].sort(key=lambda key: (key & NUMBER not in first, key))
         return cls(Pool(lanes, server_of), sizes, counts)
 
-    def inside(self, top: int) -> Group:
-        """As `Choice`."""
+    def inside(self, top: int) -> PooledGroup:
+        """As `GroupChoice`."""
         pool = self._pool.within(self._grown[top])
-        return Group(pool, self._sizes[: top + 1], self._counts)
+        return PooledGroup(pool, self._sizes[: top + 1], self._counts)
 
-    def taken(self, index: int) -> Group:
-        """As `Choice`."""
-        return Group(self._pool, self._sizes, self._grown[index])
+    def taken(self, index: int) -> PooledGroup:
+        """As `GroupChoice`."""
+        return PooledGroup(self._pool, self._sizes, self._grown[index])
 
     def members(self, index: int) -> tuple[int, ...]:
-        """As `Choice`."""
+        """As `GroupChoice`."""
         return self._pool.members(self._grown[index])
+
+
+def are_even(servers: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether this module's groups are those of `groups.py`."""
+    width = servers[0]
+    even = all(it == width for it in servers)
+    return even and all(size <= width or size % width == 0 for size in sizes)
+
+
+class AnyHome:
+    """A `Choice` that begins with no group.
+
+    Args:
+        lanes: of the servers.
+        sizes: of groups, ascending.
+    """
+
+    __slots__ = ("_by_last", "_homes", "_lanes", "_sizes", "_width", "free_ns")
+
+    def __init__(self, lanes: list[Lane], sizes: Sequence[int]) -> None:
+        self._lanes, self._sizes = lanes, sizes
+        self._width = width = len(lanes[0])
+        self._by_last = by_last = sorted([it[-1] for it in lanes])
+        keys = [
+            min([it[size - 1] for it in lanes]) if size <= width else by_last[size // width - 1]
+            for size in sizes
+        ]
+        self.free_ns = [it >> NUMBER_BITS for it in keys]
+        self._homes: dict[int, Home] = {}
+
+    def inside(self, top: int) -> AnyHome | Home:
+        """As `groups.Choice`."""
+        size, width = self._sizes[top], self._width
+        if size <= width:
+            return self.taken(top)
+        last = self._by_last[size // width - 1]
+        lanes = [it for it in self._lanes if it[-1] <= last]
+        return AnyHome(lanes, self._sizes[: top + 1])
+
+    def taken(self, index: int) -> Home:
+        """As `groups.Choice`."""
+        size = self._sizes[index]
+        if size <= self._width:
+            lane = min(self._lanes, key=lambda it: it[size - 1])
+        else:
+            lane = min(self._lanes, key=lambda it: it[-1])
+        home = self._homes.get(lane[0])
+        if home is None:
+            home = self._homes[lane[0]] = Home(lane, self._by_last, self._sizes)
+        return home
+
+    def members(self, index: int) -> tuple[int, ...]:
+        """As `groups.Choice`."""
+        return self.taken(index).members(index)
+
+
+class Home:
+    """A `Choice` of groups that begin on one server."""
+
+    __slots__ = ("_by_last", "_lane", "_sizes", "free_ns")
+
+    def __init__(self, lane: Lane, by_last: list[int], sizes: Sequence[int]) -> None:
+        self._lane, self._by_last, self._sizes = lane, by_last, sizes
+        width, place = len(lane), by_last.index(lane[-1])
+        keys = [
+            lane[size - 1] if size <= width else by_last[max(size // width - 1, place)]
+            for size in sizes
+        ]
+        self.free_ns = [it >> NUMBER_BITS for it in keys]
+
+    def inside(self, top: int) -> Home:
+        """As `groups.Choice`; the beginning of a line has the beginnings that the line has."""
+        return self
+
+    def taken(self, index: int) -> Home:
+        """As `groups.Choice`."""
+        return self
+
+    def members(self, index: int) -> tuple[int, ...]:
+        """As `groups.Choice`."""
+        lane, size = self._lane, self._sizes[index]
+        width = len(lane)
+        if size <= width:
+            return tuple(sorted([it & NUMBER for it in lane[:size]]))
+        others = [it for it in self._by_last if it != lane[-1]]
+        lasts = [lane[-1], *others[: size // width - 1]]
+        starts = sorted([(it & NUMBER) // width * width for it in lasts])
+        return tuple([number for start in starts for number in range(start, start + width)])

@@ -21,7 +21,7 @@ from csps.services.scheduling.policies.loongserve.batching import (
     pruned,
     regret,
 )
-from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
+from csps.services.scheduling.policies.loongserve.inputs import Eq7, PrefillModel
 
 OBJECTIVES: tuple[Objective, ...] = ("normalised", "sum")
 # LWM-7B on A800, tensor parallelism 2 (Fig. 3): linear and quadratic work shared by the group.

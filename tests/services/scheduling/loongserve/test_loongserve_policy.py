@@ -12,15 +12,15 @@ import pytest
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import parse_cluster
-from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Simulator
+from csps.loadgen.simulator.kernel import SimulationResult as Run
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
-from csps.protocols.errors import ConfigError
-from csps.services.scheduling.commands import AnyCommand, MoveKv, Reserve, RunStep
-from csps.services.scheduling.events import AnyEvent
-from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.policies.choice import check_pairing, make_policy
-from csps.services.scheduling.prefix.settings import ReuseSettings
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.events.commands import AnyCommand, MoveKv, Reserve, RunStep
+from csps.services.scheduling.events.events import AnyEvent, index_of
+from csps.services.scheduling.events.limits import ReuseSettings
+from csps.services.scheduling.policies.registry import check_pairing, make_policy
 
 MS = 1_000_000
 slow = pytest.mark.slow
@@ -82,10 +82,10 @@ class Watched:
         )
         self.run: Run = simulator.run()
         simulator.gangs.check_idle()
-        self._scheduler.check_integrity()
+        self._scheduler.check_invariants()
 
     def _see(self, now_ns: int, events: Sequence[AnyEvent], commands: Sequence[AnyCommand]) -> None:
-        self._scheduler.check_integrity()
+        self._scheduler.check_invariants()
         self.commands += [(now_ns, it) for it in commands]
         self.turns.append((tuple(events), tuple(commands)))
         self.held.append(self._scheduler.counts.decode_kv)
@@ -100,8 +100,8 @@ class Watched:
 
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
-        (found,) = [it for it in self.reserved if it.request == request]
-        named = {found.master, *(it.instance for it in (*found.shares, *found.answer))}
+        (found,) = [it for it in self.reserved if it.request_id == request]
+        named = {found.master, *(it.instance for it in (*found.slices, *found.answer))}
         return sorted(map(index_of, named))
 
 
@@ -187,8 +187,8 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, migrate: bo
     passed = dict.fromkeys(range(1, len(arrivals) + 1), 0)
     waiting: dict[int, None] = {}
     for events, commands in watched.turns:
-        waiting.update((it.request, None) for it in events if hasattr(it, "prompt_tokens"))
-        started = [it.request for it in commands if isinstance(it, Reserve)]
+        waiting.update((it.request_id, None) for it in events if hasattr(it, "prompt_tokens"))
+        started = [it.request_id for it in commands if isinstance(it, Reserve)]
         for it in started:
             del waiting[it]
         for it in waiting:
@@ -220,12 +220,12 @@ def test_a_group_shrinks_when_there_is_room_on_fewer_instances() -> None:
     watched = Watched(arrivals, two, tipping_tokens=9000)
     assert watched.instances(4) == [0, 1]
     (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    assert len({it.instance for it in (*move.shares, *move.answer)}) == 1
+    assert len({it.instance for it in (*move.slices, *move.answer)}) == 1
     token_ns = watched.run.outcomes[3].token_ns
     gaps = [after - before for before, after in pairwise(token_ns)]
     assert (max(gaps[10:20]), max(gaps[-20:])) == (30 * MS, 10 * MS)
-    stays = Watched(arrivals, two, tipping_tokens=9000, migrate=False)
-    assert not any(isinstance(it, MoveKv) for _, it in stays.commands)
+    retain = Watched(arrivals, two, tipping_tokens=9000, migrate=False)
+    assert not any(isinstance(it, MoveKv) for _, it in retain.commands)
 
 
 def test_groups_become_one_for_a_prompt_that_waits() -> None:
@@ -234,11 +234,11 @@ def test_groups_become_one_for_a_prompt_that_waits() -> None:
     arrivals = [arrival(0, 300, 300), arrival(100, 300, 300), arrival(300, 3_000, 5)]
     watched = Watched(arrivals, two)
     (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    (elsewhere,) = {it.instance for it in (*move.shares, *move.answer)}
+    (elsewhere,) = {it.instance for it in (*move.slices, *move.answer)}
     first, second, third = watched.reserved
     assert first.master != second.master == elsewhere or second.master != first.master == elsewhere
     step = watched.steps[-1]
-    assert third.sequence in [it.sequence for it in step.pieces]
+    assert third.sequence_id in [it.sequence_id for it in step.chunks]
     assert elsewhere not in step.group
     assert all(it.sequences == 1 for it in watched.run.outcomes)
 
@@ -264,8 +264,8 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     arrivals = [arrival(*it) for it in (*decoded, (800, 3_000, 5))]
     watched = Watched(arrivals, cluster(slots=10_000, **LINKS))
     first, second, third, fourth = (it.master for it in watched.reserved[:4])
-    moves = {it.sequence: it.master for _, it in watched.commands if isinstance(it, MoveKv)}
-    expected = {watched.reserved[0].sequence: second, watched.reserved[2].sequence: fourth}
+    moves = {it.sequence_id: it.master for _, it in watched.commands if isinstance(it, MoveKv)}
+    expected = {watched.reserved[0].sequence_id: second, watched.reserved[2].sequence_id: fourth}
     assert moves == expected
     assert set(watched.steps[-1].group) == {first, third}
 
@@ -287,12 +287,12 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
     arrivals = [arrival(0, 20, 20 if it == ends_early else 200) for it in masters]
     watched = Watched(arrivals, two, **options)
     moves = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    reserved = {it.sequence: it for it in watched.reserved}
+    reserved = {it.sequence_id: it for it in watched.reserved}
     assert len(moves) == 3
     for move in moves:
-        before = reserved[move.sequence]
+        before = reserved[move.sequence_id]
         assert before.master != move.master == ends_early
-        assert move.shares == before.shares
+        assert move.slices == before.slices
         kept = [it for it in move.answer if it.instance == before.master]
         assert sum(it.tokens for it in kept) >= 19, "what was drawn is not moved"
     assert all(it.sequences == 1 for it in watched.run.outcomes)
@@ -349,7 +349,7 @@ def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) 
     watched = Watched(arrivals, model, gone[::2])
     assert any(isinstance(it, MoveKv) for _, it in watched.commands)
     last = watched.reserved[-1]
-    assert last.request == len(arrivals)
+    assert last.request_id == len(arrivals)
     turn = next(n for n, (_, commands) in enumerate(watched.turns) if last in commands)
     assert watched.held[turn] == 15 / (4 * 4_000)
 
@@ -387,7 +387,7 @@ def test_static_groups_never_change(dop: int) -> None:
     for step in watched.steps:
         assert len({index_of(it) // dop for it in step.group}) == 1
     for it in watched.reserved:
-        assert len({number // dop for number in watched.instances(it.request)}) == 1
+        assert len({number // dop for number in watched.instances(it.request_id)}) == 1
 
 
 def test_waiting_for_all_instances_where_that_is_sooner() -> None:
@@ -432,8 +432,8 @@ def turn(at_ms: int, prompt: int, output: int, conversation: int = 0) -> Arrival
 def test_what_follows_upon_kept_kv_is_computed_where_that_lies() -> None:
     watched = Watched([turn(0, 4000, 20), turn(2000, 4100, 20)], reuse=KEEPS)
     first, second = watched.steps
-    (piece,) = second.pieces
-    assert (piece.start, piece.length) == (3968, 132)
+    (chunk,) = second.chunks
+    assert (chunk.start, chunk.length) == (3968, 132)
     assert list(map(index_of, second.group)) == watched.instances(1)
     assert len(first.group) == 4
 
@@ -443,7 +443,7 @@ def test_who_decodes_gives_way_to_an_end_only_if_that_gains_more() -> None:
     second turn is computed whole, by those that are idle."""
     watched = Watched([turn(0, 400, 2000), turn(1000, 500, 20)], reuse=KEEPS, decode_iterations=1)
     _, second = watched.steps
-    assert [piece.start for piece in second.pieces] == [0]
+    assert [chunk.start for chunk in second.chunks] == [0]
     assert set(map(index_of, second.group)).isdisjoint(watched.instances(1))
 
 
@@ -454,7 +454,7 @@ def test_what_goes_on_passes_nobody_more_often_than_others_may() -> None:
     arrivals = sorted([arrival(0, 100, 600), *ends, large], key=lambda it: it.at_ns)
     watched = Watched(arrivals, cluster(slots=1000, instances=2), reuse=KEEPS, max_num_ooe=3)
     number = 1 + arrivals.index(large)
-    order = [it.request for it in watched.reserved]
+    order = [it.request_id for it in watched.reserved]
     before = watched.reserved[: order.index(number)]
-    assert len([it for it in before if it.request > number]) == 3
+    assert len([it for it in before if it.request_id > number]) == 3
     assert len([it for it in before if it.cached]) > 3

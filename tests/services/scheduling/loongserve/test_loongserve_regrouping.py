@@ -12,22 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.topology import Location
-from csps.services.scheduling.commands import Share
-from csps.services.scheduling.cost import LARGEST_BATCH, CostTable, Unmeasured
-from csps.services.scheduling.latency import DecodeCost, DecodeLine, LatencyKey
-from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.scheduling.policies.loongserve.allocation import Migration
-from csps.services.scheduling.policies.loongserve.jobs import (
-    DecodeBatch,
+from csps.configurator.costs.cost_table import LARGEST_BATCH, CostTable, Unmeasured
+from csps.configurator.costs.latency import DecodeCost, LatencyKey, LinearDecodeCost
+from csps.configurator.costs.latency_tables import SHIPPED
+from csps.protocols.core.topology import Location
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.slices import tokens_on
+from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
     Decoding,
     Elastic,
-    Prompt,
+    PendingPrompt,
 )
-from csps.services.scheduling.policies.loongserve.masters import handed_over, levelled
-from csps.services.scheduling.policies.loongserve.moving import Moving
-from csps.services.scheduling.policies.loongserve.regrouping import Regrouping
-from csps.services.scheduling.shares import tokens_on
+from csps.services.scheduling.policies.loongserve.scaling import Regrouping, hand_over, levelled
 
 PER_SLOT = 3.0
 
@@ -49,9 +47,9 @@ def instance(number: int, unused: int, used: int) -> Elastic:
     return Elastic(number, number, unused, used)
 
 
-def batch(instances: list[Elastic], *executed_ns: int, context: int = 0) -> DecodeBatch:
+def batch(instances: list[Elastic], *executed_ns: int, context: int = 0) -> DecodeGroup:
     rows = tuple(Decoding(max(1, it // 10), it) for it in executed_ns)
-    return DecodeBatch(tuple(instances), rows, context)
+    return DecodeGroup(tuple(instances), rows, context)
 
 
 # --- a group on fewer instances ----------------------------------------------------------------
@@ -115,7 +113,7 @@ def test_who_is_left_out_is_the_best_of_all(
         faster = each - iteration_ns(dop - 1, rows, context)
         for row in group.requests:
             left = rest(row.executed_ns, average_ns, each)
-            net += (left * faster - PER_SLOT * it.used) / (row.drawn + left)
+            net += (left * faster - PER_SLOT * it.used) / (row.generated_tokens + left)
         if net > best + 1e-9:
             best, chosen = net, it.id
     assert (None if found is None else found.source) == chosen
@@ -132,7 +130,7 @@ def test_an_instance_is_freed_if_what_it_starts_is_spared_more_than_the_move_tak
         one = instance(0, 500, used)
         batches = [batch([one], 600, 900), batch([other], 999)]
         found = regrouping(1000).free(
-            [one, other], batches, lambda _: [Prompt(1, 10, 1)], lambda _, ns=alone_ns: ns
+            [one, other], batches, lambda _: [PendingPrompt(1, 10, 1)], lambda _, ns=alone_ns: ns
         )
         assert (found is not None) == frees
         assert found is None or found.migration == Migration(0, ((1, used),))
@@ -161,8 +159,10 @@ def test_who_is_freed_is_emptied_soonest_of_those_that_pay(
         count += len(members)
     everyone = [it for group in batches for it in group.instances]
 
-    def startable(it: Elastic) -> list[Prompt]:
-        return [Prompt(n, tokens, 1) for n, tokens in enumerate(prompts) if tokens <= it.unused]
+    def startable(it: Elastic) -> list[PendingPrompt]:
+        return [
+            PendingPrompt(n, tokens, 1) for n, tokens in enumerate(prompts) if tokens <= it.unused
+        ]
 
     found = regrouping(average_ns).free(everyone, batches, startable, lambda _: alone_ns)
     paying = []
@@ -181,7 +181,7 @@ def test_who_is_freed_is_emptied_soonest_of_those_that_pay(
 
 
 def measured(tipping: int, small: list[float], large: list[float]) -> DecodeCost:
-    lines = (DecodeLine.of_seconds(a * 1e-3, 1e-7, c * 1e-3) for a, c in (small, large))
+    lines = (LinearDecodeCost.of_seconds(a * 1e-3, 1e-7, c * 1e-3) for a, c in (small, large))
     return DecodeCost(small=next(lines), large=next(lines), tipping_batch=tipping)
 
 
@@ -236,9 +236,9 @@ class Row:
     """A row of 100 positions of prompt on instance 7, whose answer instance 1 keeps up to 140, and
     instance 2 behind."""
 
-    id, request_id, master_id, joined_ns, moves = 5, 5, 1, 0, False
-    shares = (Share(7, 0, 100),)
-    answer = (Share(1, 100, 140), Share(2, 140, 160))
+    id, request_id, master_id, joined_ns, is_moving = 5, 5, 1, 0, False
+    slices = (PlacedSlice(7, 0, 100),)
+    answer = (PlacedSlice(1, 100, 140), PlacedSlice(2, 140, 160))
     answer_span = (100, 160)
 
 
@@ -246,9 +246,9 @@ class Row:
 def test_what_was_drawn_stays_when_another_master_goes_on(seen: int, room: int) -> None:
     unused = {1: 0, 2: 0, 3: room, 7: 0}
     row: Any = Row()
-    placement = handed_over(row, 3, seen, unused).placement
+    placement = hand_over(row, 3, seen, unused).placement
     assert placement.master == 3
-    assert placement.shares == Row.shares
+    assert placement.slices == Row.slices
     told = sorted(p for it in placement.answer for p in it.span.positions)
     assert told == list(range(100, 160)), "each position once"
     taken = tokens_on(placement.answer).get(3, 0)
@@ -270,7 +270,7 @@ def test_moving_takes_what_the_links_say_of_the_kv_that_there_is() -> None:
     that has slots there takes an iteration besides."""
     cost: Any = CostTable(latencies=SHIPPED)
     here = gang([Row()], "0-0-0", "0-0-1", "0-0-2", "0-1-0")
-    moving = Moving(here, cost, lambda _: 10, 0)
+    moving = MoveCosts(here, cost, lambda _: 10, 0)
     assert moving.stored == {7: 100, 1: 10, 2: 0}
     expected = round((3.4e-5 + 10_000 * 2.576e-10) * 1e6) * 1000
     assert moving.ns(Migration(1, ((0, 40),))) == expected
@@ -279,7 +279,7 @@ def test_moving_takes_what_the_links_say_of_the_kv_that_there_is() -> None:
     assert moving.ns(Migration(1, ((3, 40),))) is None, "nobody has measured links between servers"
     several = gang([Row(), Row(), Row()], "0-0-0", "0-0-1")
     stored = round((3.4e-5 + 30_000 * 2.576e-10) * 1e6) * 1000
-    each = Moving(several, cost, lambda _: 10, 7_000_000)
+    each = MoveCosts(several, cost, lambda _: 10, 7_000_000)
     assert each.ns(Migration(1, ((0, 120),))) == stored + 3 * 7_000_000
 
 
@@ -290,4 +290,4 @@ def unknown() -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize(("cost", "of"), list(unknown()))
 def test_nothing_moves_where_nobody_knows_what_it_takes(cost: Any, of: Any) -> None:
-    assert Moving(of, cost, lambda _: 10, 0).ns(Migration(1, ((0, 40),))) is None
+    assert MoveCosts(of, cost, lambda _: 10, 0).ns(Migration(1, ((0, 40),))) is None

@@ -8,20 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveNs, allocate
-from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
-from csps.services.scheduling.policies.loongserve.jobs import (
-    DecodeBatch,
+from csps.services.scheduling.policies.loongserve.batching import Dispatched, Dispatcher
+from csps.services.scheduling.policies.loongserve.inputs import (
+    DecodeGroup,
     Decoding,
     Elastic,
-    Prompt,
-)
-from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
-from csps.services.scheduling.policies.loongserve.scaling import Kept, keep
-from csps.services.scheduling.policies.loongserve.waiting import (
+    Eq7,
+    PendingPrompt,
+    PrefillModel,
     spared_ns,
     wait_ns,
     worth_waiting,
 )
+from csps.services.scheduling.policies.loongserve.scaling import KvPlacement, place_kv
 
 # T = 100 + 1000/dop * tokens: tips at 200, which is at dop/10 tokens.
 MODEL = PrefillModel(lambda dop: Eq7(100.0, 1000.0 / dop, 0.0))
@@ -38,15 +37,15 @@ def per_slot(ns: float | None) -> MoveNs:
 
 
 def kept_of(
-    prompts: list[Prompt],
+    prompts: list[PendingPrompt],
     group: list[Elastic],
     others: list[Elastic],
     mastered: dict[int, int],
     *,
     most_rows: int,
-) -> tuple[Kept, ...]:
+) -> tuple[KvPlacement, ...]:
     """Of one batch."""
-    (found,) = keep([(prompts, group)], [*group, *others], mastered, most_rows=most_rows)
+    (found,) = place_kv([(prompts, group)], [*group, *others], mastered, most_rows=most_rows)
     return found
 
 
@@ -78,7 +77,7 @@ def test_equation_7_by_hand() -> None:
 
 def test_the_tipping_point() -> None:
     assert FLAT.tipping_ns(4) == 2000
-    assert PrefillModel(FLAT.line, tipping_tokens=50).tipping_ns(4) == 1000 + 50 * 0.5
+    assert PrefillModel(FLAT.eq7, tipping_tokens=50).tipping_ns(4) == 1000 + 50 * 0.5
 
 
 # --- §5.1 --------------------------------------------------------------------------------------
@@ -88,26 +87,26 @@ def test_equations_1_and_2_by_hand() -> None:
     """T = 1000 + 2/4 * 400 = 1200 ns on four; the batch has drawn 10 and 40 tokens, waits at least
     5000 - 2000 ns; prompts of 100 and 300 tokens."""
     it = dispatcher(average_ns=5000)
-    batch = DecodeBatch((instance(1, 1000),), (Decoding(10, 2000), Decoding(40, 9000)))
-    prompts = [Prompt(1, 100, 5), Prompt(2, 300, 5)]
+    batch = DecodeGroup((instance(1, 1000),), (Decoding(10, 2000), Decoding(40, 9000)))
+    prompts = [PendingPrompt(1, 100, 5), PendingPrompt(2, 300, 5)]
     assert it.cost(prompts, 4, batch) == 1200 / 10 + 1200 / 40
     assert it.gain(prompts, batch) == 3000 / 100 + 3000 / 300
-    late = DecodeBatch(batch.instances, (Decoding(10, 6000),))
+    late = DecodeGroup(batch.instances, (Decoding(10, 6000),))
     assert it.gain(prompts, late) == 0
 
 
 def test_first_come_first_served_up_to_the_tipping_point() -> None:
     """On two instances 1000 + tokens: 1000 tokens tip, and are still taken."""
-    prompts = [Prompt(n, 400, 1) for n in range(1, 6)]
+    prompts = [PendingPrompt(n, 400, 1) for n in range(1, 6)]
     assert ids(dispatcher().dispatch(prompts, [instance(0, 9999), instance(1, 9999)], [])) == [1, 2]
-    alone = dispatcher().dispatch([Prompt(1, 5000, 1)], [instance(0, 9999)], [])
+    alone = dispatcher().dispatch([PendingPrompt(1, 5000, 1)], [instance(0, 9999)], [])
     assert ids(alone) == [1], "the oldest goes however long it is"
 
 
 def test_a_batch_is_preempted_only_for_a_gain() -> None:
     """Three prompts of 10 tokens beside a batch of one request: on one instance T = 1060."""
-    prompts = [Prompt(n, 10, 1) for n in (1, 2, 3)]
-    busy = DecodeBatch((instance(1, 100),), (Decoding(20, 0),))
+    prompts = [PendingPrompt(n, 10, 1) for n in (1, 2, 3)]
+    busy = DecodeGroup((instance(1, 100),), (Decoding(20, 0),))
     # cost 1060 / 20 = 53; gain 3 * average / 10
     assert ids(dispatcher(average_ns=176).dispatch(prompts, [], [busy])) == []
     found = dispatcher(average_ns=180).dispatch(prompts, [], [busy])
@@ -115,27 +114,29 @@ def test_a_batch_is_preempted_only_for_a_gain() -> None:
 
 
 def test_batches_with_most_unused_slots_are_asked_first() -> None:
-    batches = [DecodeBatch((instance(n, 10 * n),), (Decoding(100, 0),)) for n in (1, 3, 2)]
-    found = dispatcher(average_ns=10**9).dispatch([Prompt(1, 25, 1)], [], batches)
+    batches = [DecodeGroup((instance(n, 10 * n),), (Decoding(100, 0),)) for n in (1, 3, 2)]
+    found = dispatcher(average_ns=10**9).dispatch([PendingPrompt(1, 25, 1)], [], batches)
     assert found.preempted == (batches[1],)
 
 
 def test_batches_give_way_together_where_none_has_slots_enough() -> None:
     """The oldest needs two of three. T = 1000 + 2/2 * 250 = 1250, and they have drawn 100 each:
     cost 25, and what is spared counts over 250 tokens."""
-    batches = [DecodeBatch((instance(n, 130 - n),), (Decoding(100, 50),)) for n in range(3)]
-    line = [Prompt(1, 250, 1), Prompt(2, 300, 1)]
+    batches = [DecodeGroup((instance(n, 130 - n),), (Decoding(100, 50),)) for n in range(3)]
+    line = [PendingPrompt(1, 250, 1), PendingPrompt(2, 300, 1)]
     found = dispatcher(average_ns=50 + 6251).dispatch(line, [], batches)
     assert (ids(found), found.preempted) == ([1], tuple(batches[:2]))
     found = dispatcher(average_ns=50 + 6250).dispatch(line, [], batches)
     assert (ids(found), found.preempted) == ([], ())
-    assert dispatcher(average_ns=10**9).dispatch([Prompt(1, 400, 1)], [], batches).prompts == ()
+    assert (
+        dispatcher(average_ns=10**9).dispatch([PendingPrompt(1, 400, 1)], [], batches).prompts == ()
+    )
 
 
 def test_who_goes_on_for_longer_than_estimated_is_preempted_in_time() -> None:
     """Cost 1020 / 10 = 102 a token, of 10: 1020 ns have to be waited."""
-    prompt = Prompt(1, 10, 1, waited_ns=700)
-    busy = DecodeBatch((instance(1, 100),), (Decoding(10, 900),))
+    prompt = PendingPrompt(1, 10, 1, waited_ns=700)
+    busy = DecodeGroup((instance(1, 100),), (Decoding(10, 900),))
     found = dispatcher(average_ns=100).dispatch([prompt], [], [busy])
     assert (ids(found), found.again_in_ns) == ([], 1020 - 700 + 1)
     waited = prompt._replace(waited_ns=1021)
@@ -147,10 +148,10 @@ def test_who_goes_on_for_longer_than_estimated_is_preempted_in_time() -> None:
 
 def test_younger_ones_pass_who_finds_no_slots_but_not_for_ever() -> None:
     idle = [instance(0, 100)]
-    line = [Prompt(1, 500, 1), Prompt(2, 50, 1)]
+    line = [PendingPrompt(1, 500, 1), PendingPrompt(2, 50, 1)]
     found = dispatcher(ooe=2).dispatch(line, idle, [])
     assert ids(found) == [2]
-    tired = [line[0]._replace(passed=2), line[1]]
+    tired = [line[0]._replace(bypassed_rounds=2), line[1]]
     assert ids(dispatcher(ooe=2).dispatch(tired, idle, [])) == []
     assert ids(dispatcher(ooe=0).dispatch(line, idle, [])) == []
 
@@ -170,10 +171,10 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
     future: int,
     average_ns: int,
 ) -> None:
-    prompts = [Prompt(n, *sizes) for n, sizes in enumerate(line)]
+    prompts = [PendingPrompt(n, *sizes) for n, sizes in enumerate(line)]
     free = [instance(n, unused) for n, unused in enumerate(idle)]
     busy = [
-        DecodeBatch((instance(10 + n, unused),), (Decoding(drawn, executed),))
+        DecodeGroup((instance(10 + n, unused),), (Decoding(drawn, executed),))
         for n, (unused, drawn, executed) in enumerate(batches)
     ]
     found = dispatcher(future=future, average_ns=average_ns).dispatch(prompts, free, busy)
@@ -182,7 +183,7 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
     assert sum(it.future for it in found.prompts) <= future
     youngest = max(ids(found), default=-1)
     passed = [it for it in prompts[: max(0, youngest)] if it not in found.prompts]
-    assert all(it.passed < 2 for it in passed), "passed once too often"
+    assert all(it.bypassed_rounds < 2 for it in passed), "passed once too often"
     assert len(set(ids(found))) == len(found.prompts)
 
 
@@ -192,7 +193,7 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
 def test_idle_instances_are_enough_where_moving_costs_more() -> None:
     """From one instance to two, 100 tokens save 200 - 100 = 100 ns; 60 tokens of KV at 2 ns each
     cost 120, at 1.5 ns 90 (Eqs. 3-4)."""
-    prompts, idle = [Prompt(1, 100, 1)], [instance(0, 100)]
+    prompts, idle = [PendingPrompt(1, 100, 1)], [instance(0, 100)]
     decoding = [instance(1, 40, used=60), instance(2, 90, used=70)]
     for cost_ns, chosen in ((2.0, [0]), (1.5, [0, 1])):
         found = allocate(prompts, idle, decoding, FLAT, move_ns=per_slot(cost_ns))
@@ -205,20 +206,22 @@ def test_idle_instances_are_enough_where_moving_costs_more() -> None:
 def test_kv_that_fits_nowhere_stays() -> None:
     """The batch is preempted instead where slots are needed, and left alone where they are not."""
     decoding = [instance(1, 300, used=60), instance(2, 50, used=70)]
-    found = allocate([Prompt(1, 250, 1)], [], decoding, FLAT, move_ns=per_slot(0.1))
+    found = allocate([PendingPrompt(1, 250, 1)], [], decoding, FLAT, move_ns=per_slot(0.1))
     assert found is not None
     assert ([it.id for it in found.instances], found.preempted) == ([1], (1,))
-    alone = allocate([Prompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns=per_slot(None))
+    alone = allocate(
+        [PendingPrompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns=per_slot(None)
+    )
     assert alone is not None
     assert [it.id for it in alone.instances] == [0]
 
 
 def test_instances_with_most_unused_slots_are_preempted_first() -> None:
     decoding = [instance(1, 100, 9), instance(2, 300, 9), instance(3, 200, 9)]
-    found = allocate([Prompt(1, 450, 1)], [], decoding, FLAT, move_ns=per_slot(None))
+    found = allocate([PendingPrompt(1, 450, 1)], [], decoding, FLAT, move_ns=per_slot(None))
     assert found is not None
     assert found.preempted == (2, 3)
-    assert allocate([Prompt(1, 601, 1)], [], decoding, FLAT, move_ns=per_slot(None)) is None
+    assert allocate([PendingPrompt(1, 601, 1)], [], decoding, FLAT, move_ns=per_slot(None)) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -233,7 +236,7 @@ def test_what_moves_fits_where_it_goes(
 ) -> None:
     decoding = [instance(10 + n, unused, used) for n, (unused, used) in enumerate(busy)]
     free = [instance(n, unused) for n, unused in enumerate(idle)]
-    requests = [Prompt(n, tokens, 1) for n, tokens in enumerate(prompts)]
+    requests = [PendingPrompt(n, tokens, 1) for n, tokens in enumerate(prompts)]
     found = allocate(requests, free, decoding, MODEL, move_ns=per_slot(cost_ns))
     if found is None:
         assert sum(prompts) > sum(idle) + sum(unused for unused, _ in busy)
@@ -264,14 +267,16 @@ def test_the_least_degree_that_holds_the_kv(unused: list[int], tokens: int, answ
     if sum(unused) < tokens + answer:
         return
     group = [instance(n, it) for n, it in enumerate(unused)]
-    (kept,) = kept_of([Prompt(1, tokens, answer)], group, [], {}, most_rows=99)
+    (kept,) = kept_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_rows=99)
     holders = {where for where, _ in (*kept.prompt, *kept.answer)}
     assert sum(sorted(unused, reverse=True)[: len(holders) - 1]) < tokens + answer
 
 
 def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
     group = [instance(0, 300), instance(1, 400), instance(2, 200)]
-    kept = kept_of([Prompt(1, 300, 50), Prompt(2, 30, 20)], group, [], {}, most_rows=9)
+    kept = kept_of(
+        [PendingPrompt(1, 300, 50), PendingPrompt(2, 30, 20)], group, [], {}, most_rows=9
+    )
     assert [it.prompt for it in kept] == [((1, 300),), ((1, 30),)]
     assert [it.master for it in kept] == [1, 1]
 
@@ -279,7 +284,7 @@ def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
 def test_600k_on_100_200_and_400_thousand_slots() -> None:
     """§4.1's example: reactive migration needs 200K on each, and the first has 100K."""
     group = [instance(0, 100), instance(1, 200), instance(2, 400)]
-    (kept,) = kept_of([Prompt(1, 600, 50)], group, [], {}, most_rows=9)
+    (kept,) = kept_of([PendingPrompt(1, 600, 50)], group, [], {}, most_rows=9)
     assert sorted(kept.prompt) == [(1, 200), (2, 400)]
     assert sum(tokens for _, tokens in kept.answer) == 50
 
@@ -288,7 +293,7 @@ def test_the_six_slots_of_figure_4() -> None:
     """Two instances of three slots, two and one of them taken: three free ones in all serve a
     request of three tokens, which no group that keeps requests together can."""
     (kept,) = kept_of(
-        [Prompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, most_rows=9
+        [PendingPrompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, most_rows=9
     )
     assert (kept.prompt, kept.answer) == (((1, 2),), ((0, 1),))
 
@@ -296,20 +301,22 @@ def test_the_six_slots_of_figure_4() -> None:
 def test_who_decodes_already_is_preferred() -> None:
     """So that idle instances stay idle: batches merge."""
     group = [instance(0, 900), instance(1, 100, used=800)]
-    (kept,) = kept_of([Prompt(1, 60, 20)], group, [], {1: 4}, most_rows=9)
+    (kept,) = kept_of([PendingPrompt(1, 60, 20)], group, [], {1: 4}, most_rows=9)
     assert kept.master == 1
 
 
 def test_masters_share_a_large_batch_evenly() -> None:
     group = [instance(n, 10_000) for n in range(4)]
-    prompts = [Prompt(n, 10, 10) for n in range(11)]
+    prompts = [PendingPrompt(n, 10, 10) for n in range(11)]
     kept = kept_of(prompts, group, [], {}, most_rows=4)
     counts = [sum(it.master == n for it in kept) for n in range(4)]
     assert sorted(counts) == [0, 3, 4, 4]
 
 
 def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
-    (kept,) = kept_of([Prompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, most_rows=9)
+    (kept,) = kept_of(
+        [PendingPrompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, most_rows=9
+    )
     assert kept.answer == ((0, 10), (1, 20))
 
 
@@ -325,7 +332,7 @@ def test_every_token_has_a_slot(
 ) -> None:
     group = [instance(n, it) for n, it in enumerate(unused)]
     spare = [instance(10 + n, it) for n, it in enumerate(others)]
-    prompts = [Prompt(n, *it) for n, it in enumerate(sizes)]
+    prompts = [PendingPrompt(n, *it) for n, it in enumerate(sizes)]
     tokens = sum(it.tokens for it in prompts)
     if tokens > sum(unused) or sum(it.future for it in prompts) > sum(unused) + sum(others):
         return
@@ -351,7 +358,7 @@ def test_waiting_by_hand() -> None:
     assert spared_ns(10**6, [Decoding(5, 100)], 1000) == 900
     assert spared_ns(700, [Decoding(5, 2000)], 1000) == 700, "all that it has waited"
     assert spared_ns(700, [Decoding(5, 1300)], 1000) == 300, "what they were too long"
-    prompts = [Prompt(1, 800, 1)]
+    prompts = [PendingPrompt(1, 800, 1)]
     assert worth_waiting(prompts, 1, 4, 1199, FLAT)
     assert not worth_waiting(prompts, 1, 4, 1200, FLAT)
     assert not worth_waiting(prompts, 4, 4, 0, FLAT)
@@ -359,4 +366,4 @@ def test_waiting_by_hand() -> None:
 
 def test_an_answer_grows_where_its_prompt_lies() -> None:
     with pytest.raises(AssertionError):
-        kept_of([Prompt(1, 90, 30)], [instance(0, 100)], [], {}, most_rows=9)
+        kept_of([PendingPrompt(1, 90, 30)], [instance(0, 100)], [], {}, most_rows=9)

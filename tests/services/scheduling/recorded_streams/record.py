@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from canonical_streams import Canonical, Turn, canonical_command, canonical_event, write_stream
+from random_executor import RandomCell
 from recorded_workloads import LATER, WORKLOADS, Workload
-from scheduler_cell import RandomCell
 from test_prefix_storms import KeepingCell
 
-from csps.services.scheduling.commands import ResetGang
-from csps.services.scheduling.decisions import Decision, Policy
-from csps.services.scheduling.events import AnyEvent, Calibrated, Drain
-from csps.services.scheduling.scheduler import Outcome, Scheduler
-from csps.services.scheduling.view import View
+from csps.services.scheduling.core.scheduler import RoundResult as Outcome
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Decision, Policy
+from csps.services.scheduling.deciding.view import View
+from csps.services.scheduling.events.commands import ResetGang
+from csps.services.scheduling.events.events import AnyEvent, Drain
+from csps.services.scheduling.events.events import CostTableUpdated as Calibrated
 
 HERE = Path(__file__).parent
 FULL = 500

@@ -6,23 +6,23 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.placement import LAYOUTS
-from csps.services.scheduling.commands import Share
-from csps.services.scheduling.policies.tetris.balance import balancing_moves
-from csps.services.scheduling.shares import laid_out, outside, tokens_on
+from csps.protocols.core.placement import LAYOUTS
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.slices import laid_out, outside, tokens_on
+from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 
-def positions(shares: tuple[Share, ...]) -> list[tuple[int, int]]:
+def positions(shares: tuple[PlacedSlice, ...]) -> list[tuple[int, int]]:
     """(position, instance), ascending."""
     return sorted((at, it.instance) for it in shares for at in range(it.start, it.stop, it.step))
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[tuple[Share, ...], list[int]]:
+def histories(draw: st.DrawFn) -> tuple[tuple[PlacedSlice, ...], list[int]]:
     """Chunks on nested groups, each in some layout, and the group that follows."""
     instances = draw(st.permutations(range(8)))
     sizes = sorted(draw(st.lists(st.integers(1, 8), min_size=2, max_size=4)))
-    history: tuple[Share, ...] = ()
+    history: tuple[PlacedSlice, ...] = ()
     start = 0
     for size in sizes[:-1]:
         length = draw(st.integers(1, 60))
@@ -32,13 +32,17 @@ def histories(draw: st.DrawFn) -> tuple[tuple[Share, ...], list[int]]:
     return history, sorted(instances[: sizes[-1]])
 
 
-def moved(history: tuple[Share, ...], moves: tuple[Share, ...]) -> tuple[Share, ...]:
+def moved(
+    history: tuple[PlacedSlice, ...], moves: tuple[PlacedSlice, ...]
+) -> tuple[PlacedSlice, ...]:
     """Where history lies then."""
     return (*outside(history, moves), *moves)
 
 
 @given(histories())
-def test_members_have_as_much_to_within_a_token(world: tuple[tuple[Share, ...], list[int]]) -> None:
+def test_members_have_as_much_to_within_a_token(
+    world: tuple[tuple[PlacedSlice, ...], list[int]],
+) -> None:
     history, group = world
     after = moved(history, balancing_moves(history, group))
     held = [tokens_on(after).get(it, 0) for it in group]
@@ -47,7 +51,7 @@ def test_members_have_as_much_to_within_a_token(world: tuple[tuple[Share, ...], 
 
 
 @given(histories())
-def test_only_displaced_tokens_move(world: tuple[tuple[Share, ...], list[int]]) -> None:
+def test_only_displaced_tokens_move(world: tuple[tuple[PlacedSlice, ...], list[int]]) -> None:
     """As many as the fullest members have above what they are to have; nobody gives and takes."""
     history, group = world
     moves = balancing_moves(history, group)
@@ -64,7 +68,7 @@ def test_only_displaced_tokens_move(world: tuple[tuple[Share, ...], list[int]]) 
 
 @given(histories(), st.integers(0, 10))
 def test_nobody_takes_in_more_than_there_is_room_for(
-    world: tuple[tuple[Share, ...], list[int]], room: int
+    world: tuple[tuple[PlacedSlice, ...], list[int]], room: int
 ) -> None:
     history, group = world
     moves = balancing_moves(history, group, dict.fromkeys(group, room))
@@ -73,15 +77,15 @@ def test_nobody_takes_in_more_than_there_is_room_for(
 
 @given(histories(), st.integers(1, 3), st.none() | st.integers(0, 30))
 def test_what_others_have_computed_stays_and_counts(
-    world: tuple[tuple[Share, ...], list[int]], chunks: int, room: int | None
+    world: tuple[tuple[PlacedSlice, ...], list[int]], chunks: int, room: int | None
 ) -> None:
     """Members differ by a token, but for those who have more of that."""
     history, group = world
     end = sorted(it.stop for it in history)[len(history) * chunks // 4]
-    kept = tuple(msgspec.structs.replace(it, origin=7) for it in history if it.stop <= end)
+    kept = tuple(msgspec.structs.replace(it, source=7) for it in history if it.stop <= end)
     lying = (*kept, *(it for it in history if it.stop > end))
     moves = balancing_moves(lying, group, None if room is None else dict.fromkeys(group, room))
-    assert not any(it.origin for it in moves)
+    assert not any(it.source for it in moves)
     assert outside(kept, moves) == kept
     if room is None:
         held, fixed = tokens_on(moved(lying, moves)), tokens_on(kept)
@@ -91,7 +95,7 @@ def test_what_others_have_computed_stays_and_counts(
 
 
 @given(histories())
-def test_what_is_even_stays_where_it_is(world: tuple[tuple[Share, ...], list[int]]) -> None:
+def test_what_is_even_stays_where_it_is(world: tuple[tuple[PlacedSlice, ...], list[int]]) -> None:
     history, group = world
     after = moved(history, balancing_moves(history, group))
     assert balancing_moves(after, group) == ()

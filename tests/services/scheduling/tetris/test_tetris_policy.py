@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 
-from csps.protocols.errors import ConfigError
-from csps.protocols.span import Span
-from csps.services.scheduling.decisions import Blocked, StartPlan, digest_of
-from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.policies.choice import check_pairing, make_policy
-from csps.services.scheduling.policies.tetris.improvement import ImprovementRates
-from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.placement import Span
+from csps.services.scheduling.deciding.decisions import Blocked, StartPlan, digest_of
+from csps.services.scheduling.deciding.step_layout import histories_of
+from csps.services.scheduling.events.events import index_of
+from csps.services.scheduling.events.slices import outside, tokens_on, within
+from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.scheduling.policies.tetris.options import ImprovementRates, TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris
-from csps.services.scheduling.shares import outside, tokens_on, within
-from csps.services.scheduling.step_shares import histories_of
 
 
 def tetris(**options: object) -> Tetris:
@@ -40,8 +39,8 @@ def test_a_prompt_begins_on_idle_instances_and_goes_on_with_all() -> None:
     (plan,) = plans(view.ask(tetris()))
     assert groups(plan) == [[0, 1], [0, 1, 2, 3]]
     first, second = plan.steps
-    assert (first.pieces[0].length, second.pieces[0].length) == (4000, 6000)
-    assert second.pieces[0].start == 4000
+    assert (first.chunks[0].length, second.chunks[0].length) == (4000, 6000)
+    assert second.chunks[0].start == 4000
     assert (first.predicted_ns, second.predicted_ns) == (2_000_000, 1_500_000)
     (single,) = plans(view.ask(tetris(chunked=False)))
     assert len(single.steps) == 1
@@ -81,17 +80,19 @@ def test_history_is_even_over_each_chunks_group() -> None:
         )
         (plan,) = plans(view.ask(tetris()))
         _, (history,) = histories_of(plan, {}, in_place=False)
-        (piece,) = plan.steps[1].pieces
-        lying = tokens_on((*outside(history, piece.keep), *within(piece.keep, Span(0, 4000))))
+        (chunk,) = plan.steps[1].chunks
+        lying = tokens_on(
+            (*outside(history, chunk.placement), *within(chunk.placement, Span(0, 4000)))
+        )
         assert list(lying.values()) == held
-        assert tokens_on(piece.keep)[plan.steps[1].group[3]] == held[3] + 1500
-        chunk = tokens_on(within(piece.keep, Span(4000, 10_000)))
-        assert sum(chunk.values()) == piece.length
+        assert tokens_on(chunk.placement)[plan.steps[1].group[3]] == held[3] + 1500
+        stored = tokens_on(within(chunk.placement, Span(4000, 10_000)))
+        assert sum(stored.values()) == chunk.length
 
 
 def test_who_finds_no_slots_blocks_those_behind() -> None:
     view = Picture([waiting(1, 1500), waiting(2, 10)], [Busy(free=300) for _ in range(4)])
-    assert view.ask(tetris()) == [Blocked(request=1)]
+    assert view.ask(tetris()) == [Blocked(request_id=1)]
 
 
 @given(
@@ -102,7 +103,7 @@ def test_what_fits_an_idle_pair_is_started_there(free: list[int], prompt: int) -
     """And what does not is not."""
     policy = tetris()
     view = Picture([waiting(1, prompt)], [Busy(free=it) for it in free])
-    fits = policy.trial(view.pairs[0]).fits(prompt, 10)
+    fits = policy.idle_capacity(view.pairs[0]).fits(prompt, 10)
     assert fits == (prompt <= sum(free))
     assert bool(plans(view.ask(policy))) == fits
 
@@ -116,12 +117,12 @@ def test_kv_goes_to_the_instance_with_most_freeness(instances: list[tuple[int, i
     roomy = [it for it in decode if it.free >= 510]
     chosen = plans(view.ask(tetris()))
     if not roomy:
-        assert not chosen or len(chosen[0].decode[0].shares) > 1
+        assert not chosen or len(chosen[0].decode[0].slices) > 1
         return
     best = max(roomy, key=lambda it: it.free / max(1, it.requests))
     (placement,) = chosen[0].decode
     assert index_of(placement.master) == decode.index(best)
-    (share,) = placement.shares
+    (share,) = placement.slices
     assert share.instance == placement.master
 
 

@@ -1,0 +1,90 @@
+"""What one rank computes with: its share of the network, its KV pool and its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import Mesh
+from csps.actors.kv_cache.kv_pool import KvBlock, KvPool, ResidentRows
+from csps.kernels.attention import attention, decode_attention
+from csps.kernels.merge import merge_into
+from csps.models.network.network import Network
+from csps.models.network.spec import ModelSpec, kv_head_range, query_head_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Shared by the steps and the stream of a rank."""
+
+    network: Network
+    pool: KvPool
+    mesh: Mesh
+    layout: GangLayout
+    device: torch.device
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's architecture."""
+        return self.network.spec
+
+    @property
+    def rank(self) -> int:
+        """This rank in its gang."""
+        return self.mesh.rank
+
+    @property
+    def instance(self) -> int:
+        """This rank's instance."""
+        return self.layout.instance_of(self.rank)
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place in its instance."""
+        return self.layout.tp_rank_of(self.rank)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this rank."""
+        return len(query_head_range(self.spec, self.tp_rank, self.layout.tp))
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads of this rank, numbered over the whole model."""
+        return kv_head_range(self.spec, self.tp_rank, self.layout.tp)
+
+    def attend_rows(
+        self, layer: int, q_rhd: Tensor, resident: ResidentRows
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of rows over all KV of their requests that this rank holds, in one call.
+
+        Args:
+            q_rhd: each its request's last row: it sees every key, so that no positions need to be
+                compared.
+
+        Returns:
+            fp32 out (r, h, d) and lse (r, h); -inf where the rank holds nothing.
+        """
+        k_shd, v_shd = self.pool.layer(layer)
+        runs = resident.runs(layer)
+        out_rhd, lse_rh = decode_attention(q_rhd, k_shd, v_shd, runs, scale=self.spec.scale)
+        for row, block in resident.blocks(layer):
+            self._merge_block(q_rhd[row : row + 1], block, out_rhd[row : row + 1], lse_rh[row])
+        return out_rhd, lse_rh
+
+    def _merge_block(self, q_rhd: Tensor, block: KvBlock, out_rhd: Tensor, lse_h: Tensor) -> None:
+        """Where KV heads hold different tokens: each block for the heads that it has."""
+        group = q_rhd.shape[1] // self.pool.kv_heads
+        heads = slice(block.heads.start * group, block.heads.stop * group)
+        part = attention(
+            q_rhd[:, heads],
+            block.k_thd,
+            block.v_thd,
+            q_positions=None,
+            k_positions=None,
+            scale=self.spec.scale,
+        )
+        merge_into(out_rhd[:, heads], lse_h[heads, None], *part)

@@ -1,0 +1,348 @@
+"""SP-NTP with communication-efficient sparse attention (CSPS §3.2.4, §3.2.5).
+
+    q, k, v of own rows, all heads
+      --first all-to-all, near levels first--> kept rows of the segment, own heads of the segment
+    attention level by level, progressively as rows arrive
+      --second all-to-all, as micro-partitions are finished--> own rows, merged by LSE
+
+Level 1 is own rows only and needs nobody: its micro-partitions are computed wherever a member
+would otherwise wait, for the first all-to-all or for the last outputs. Between micro-partitions of
+any level urgent jobs may run that need nobody but this rank.
+
+With one level (N_v = 1) this is exact SP-NTP with pipelining.
+
+A prompt may come in chunks. Levels, kept sets and dropped queries are about the tokens of a chunk,
+and every row sees all history, exactly: its own rows of all heads ask for it. Of a prompt's chunks
+the first has the sinks and the last the tail; what the end of the prompt will look for is not known
+before, so that in the others the chunk's last queries judge. Importance is what a key receives of
+the attention to the chunk: history gets its share of each query, but takes no part in the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from torch import Tensor
+
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.history import (
+    History,
+    HistoryMember,
+    members_of,
+    rows_by_chunk,
+    through,
+)
+from csps.actors.attention.base.levels import (
+    DropSchedule,
+    LevelGeometry,
+    LevelPart,
+    always_kept,
+    kept_counts,
+    spanning_parts,
+)
+from csps.actors.attention.base.strategy import StoreKv, WithTransfers
+from csps.actors.attention.base.yield_points import query_blocks
+from csps.actors.attention.csa.importance_scorer import (
+    AllQueriesScorer,
+    ImportanceScorer,
+    LayerAttention,
+    WindowScorer,
+)
+from csps.actors.attention.csa.kept_rows import KeptOrder, KeptRows, LevelBuffers, nested_order
+from csps.actors.attention.csa.level_attention import FirstAllToAll, OwnedLevel
+from csps.actors.attention.csa.routes import HeadCounts, Routes
+from csps.actors.attention.csa.running_attention import OutputAllToAll, OwnRows, attend_own_levels
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.models.network.network import Layer
+from csps.models.network.rope import Rotary
+from csps.protocols.attention.csa import ALL_QUERIES
+
+
+class Csa(WithTransfers):
+    """Sparse attention of one job; one object per job and rank, entered for the job's duration.
+
+    What a layer sends may still be leaving while the next one begins; leaving the context waits.
+    """
+
+    def __init__(
+        self,
+        group: SpGroup,
+        schedule: DropSchedule,
+        pool: KvPool,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
+        plan = schedule.plan
+        super().__init__(group, overlap=plan.pipelined)
+        self._group = group
+        self._schedule = schedule
+        self._heads, self._kv_heads = heads, len(schedule.kv_heads)
+        self._scale = scale
+        parts = spanning_parts(group.step.chunks, group.step.bounds)
+        self._geometry = LevelGeometry(parts=parts, levels=plan.segments(), nested=plan.nested)
+        self._own = {part.index: part for part in parts if part.member == group.member}
+        """Without those of pieces that nobody wants any more."""
+        self._behind = [part.index for part in self._own.values() if not self._is_last(part)]
+        """Own parts that others of their prompt follow."""
+        self._own_starts = {part.rows.start for part in self._own.values()}
+        self._scorer = self._new_scorer(parts)
+        self._may_pause = False
+        """No exchange is begun now that ends no phase."""
+        self._scored_at_once = plan.importance_layer == "same"
+        self._routes: dict[object, Routes] = {}
+        self._history = History(
+            group,
+            pool,
+            self._members(),
+            group_heads=heads // len(schedule.kv_heads),
+            scale=scale,
+            begin=through(self._transfers),
+        )
+        self._timeline = group.clock.timeline
+
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: members see kept tokens only, and of a share of the heads."""
+        return ()
+
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
+    ) -> Tensor:
+        """See `Strategy`. KV leaves before the layer chooses what to keep, unless decode is to see
+        only that."""
+        with self._timeline.phase("qkv", layer=index):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        if self._schedule.narrows(index):
+            store_chosen = partial(store, index, k_thd, v_thd)
+            out_thd = self.attend(index, q_thd, k_thd, v_thd, store_chosen)
+        else:
+            store(index, k_thd, v_thd)
+            out_thd = self.attend(index, q_thd, k_thd, v_thd)
+        with self._timeline.phase("linear", layer=index):
+            return layer.attention_output(x_td, out_thd)
+
+    def attend(
+        self,
+        layer: int,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        store_chosen: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Attention output (t, h, d) of own rows, in q's dtype.
+
+        Args:
+            q_thd, k_thd, v_thd: own rows, all local heads, contiguous.
+            keep_chosen: told what decode is to see, (KV heads, t) bool, once that is chosen.
+        """
+        self._leave_cancelled()
+        rows = KeptRows(
+            q_thd, k_thd, v_thd, parts=self._own, drop_queries=self._schedule.plan.drop_queries
+        )
+        own = self._own_rows(layer, q_thd, k_thd, v_thd)
+        with self._transfers.meanwhile(partial(self._attend_own, layer, own)):
+            if self._schedule.drops(layer):
+                self._choose(layer, rows)
+            if store_chosen is not None:
+                store_chosen(rows.kept_gt(self._behind))
+            self._attend(layer, rows, own)
+        return own.running.out_thd.to(q_thd.dtype)
+
+    def _attend(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
+        """One layer; wherever it waits, own rows are attended to instead."""
+        scoring = not self._scored_at_once and self._schedule.drops(layer + 1)
+        if scoring:
+            self._scorer.begin(layer, rows, self._transfers)
+        levels = self._levels(layer, rows)
+        arrivals = FirstAllToAll(
+            self._group,
+            rows,
+            levels,
+            self._transfers,
+            layer=layer,
+            consolidated=not self._schedule.plan.pipelined,
+        )
+        asked = self._history.ask(layer, rows.q_thd)
+        if scoring:
+            self._scorer.advance(layer, self._transfers)
+        asked.answer()
+        self._attend_levels(layer, rows, own, levels, arrivals)
+        if scoring:
+            done = LayerAttention(
+                layer=layer, rows=rows, running=own.running, levels=tuple(levels.values())
+            )
+            self._scorer.finish(done, self._transfers)
+        asked.merge_into(own.running.out_thd, own.running.lse_ht)
+
+    def _leave_cancelled(self) -> None:
+        """From this layer on pieces that nobody wants are neither exchanged nor computed, and
+        nothing is judged by them. Their rows become what the MLP makes of no attention."""
+        chunks = self._group.step.chunks
+        gone = frozenset(i for i, chunk in enumerate(chunks) if not self._group.wanted(chunk))
+        if gone != self._geometry.cancelled:
+            self._geometry = replace(self._geometry, cancelled=gone)
+            self._routes.clear()
+            self._own = {i: part for i, part in self._own.items() if part.chunk not in gone}
+
+    def _is_last(self, part: LevelPart) -> bool:
+        chunk = self._group.step.chunks[part.chunk]
+        return part.start + part.length == chunk.start + chunk.length
+
+    def _members(self) -> list[HistoryMember]:
+        group = self._group
+
+        def rows(member: int) -> tuple[range, ...]:
+            own = group.rows_of(member)
+            return rows_by_chunk(group.step.chunks, range(own.start, own.stop))
+
+        return members_of(
+            group,
+            rows=rows,
+            heads=lambda member: range(self._heads),
+            resident=range(self._kv_heads),
+        )
+
+    # --- one layer -----------------------------------------------------------------------------
+
+    def _own_rows(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> OwnRows:
+        """What needs no other member."""
+        exchanged = set() if self._geometry.local_first_level else self._own_starts
+        chunks = [
+            it.rows
+            for it in self._group.local
+            if it.rows.start not in exchanged and self._group.wanted(it.chunk)
+        ]
+        longest = max((rows.stop - rows.start for rows in chunks), default=0)
+        blocks = sum(1 for _ in query_blocks(q_thd[:longest], longest))
+        return OwnRows(
+            q_thd,
+            k_thd,
+            v_thd,
+            chunks=chunks,
+            # Nothing of it is sent, so it may be cut as finely as the others' turns want it.
+            micro_partitions=max(self._micro_partitions(layer)[0], blocks),
+            scale=self._scale,
+        )
+
+    def _attend_own(self, layer: int, own: OwnRows) -> bool:
+        """One micro-partition of level 1; false if there is none left. Never called while waiting
+        is counted, so that a job's time is counted once. In waits before the levels no point comes
+        after it: there exchanges follow each other closely."""
+        if not own.left:
+            return False
+        with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
+            own.attend_next()
+        if self._may_pause:
+            self._group.points.point()
+        return True
+
+    def _levels(self, layer: int, rows: KeptRows) -> dict[int, LevelBuffers]:
+        """Of the levels that are exchanged, by number, ascending."""
+        routes, member = self._layer_routes(layer), self._group.member
+        return {
+            number: LevelBuffers(routes.segment(number, member), member, rows)
+            for number in routes.exchanged_levels
+        }
+
+    def _attend_levels(
+        self,
+        layer: int,
+        rows: KeptRows,
+        own: OwnRows,
+        levels: Mapping[int, LevelBuffers],
+        arrivals: FirstAllToAll,
+    ) -> None:
+        """Levels ascending: compute what arrives, and send back what is finished. What is left of
+        level 1 by then hides the way of the last outputs."""
+        outputs = OutputAllToAll(self._group, rows, self._transfers, layer=layer)
+        self._may_pause = True
+        if not self._schedule.plan.pipelined:
+            self._attend_rest(layer, own)
+        for number, buffers in levels.items():
+            level = OwnedLevel(self._group, buffers, layer=layer, scale=self._scale)
+            finished = level.compute(arrivals, levels)
+            for _ in range(self._micro_partitions(layer)[number - 1]):
+                done = next(finished, None)  # none where nobody sees anybody
+                self._group.points.close()
+                if done is not None:
+                    outputs.send(done)
+        if self._schedule.plan.pipelined:
+            self._attend_rest(layer, own)
+        self._may_pause = False
+        if self._schedule.plan.nested:
+            attend_own_levels(own.running, rows, self._layer_routes(layer), scale=self._scale)
+        outputs.merge_all(own.running)
+
+    def _attend_rest(self, layer: int, own: OwnRows) -> None:
+        while self._attend_own(layer, own):
+            pass
+        self._group.points.close()
+
+    # --- kept sets -----------------------------------------------------------------------------
+
+    def _choose(self, layer: int, rows: KeptRows) -> None:
+        """Fix what a layer keeps."""
+        if self._scored_at_once:
+            self._scorer.begin(layer, rows, self._transfers)
+            self._scorer.advance(layer, self._transfers)
+        importance = {
+            index: self._scorer.importance(part, self._transfers)
+            for index, part in self._own.items()
+        }
+        with self._timeline.phase("select", layer=layer):
+            rows.restrict(
+                {
+                    index: self._orders(layer, part, importance[index])
+                    for index, part in self._own.items()
+                }
+            )
+
+    def _orders(self, layer: int, part: LevelPart, importance_gt: Tensor) -> tuple[KeptOrder, ...]:
+        """The kept order of a part, by runs of KV heads that keep equally many."""
+        always = always_kept(self._schedule.plan, self._group.step.chunks[part.chunk], part)
+        counts = self._layer_routes(layer).counts.kept[part.index]
+        bounds = [0, *self._layer_routes(layer).counts.boundaries(), self._kv_heads]
+        heads = [slice(a, b) for a, b in pairwise(bounds)]
+        return tuple(
+            KeptOrder(run, nested_order(importance_gt[run], counts[run.start][1:], always))
+            for run in heads
+            if counts[run.start][-1] < part.length
+        )
+
+    def _layer_routes(self, layer: int) -> Routes:
+        """Who sends what in a layer; the same object for layers of equal numbers."""
+        ratios, cuts = self._schedule.head_ratios(layer), self._micro_partitions(layer)
+        if (ratios, cuts) not in self._routes:
+            self._routes[ratios, cuts] = Routes(
+                self._geometry,
+                self._counts(ratios),
+                heads=self._heads,
+                kv_heads=self._kv_heads,
+                micro_partitions=cuts,
+            )
+        return self._routes[ratios, cuts]
+
+    def _micro_partitions(self, layer: int) -> tuple[int, ...]:
+        # Without overlap there is one exchange: cutting it would hide nothing.
+        plan = self._schedule.plan
+        return self._schedule.micro_partitions(layer) if plan.pipelined else (1,) * plan.levels
+
+    def _counts(self, ratios: tuple[tuple[float, ...], ...]) -> HeadCounts:
+        plan, chunks = self._schedule.plan, self._group.step.chunks
+        return HeadCounts(
+            kept=tuple(
+                tuple(kept_counts(plan, chunks, part, of_head) for of_head in ratios)
+                for part in self._geometry.parts
+            ),
+            parts=self._geometry.parts,
+            drop_queries=plan.drop_queries,
+        )
+
+    def _new_scorer(self, parts: tuple[LevelPart, ...]) -> ImportanceScorer:
+        window = self._schedule.plan.importance_window
+        if window == ALL_QUERIES:
+            return AllQueriesScorer(self._group, scale=self._scale)
+        return WindowScorer(self._group, parts, window=window, scale=self._scale)

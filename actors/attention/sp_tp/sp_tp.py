@@ -1,0 +1,388 @@
+"""One layer of SP-TP on one member: the steps of its schedule, carried out.
+
+Shape suffixes: T rows of the batch, h own query heads, g the KV heads that they read, d head dim.
+
+SP-TP: rows are gathered, heads are sharded, outputs are reduced (CSPS §3.2.1, Fig. 4).
+
+    x of own rows --all-gather--> x of all rows
+    QKV and causal attention of own heads over the whole batch
+    these heads' part of the output projection --reduce-scatter--> own rows
+
+Works on deployments with and without tensor parallelism. The group's members are all ranks of the
+job's instances: without, each takes a slice of the heads that it has whole; with, each instance's
+share of the rows is cut over its ranks once more, and a rank's share of the heads over the
+instances. What is gathered is the residual stream: as many bytes as its norm would be, which
+everyone then takes for all rows (a pass over memory, no product).
+
+KV stays where its rows lie: keys and values of own rows for the pool are computed beside the
+attention, from rows and weights that are here anyway. That repeats an N-th of a member's KV
+projection for all N of them; an exchange of KV would cost more on any wire.
+
+Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+from torch import Tensor
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import (
+    HeadSplit,
+    SpGroup,
+    instance_shards,
+    rank_shards,
+    span_positions,
+)
+from csps.actors.attention.base.history import History, HistoryQueries, members_by_heads, through
+from csps.actors.attention.base.levels import DropSchedule, LevelGeometry, spanning_parts
+from csps.actors.attention.base.strategy import StoreKv, WithTransfers
+from csps.actors.attention.sp_tp.head_attention import FarKeys, FarParts, HeadBlock, RowAttention
+from csps.actors.comm.row_collectives import (
+    RowGather,
+    RowReduce,
+    all_gather,
+    flat_tree,
+    server_tree,
+)
+from csps.actors.comm.transfers import Transfers
+from csps.actors.timing.timeline import Phase
+from csps.kernels.merge import merge_into, nothing_seen
+from csps.models.network.network import Layer
+from csps.models.network.rope import Rotary
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.attention.sp_tp import (
+    Attend,
+    MicroPartition,
+    Project,
+    QueryHistory,
+    ScheduleLabel,
+    ScheduleStep,
+    StartReduce,
+    Wait,
+    near_to_far,
+    one_after_another,
+    own_before_far,
+    with_history,
+)
+from csps.protocols.core.placement import Span
+
+
+class SpTpLayer:
+    """Own heads of one layer over all rows of the batch."""
+
+    def __init__(
+        self,
+        group: SpGroup,
+        layer: Layer,
+        rows_td: Tensor,
+        rotary: Rotary,
+        *,
+        blocks: Sequence[HeadBlock],
+        history: History,
+        far_keys: FarKeys | None,
+        index: int,
+    ) -> None:
+        """
+        Args:
+            layer: with the own heads only.
+            rows_td: (T, hidden), valid where a `Wait` has returned.
+            rotary: of all T rows.
+        """
+        self._group = group
+        self._layer = layer
+        self._rows_td = rows_td
+        self._rotary = rotary
+        self._history = history
+        self._asked: HistoryQueries | None = None
+        self._of_history: tuple[Tensor, Tensor] | None = None
+        self._timeline = group.clock.timeline
+        self._index = index
+        self.attention = RowAttention(
+            group.step.chunks,
+            blocks,
+            *self._buffers(),
+            scale=layer.spec.scale,
+            far_keys=far_keys,
+            cancelled=group.cancelled,
+        )
+
+    def run(
+        self,
+        steps: Iterable[ScheduleStep],
+        gather: RowGather,
+        reduce: RowReduce,
+        transfers: Transfers,
+    ) -> None:
+        """All steps, in order."""
+        for step in steps:
+            match step:
+                case Wait(part):
+                    gather.wait(part)
+                case Project(start, stop, place):
+                    with self._phase("qkv", place):
+                        self._project(start, stop)
+                    self._pause(transfers)
+                case QueryHistory():
+                    self._group.points.close()
+                    self._asked = self._history.ask(self._index, self.attention.q_Thd)
+                    self._asked.answer()
+                case Attend(queries, keys, place):
+                    for block in self.attention.blocks(queries, keys[1] - keys[0]):
+                        with self._phase("attention", place):
+                            self.attention.attend(block, keys)
+                        self._pause(transfers)
+                case StartReduce(part):
+                    self._group.points.close()
+                    with self._timeline.phase("linear", layer=self._index, micro=part.index):
+                        out_thd = self._with_history(part.rows)
+                        reduce.add(part, self._layer.output_part(out_thd))
+                    # No point: what is kept back is only begun by `RowReduce.result`.
+                    transfers.progress()
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, shard, dim = len(self._rows_td), self._layer.shard, self._layer.spec.head_dim
+        heads = len(shard.query_heads), len(shard.kv_heads), len(shard.kv_heads)
+        q_Thd, k_Tgd, v_Tgd = (self._rows_td.new_empty(rows, count, dim) for count in heads)
+        return q_Thd, k_Tgd, v_Tgd
+
+    def _project(self, start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
+        computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
+        for buffer, part in zip(buffers, computed, strict=True):
+            buffer[rows] = part
+
+    def _with_history(self, rows: slice) -> Tensor:
+        """The output of complete rows. History stays out of the running result, whose LSEs judge
+        the chunk's keys."""
+        attention = self.attention
+        if self._asked is not None:
+            self._of_history = nothing_seen(attention.q_Thd)
+            self._asked.merge_into(*self._of_history)
+            self._asked = None
+        if self._of_history is None:
+            return attention.out_Thd[rows]
+        out_Thd, lse_hT = self._of_history
+        merge_into(
+            out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
+        )
+        return out_Thd[rows]
+
+    def _pause(self, transfers: Transfers) -> None:
+        """Between two parts of the computing."""
+        transfers.progress()
+        self._group.points.point()
+
+    def _phase(self, name: Phase, place: ScheduleLabel) -> AbstractContextManager[None]:
+        return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)
+
+
+class SpTp(WithTransfers):
+    """One object per job and rank, entered for the job's duration.
+
+    Without a plan it is exact, not pipelined, and takes all members to share a server. The plan
+    adds locations, pipelining, its first level's micro-partitions, and which far keys are left
+    out; every query is computed, whatever the plan says of queries.
+
+    One thing is other than the plan has it: kept sets are those of a KV head as far as one member
+    has all of the head's queries. Where members share a KV head each judges by its own query heads,
+    and chooses for these. The keys are here anyway, so what several heads would keep together costs
+    no fewer bytes; and a choice in common would cost an exchange before each layer's attention.
+    """
+
+    def __init__(
+        self, group: SpGroup, engine: Engine, plan: CsaPlan | None, *, hierarchical: bool = True
+    ) -> None:
+        super().__init__(group, overlap=plan is not None and plan.pipelined)
+        self._group = group
+        self._engine = engine
+        self._plan = plan
+        self._schedule = None if plan is None else _schedule(plan, engine)
+        self._split = HeadSplit(heads=engine.heads, kv_heads=len(engine.kv_heads), parts=group.size)
+        self._shards = rank_shards(
+            group,
+            servers=self._servers,
+            computing=[self._split.query_count(member) > 0 for member in range(group.size)],
+            tree=server_tree if hierarchical else flat_tree,
+        )
+        self._history = History(
+            group,
+            engine.pool,
+            members_by_heads(group, self._split),
+            group_heads=engine.heads // len(engine.kv_heads),
+            scale=engine.spec.scale,
+            begin=through(self._transfers),
+        )
+        group.points.before_pause = self._transfers.drain
+        self._importance: Mapping[int, Tensor] = {}
+        self._steps: dict[tuple[int, bool], tuple[ScheduleStep, ...]] = {}
+
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: keys and values never travel."""
+        return ()
+
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
+    ) -> Tensor:
+        """See `Strategy`."""
+        timeline = self._group.clock.timeline
+        parts = tuple(self._shards.parts(self._micro_partitions(index)))
+        like_d = x_td.new_empty(x_td.shape[1])
+        gather = RowGather(self._shards, x_td, parts, self._transfers, layer=index)
+        reduce = RowReduce(self._shards, like_d, self._transfers, layer=index)
+        with gather, reduce:
+            with timeline.phase("qkv", layer=index):
+                own_kv = layer.keys_and_values(x_td, rotary)
+            store(index, *own_kv)
+            if self._split.query_count(self._group.member):
+                work = self._layer(index, layer, gather.rows_td)
+                work.run(self._planned(index), gather, reduce, self._transfers)
+                self._importance = self._next_importance(index, work)
+            else:
+                self._only_answer(index, x_td)
+                self._only_collect(parts, reduce)
+            sum_td = reduce.result()
+        self._group.points.close()
+        sum_td = self._instance_rows(sum_td)
+        with timeline.phase("linear", layer=index):
+            return layer.add_output(x_td, sum_td)
+
+    # --- one layer -----------------------------------------------------------------------------
+
+    def _layer(self, index: int, layer: Layer, rows_td: Tensor) -> SpTpLayer:
+        queries = self._split.queries(self._group.member)
+        keys = self._split.keys(self._group.member)
+        return SpTpLayer(
+            self._group,
+            layer.of_heads(queries, keys),
+            rows_td,
+            self._rotary,
+            blocks=[HeadBlock(*run) for run in self._split.uniform_runs(self._group.member)],
+            history=self._history,
+            far_keys=self._far_keys(index),
+            index=index,
+        )
+
+    def _planned(self, index: int) -> tuple[ScheduleStep, ...]:
+        """Steps of a layer, planned once for all layers of as many micro-partitions that judge or
+        do not judge by themselves."""
+        at = self._micro_partitions(index), self._scores_itself(index)
+        if at not in self._steps:
+            steps = tuple(self._in_order(*at))
+            self._steps[at] = tuple(with_history(steps)) if self._history.any else steps
+        return self._steps[at]
+
+    def _in_order(self, micro: int, scores_itself: bool) -> Iterator[ScheduleStep]:
+        parts = tuple(self._shards.parts(micro))
+        if self._plan is None or not self._plan.pipelined:
+            return one_after_another(parts)
+        pipeline = own_before_far if scores_itself else near_to_far
+        return pipeline(parts, self._distances)
+
+    def _only_answer(self, index: int, x_td: Tensor) -> None:
+        """Without heads there is nothing to ask, but history may lie here."""
+        if self._history.any:
+            self._group.points.close()
+            no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
+            self._history.ask(index, no_queries).answer()
+
+    def _only_collect(self, parts: Sequence[MicroPartition], reduce: RowReduce) -> None:
+        """Nor is there anything to hand on, but others do, and some of it is for own rows."""
+        for part in parts:
+            self._group.points.close()
+            if part.owner == self._shards.member:
+                reduce.collect(part)
+
+    def _micro_partitions(self, index: int) -> int:
+        if self._plan is None or not self._plan.pipelined:
+            return 1
+        return self._plan.layer_group(index).micro(1)
+
+    def _instance_rows(self, sum_td: Tensor) -> Tensor:
+        """The tensor-parallel ranks of an instance all go on with all of its rows: its MLP is cut
+        by columns and sums over the instance."""
+        if self._group.layout.tp == 1:
+            return sum_td
+        return all_gather(instance_shards(self._group), sum_td, self._transfers)
+
+    # --- sparse attention ----------------------------------------------------------------------
+
+    def _far_keys(self, index: int) -> FarKeys | None:
+        schedule = self._schedule
+        if schedule is None or not schedule.drops(index):
+            return None
+        return FarKeys(
+            self._far_parts,
+            schedule,
+            self._group.step.chunks,
+            layer=index,
+            kv_heads=self._split.keys(self._group.member),
+            importance=self._importance,
+        )
+
+    def _scores_itself(self, index: int) -> bool:
+        schedule = self._schedule
+        if schedule is None or schedule.plan.importance_layer == "previous":
+            return False
+        return schedule.drops(index)
+
+    def _next_importance(self, index: int, work: SpTpLayer) -> Mapping[int, Tensor]:
+        """By piece that spans members, what the next layer chooses by; nothing if it keeps all, or
+        judges by itself."""
+        schedule = self._schedule
+        if schedule is None or not schedule.drops(index + 1) or self._scores_itself(index + 1):
+            return {}
+        chunks = {
+            part.chunk
+            for part in self._far_parts.parts.values()
+            if self._group.wanted(self._group.step.chunks[part.chunk])
+        }
+        window = schedule.plan.importance_window
+        with self._group.clock.timeline.phase("importance", layer=index):
+            return {chunk: work.attention.importance(chunk, window) for chunk in sorted(chunks)}
+
+    @cached_property
+    def _far_parts(self) -> FarParts:
+        assert self._plan is not None
+        step = self._group.step
+        parts = spanning_parts(step.chunks, step.bounds)
+        return FarParts(LevelGeometry(parts=parts, levels=self._plan.segments()), step.bounds)
+
+    # --- the group -----------------------------------------------------------------------------
+
+    @cached_property
+    def _rotary(self) -> Rotary:
+        """Of all rows of the batch."""
+        chunks = self._group.step.chunks
+        spans = [Span(start=p.start, stop=p.start + p.length) for p in chunks]
+        return self._engine.network.rotary(span_positions(spans).to(self._engine.device))
+
+    @property
+    def _servers(self) -> list[tuple[int, int]]:
+        """Of each instance of the group."""
+        if self._plan is None:
+            return [(0, 0)] * self._group.size
+        return [place.server_id for place in self._plan.topology.locations]
+
+    @cached_property
+    def _distances(self) -> list[int]:
+        """Of each owner of rows: 0 its rows are here, 1 same server, 2 same rack, 3 beyond."""
+        own = self._servers[self._group.member]
+        distances = [
+            0 if index == self._group.member else 3 - (rack == own[0]) - ((rack, server) == own)
+            for index, (rack, server) in enumerate(self._servers)
+        ]
+        return [distance for distance in distances for _ in range(self._group.layout.tp)]
+
+
+def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:
+    return DropSchedule(
+        plan=plan,
+        layers=engine.spec.layers,
+        kv_heads=engine.kv_heads,
+        total_kv_heads=engine.spec.kv_heads,
+    )

@@ -1,0 +1,413 @@
+"""What one iteration of a stream computes, as one rank sees it: decode rows and pieces of prompts.
+
+Every row has a master, who embeds its tokens and draws the next one. Queries go to whoever holds
+KV of the row's sequence from before this iteration, and what a piece computes goes to whoever is
+to keep it. All ranks derive their parts from the same rows and lengths, in the same order.
+
+Shape suffixes: r query rows of this master, t tokens, h heads, d head dim.
+
+Attention of an iteration's rows over what one rank holds of their sequences.
+
+Shape suffixes: r query rows, n those of a piece, s slots, h query heads, g KV heads, d head dim.
+
+An iteration's batch through the network: its own rows, and what others ask of this rank.
+
+Shape suffixes: r query rows, t tokens, h heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.query_exchange import (
+    QueryExchange,
+    QueryExchangeTimes,
+    QueryRoutes,
+    exchange_queries,
+)
+from csps.actors.comm.mesh import Tag
+from csps.actors.comm.process_group import Pending
+from csps.actors.engine.reservations import BatchSequence
+from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
+from csps.kernels.attention import attention
+from csps.kernels.merge import merge
+from csps.protocols.core.placement import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationChunk:
+    """Positions of a prompt that a master computes in this iteration."""
+
+    sequence: BatchSequence
+    span: Span
+    rows: slice
+    """Of the master's query rows."""
+
+    @property
+    def samples(self) -> bool:
+        """The prompt ends with it."""
+        return self.span.stop == self.sequence.prompt
+
+
+@dataclass(frozen=True)
+class ResidentChunk:
+    """What is held here of the sequence that a piece belongs to, from before it."""
+
+    length: int
+    """Query rows."""
+    runs: Sequence[range]
+    """Slots, each of which every query sees."""
+
+
+@dataclass(eq=False)
+class IterationBatch:
+    """One rank's part of an iteration."""
+
+    decoding: list[BatchSequence] = field(default_factory=list)
+    """Own rows that decode; they are the first query rows."""
+    chunks: list[IterationChunk] = field(default_factory=list)
+    """Own pieces, behind them."""
+    routes: QueryRoutes = field(default_factory=lambda: QueryRoutes(rows=0, resident_here=()))
+    resident: dict[int | None, ResidentRows] = field(default_factory=dict)
+    """By the peer whose decode rows they are; own ones under None."""
+    resident_chunks: dict[int | None, list[ResidentChunk]] = field(default_factory=dict)
+    """The same of pieces. Of own ones there is an entry also where nothing is held."""
+    growing: list[tuple[SlotsOfSequence, int]] = field(default_factory=list)
+    """Own rows that decode and whose KV is kept here: each takes a slot in every iteration. Which
+    query row it is."""
+    sent: dict[int, list[slice]] = field(default_factory=dict)
+    """By peer: query rows whose keys and values it keeps."""
+    received: dict[int, list[int]] = field(default_factory=dict)
+    """By peer: slots for keys and values that it computes."""
+    stored_rows: list[int] = field(default_factory=list)
+    stored_slots: list[int] = field(default_factory=list)
+    """Query rows of pieces whose keys and values are kept here, and where."""
+
+    _received_at: dict[int, Tensor] = field(default_factory=dict)
+
+    def received_at(self, peer: int, device: torch.device) -> Tensor:
+        """(t,) int64: the slots, moved to the device once for all layers."""
+        if peer not in self._received_at:
+            slots = torch.tensor(self.received[peer], dtype=torch.int64, device=device)
+            self._received_at[peer] = slots
+        return self._received_at[peer]
+
+    @property
+    def rows(self) -> int:
+        """Own query rows."""
+        return self.routes.rows
+
+    @property
+    def sampling(self) -> list[tuple[BatchSequence, int]]:
+        """Own rows that a token is drawn for, each with its last query row."""
+        ends = [(it.sequence, it.rows.stop - 1) for it in self.chunks if it.samples]
+        return [(sequence, at) for at, sequence in enumerate(self.decoding)] + ends
+
+
+def batch_of(
+    engine: Engine, rows: Sequence[BatchSequence], lengths: Sequence[int]
+) -> IterationBatch:
+    """This rank's part of an iteration in which each row computes so many positions."""
+    return _Builder(engine).batch(rows, lengths)
+
+
+class _Builder:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._here = engine.instance
+        self._batch = IterationBatch()
+        self._outgoing: dict[int, list[int]] = {}
+        self._incoming: dict[int, int] = {}
+        self._resident: dict[int | None, list[SlotsOfSequence]] = {}
+        self._count = 0
+
+    def batch(self, rows: Sequence[BatchSequence], lengths: Sequence[int]) -> IterationBatch:
+        active = [
+            (sequence, length) for sequence, length in zip(rows, lengths, strict=True) if length
+        ]
+        for sequence, _ in active:
+            if sequence.decodes:
+                self._decode(sequence)
+        for sequence, length in active:
+            if not sequence.decodes:
+                self._chunk(sequence, length)
+        batch = self._batch
+        batch.resident = {peer: ResidentRows(slots) for peer, slots in self._resident.items()}
+        batch.routes = QueryRoutes(
+            rows=self._count,
+            resident_here=range(self._count),
+            outgoing=self._outgoing,
+            incoming=self._incoming,
+        )
+        return batch
+
+    def _decode(self, sequence: BatchSequence) -> None:
+        master, next_holder, holders = (
+            sequence.request.master,
+            sequence.next_holder,
+            sequence.holders,
+        )
+        if sequence.slots is not None and self._here in (master, *holders):
+            if next_holder == self._here != master:
+                received = self._batch.received.setdefault(self._peer(master), [])
+                received.append(sequence.slots.append())
+            self._resident.setdefault(self._asker(master), []).append(sequence.slots)
+            self._count_incoming(master, 1)
+        if master == self._here:
+            at = self._ask(holders, 1)
+            self._batch.decoding.append(sequence)
+            if next_holder != self._here:
+                sent = self._batch.sent.setdefault(self._peer(next_holder), [])
+                sent.append(slice(at, at + 1))
+            elif sequence.slots is not None:
+                self._batch.growing.append((sequence.slots, at))
+
+    def _chunk(self, sequence: BatchSequence, length: int) -> None:
+        span = Span(start=sequence.next, stop=sequence.next + length)
+        master, before = sequence.request.master, sequence.slices_before(span.start)
+        holders = {it.instance for it in before}
+        if self._here in holders or master == self._here:
+            runs = self._engine.pool.slots.runs(
+                sequence.sequence_id, Span(start=0, stop=span.start)
+            )
+            resident = self._batch.resident_chunks.setdefault(self._asker(master), [])
+            resident.append(ResidentChunk(length, runs))
+            self._count_incoming(master, length)
+        self._place_kv(sequence, span)
+        if master == self._here:
+            first = self._ask(holders, length)
+            at = slice(first, first + length)
+            self._batch.chunks.append(IterationChunk(sequence=sequence, span=span, rows=at))
+
+    def _ask(self, holders: set[int], rows: int) -> int:
+        """Number own query rows, of whose sequence others hold KV; returns the first number."""
+        first = self._count
+        self._count += rows
+        for holder in sorted(holders - {self._here}):
+            self._outgoing.setdefault(self._peer(holder), []).extend(range(first, self._count))
+        return first
+
+    def _count_incoming(self, master: int, rows: int) -> None:
+        if master != self._here:
+            peer = self._peer(master)
+            self._incoming[peer] = self._incoming.get(peer, 0) + rows
+
+    def _place_kv(self, sequence: BatchSequence, span: Span) -> None:
+        """Where a piece's keys and values go."""
+        master = sequence.request.master
+        for kv_slice in sequence.slices_of(span):
+            own = range(self._count, self._count + span.length)[span.rows_of(kv_slice.span)]
+            if kv_slice.instance == self._here:
+                slots = self._engine.pool.slots.by_position(
+                    sequence.sequence_id, kv_slice.span
+                ).tolist()
+                if master == self._here:
+                    self._batch.stored_rows += own
+                    self._batch.stored_slots += slots
+                else:
+                    self._batch.received.setdefault(self._peer(master), []).extend(slots)
+            elif master == self._here:
+                sent = self._batch.sent.setdefault(self._peer(kv_slice.instance), [])
+                sent.append(slice(own.start, own.stop, own.step))
+
+    def _asker(self, master: int) -> int | None:
+        return None if master == self._here else self._peer(master)
+
+    def _peer(self, instance: int) -> int:
+        return self._engine.layout.rank_of(instance, self._engine.tp_rank)
+
+
+def attend_resident(
+    engine: Engine,
+    batch: IterationBatch,
+    layer: int,
+    peer: int | None,
+    q_rhd: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Partial attention of one master's rows.
+
+    Args:
+        peer: whose rows they are; None for own ones.
+        q_rhd: decode rows, then pieces.
+        own: k_rgd and v_rgd of own rows, which own pieces see as far as they lie before them.
+
+    Returns:
+        fp32 out (r, h, d) and lse (r, h); -inf where nothing is seen.
+    """
+    resident = batch.resident.get(peer)
+    first = len(resident.requests) if resident is not None else 0
+    parts: list[tuple[Tensor, Tensor]] = []
+    if resident is not None:
+        parts.append(engine.attend_rows(layer, q_rhd[:first], resident))
+    for chunk in batch.resident_chunks.get(peer, ()):
+        rows = slice(first, first + chunk.length)
+        seen = [_history(engine, layer, q_rhd[rows], run) for run in chunk.runs]
+        if own is not None:
+            seen.append(_causal(engine, q_rhd[rows], own[0][rows], own[1][rows]))
+        parts.append(_merged(chunk, seen))
+        first = rows.stop
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _merged(chunk: ResidentChunk, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    assert seen, f"{chunk} is asked about where nothing is held"
+    out_nhd, lse_hn = merge([out for out, _ in seen], [lse for _, lse in seen])
+    return out_nhd, lse_hn.T
+
+
+def _history(engine: Engine, layer: int, q_nhd: Tensor, run: range) -> tuple[Tensor, Tensor]:
+    """Over a run of slots; all of it precedes every row, so that no positions are compared."""
+    k_sgd, v_sgd = engine.pool.layer(layer)
+    return attention(
+        q_nhd,
+        k_sgd[run.start : run.stop],
+        v_sgd[run.start : run.stop],
+        q_positions=None,
+        k_positions=None,
+        scale=engine.spec.scale,
+    )
+
+
+def _causal(engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a piece over itself."""
+    positions = range(len(q_nhd))
+    return attention(
+        q_nhd,
+        k_ngd,
+        v_ngd,
+        q_positions=positions,
+        k_positions=positions,
+        scale=engine.spec.scale,
+    )
+
+
+def forward(
+    engine: Engine, batch: IterationBatch, times: QueryExchangeTimes | None = None
+) -> Tensor:
+    """Logits of the own rows that a token is drawn for.
+
+    Args:
+        times: what the exchange of queries took is added to these.
+    """
+    network, pool = engine.network, engine.pool
+    device = engine.device
+    if not batch.rows:
+        return _serve_others(engine, batch)
+    x_td = network.embed(_tokens(batch).to(device))
+    rotary = network.rotary(_positions(batch).to(device))
+    slots = [resident.append() for resident, _ in batch.growing] + batch.stored_slots
+    stored = [row for _, row in batch.growing] + batch.stored_rows
+    slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
+    stored_t = torch.tensor(stored, dtype=torch.int64, device=device)
+    stores_all = stored == list(range(batch.rows))
+    if None in batch.resident:
+        batch.resident[None].grown()
+    exchanges = _exchanges(engine, batch)
+    for index, (layer, others) in enumerate(zip(network.layers, exchanges, strict=True)):
+        q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
+        if stores_all:
+            pool.write_slots(index, slots_t, k_rhd, v_rhd)
+        elif stored:
+            pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
+        out_rhd = others.attend(q_rhd, k_rhd, v_rhd, times)
+        x_td = layer.finish(x_td, out_rhd.to(q_rhd.dtype))
+    if batch.chunks:
+        x_td = x_td[[at for _, at in batch.sampling]]
+    return network.logits(x_td)
+
+
+def _serve_others(engine: Engine, batch: IterationBatch) -> Tensor:
+    """An iteration without rows of its own: a look at what is held for others' rows."""
+    spec, pool = engine.spec, engine.pool
+    none_rhd = pool.k.new_empty(0, engine.heads, spec.head_dim)
+    no_kv_rhd = pool.k.new_empty(0, pool.kv_heads, spec.head_dim)
+    for others in _exchanges(engine, batch):
+        others.attend(none_rhd, no_kv_rhd, no_kv_rhd)
+    return none_rhd.new_empty(0, spec.vocab)
+
+
+def _exchanges(engine: Engine, batch: IterationBatch) -> Iterable[_LayerOfOthers]:
+    """Of all layers, where receives are expected ahead. Where exchanges are in order nothing is,
+    and a device would have every layer's buffers at once in vain."""
+    layers = (_LayerOfOthers(engine, batch, index) for index in range(engine.spec.layers))
+    return layers if engine.mesh.in_order else list(layers)
+
+
+class _LayerOfOthers:
+    """One layer's exchange with peers, who hold KV of own rows or have rows whose KV is held here.
+    What it receives is expected from here on."""
+
+    def __init__(self, engine: Engine, batch: IterationBatch, index: int) -> None:
+        self._engine, self._batch, self._index = engine, batch, index
+        pool = engine.pool
+        self._arriving = {
+            peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
+            for peer, slots in batch.received.items()
+        }
+        self._handing = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
+        self._exchange = QueryExchange(
+            engine.mesh,
+            batch.routes,
+            pool.k,
+            heads=engine.heads,
+            head_dim=pool.head_dim,
+            tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
+        )
+
+    def attend(
+        self,
+        q_rhd: Tensor,
+        k_rhd: Tensor,
+        v_rhd: Tensor,
+        times: QueryExchangeTimes | None = None,
+    ) -> Tensor:
+        """Own rows' attention over all that lies before them, wherever it does. Keys and values go
+        to those who keep them before queries do, and are there before these are answered."""
+        others = self._batch.sent or self._batch.received
+        handed = self._handing.send(self._handed(k_rhd, v_rhd)) if others else Pending([], [])
+
+        def partial(peer: int | None, asked_rhd: Tensor) -> tuple[Tensor, Tensor]:
+            if peer is not None:
+                self._store(handed)
+            own = (k_rhd, v_rhd) if peer is None else None
+            return attend_resident(self._engine, self._batch, self._index, peer, asked_rhd, own)
+
+        out_rhd = exchange_queries(q_rhd, self._exchange, partial, times)
+        self._store(handed)
+        return out_rhd
+
+    def _handed(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
+        kv_rhd = torch.stack((k_rhd, v_rhd), 1)
+        sent = self._batch.sent.items()
+        return [(peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in sent]
+
+    def _store(self, handed: Pending) -> None:
+        """What others have handed over, once."""
+        handed.wait()
+        while self._arriving:
+            peer, arrived = self._arriving.popitem()
+            slots_t = self._batch.received_at(peer, arrived.device)
+            self._engine.pool.write_slots(self._index, slots_t, arrived[:, 0], arrived[:, 1])
+
+
+def _tokens(batch: IterationBatch) -> Tensor:
+    """(r,) int64, of own rows."""
+    decoding = torch.tensor([row.token for row in batch.decoding], dtype=torch.int64)
+    chunks = [torch.from_numpy(it.sequence.tokens(it.span).astype(np.int64)) for it in batch.chunks]
+    return torch.cat([decoding, *chunks]) if chunks else decoding
+
+
+def _positions(batch: IterationBatch) -> Tensor:
+    """(r,) int64, of own rows."""
+    decoding = torch.tensor([row.next for row in batch.decoding], dtype=torch.int64)
+    chunks = [torch.arange(it.span.start, it.span.stop) for it in batch.chunks]
+    return torch.cat([decoding, *chunks]) if chunks else decoding

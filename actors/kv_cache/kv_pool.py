@@ -1,0 +1,241 @@
+"""One rank's KV cache: the keys and values of single tokens, in slots of any order.
+
+Shape suffixes: t = tokens, h = KV heads, d = head dim; s = slots.
+
+Where the KV lies that the rows of a decode batch attend to on this rank.
+
+It is looked up when the batch changes and not at each layer: from then on only the rank itself
+appends to it, a slot a step. Shape suffixes as in `csps.kernels.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from csps.actors.kv_cache.sequence_slots import KeptKv, KeptSpan, SlotIndices, SlotSet, runs_of
+from csps.actors.kv_cache.slot_allocator import PinnedSpan, SlotAllocator
+from csps.kernels.arguments import SlotRun, SlotRuns
+from csps.protocols.core.placement import Span
+
+ALL_HEADS = slice(None)
+
+
+class KvBlock(NamedTuple):
+    """Written tokens of one request for neighbouring KV heads, in neighbouring slots: views."""
+
+    heads: slice
+    k_thd: Tensor
+    v_thd: Tensor
+
+
+class KvPool:
+    """Keys and values of `slots` tokens in every layer.
+
+    Copies and reads run outside the allocator's lock, because only one request writes into a slot,
+    and before any other one has it.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        assert min(layers, slots, kv_heads, head_dim) > 0
+        shape = (layers, slots, kv_heads, head_dim)
+        # empty, not zeros: on CPU the operating system then backs only slots that are used.
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.slots = SlotAllocator(slots)
+        """Who has which."""
+        self._k_by_layer = self.k.unbind()
+        self._v_by_layer = self.v.unbind()
+
+    def write(
+        self,
+        layer: int,
+        sequence_id: int,
+        span: Span,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        *,
+        heads: slice = ALL_HEADS,
+    ) -> None:
+        """Stores a layer's keys and values of all positions of `span`, allocated before.
+
+        Writing a position again replaces it. `heads` are the pool's KV heads that the tensors
+        hold, for a cache that arrives in parts; whoever writes parts sees to it that nobody reads
+        before the last one.
+        """
+        assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
+        assert not self.narrowed(layer, sequence_id), (
+            f"layer {layer} of request {sequence_id} has kept tokens only"
+        )
+        with self.slots.places(sequence_id, span) as places:
+            for place in places:
+                slots, rows = map(self._on_device, place)
+                self._k_by_layer[layer][slots, heads] = k_thd[rows]
+                self._v_by_layer[layer][slots, heads] = v_thd[rows]
+
+    def write_kept(
+        self, layer: int, sequence_id: int, span: Span, kept: KeptKv, *, heads: slice = ALL_HEADS
+    ) -> None:
+        """Stores a layer's keys and values of those tokens of `span` that each head keeps.
+
+        All of a prompt comes to a layer in this way, or nothing does. `kept_blocks` reads it.
+        """
+        own = slice(*heads.indices(self.kv_heads)[:2])
+        assert kept.kept_ht.shape == (own.stop - own.start, span.length)
+        with self.slots.writing(sequence_id, span) as runs:
+            place = KeptSpan(span=span, heads=own, kept_ht=kept.kept_ht, slots=tuple(runs))
+            place.write(self._k_by_layer[layer], kept.k_nd)
+            place.write(self._v_by_layer[layer], kept.v_nd)
+            self.slots.narrow(layer, sequence_id, place)
+
+    def narrowed(self, layer: int, sequence_id: int) -> bool:
+        """Whether `write_kept` has stored any of a layer."""
+        return bool(self.slots.kept(layer, sequence_id))
+
+    def kept_blocks(self, layer: int, sequence_id: int) -> list[KvBlock]:
+        """All that `write_kept` has stored of a request in a layer."""
+        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        return [
+            KvBlock(heads, k[slots.start : slots.stop, heads], v[slots.start : slots.stop, heads])
+            for place in self.slots.kept(layer, sequence_id)
+            for heads, slots in place.blocks
+        ]
+
+    def read_pinned(
+        self, layer: int, pinned: PinnedSpan, span: Span, *, heads: slice = ALL_HEADS
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values of a part of a pinned span, by position.
+
+        Views where they lie in neighbouring slots, which mostly they do, and copies otherwise.
+        """
+        return self._read_slots(layer, pinned.slots[pinned.span.rows_of(span)], heads)
+
+    def read(self, layer: int, sequence_id: int, span: Span) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values of a span that it has written, by position; as `read_pinned`
+        does it."""
+        return self._read_slots(layer, self.slots.by_position(sequence_id, span), ALL_HEADS)
+
+    def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
+        """Stores a layer's keys and values of single tokens: one copy for a whole batch."""
+        self._k_by_layer[layer].index_copy_(0, slots_t, k_thd)
+        self._v_by_layer[layer].index_copy_(0, slots_t, v_thd)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, (slots, kv heads, head dim) each, of all requests."""
+        return self._k_by_layer[layer], self._v_by_layer[layer]
+
+    def _on_device(self, numbers: slice | SlotIndices) -> slice | Tensor:
+        if isinstance(numbers, slice):
+            return numbers
+        return torch.from_numpy(numbers).to(self.k.device)
+
+    def _read_slots(self, layer: int, slots: SlotIndices, heads: slice) -> tuple[Tensor, Tensor]:
+        k_shd, v_shd = (it[:, heads] for it in self.layer(layer))
+        if len(runs := runs_of(slots)) == 1:
+            return k_shd[runs[0].start : runs[0].stop], v_shd[runs[0].start : runs[0].stop]
+        slots_t = torch.from_numpy(slots).to(self.k.device)
+        return k_shd[slots_t], v_shd[slots_t]
+
+
+class SlotsOfSequence:
+    """The slots of one request's KV in a pool, as its answer grows.
+
+    Args:
+        layers: those that are going to be read.
+        seen: spans of positions, of which those that lie here have been written in all layers.
+        answer: spans of positions whose slots `append` takes one after the other.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        sequence_id: int,
+        layers: Iterable[int],
+        seen: Sequence[Span],
+        answer: Sequence[Span] = (),
+    ) -> None:
+        self._kept = {
+            layer: pool.kept_blocks(layer, sequence_id)
+            for layer in layers
+            if pool.narrowed(layer, sequence_id)
+        }
+        slots = pool.slots
+        self._prompt = list(SlotSet(run for span in seen for run in slots.runs(sequence_id, span)))
+        own = (
+            zip(it.positions, slots.by_position(sequence_id, it).tolist(), strict=True)
+            for it in answer
+        )
+        self._free: list[int] = [slot for _, slot in sorted(chain.from_iterable(own), reverse=True)]
+        self._answer: list[range] = []
+
+    def append(self) -> int:
+        """The slot of the next token; from now on it is read as well."""
+        slot = self._free.pop()
+        if self._answer and self._answer[-1].stop == slot:
+            self._answer[-1] = range(self._answer[-1].start, slot + 1)
+        else:
+            self._answer.append(range(slot, slot + 1))
+        return slot
+
+    def runs(self, layer: int) -> Iterable[range]:
+        """Runs of slots that every KV head of a layer sees."""
+        if layer in self._kept:
+            return self._answer
+        if self._prompt and self._answer and self._prompt[-1].stop == self._answer[0].start:
+            joined = range(self._prompt[-1].start, self._answer[0].stop)
+            return [*self._prompt[:-1], joined, *self._answer[1:]]
+        return [*self._prompt, *self._answer]
+
+    def blocks(self, layer: int) -> Sequence[KvBlock]:
+        """What only some KV heads see, in a layer that was written with kept tokens only."""
+        return self._kept.get(layer, ())
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether layers differ in what they hold."""
+        return bool(self._kept)
+
+
+class ResidentRows:
+    """The requests of some query rows, in their order."""
+
+    def __init__(self, requests: Sequence[SlotsOfSequence]) -> None:
+        self.requests = requests
+        self._narrowed = any(it.narrowed for it in requests)
+        self._runs: dict[int, SlotRuns] = {}
+
+    def grown(self) -> None:
+        """Slots were appended."""
+        self._runs.clear()
+
+    def runs(self, layer: int) -> SlotRuns:
+        """Where a layer's keys of each row lie, for all KV heads."""
+        key = layer if self._narrowed else 0
+        if key not in self._runs:
+            found: list[SlotRun] = [
+                (row, run.start, run.stop)
+                for row, request in enumerate(self.requests)
+                for run in request.runs(layer)
+            ]
+            self._runs[key] = SlotRuns(len(self.requests), found)
+        return self._runs[key]
+
+    def blocks(self, layer: int) -> list[tuple[int, KvBlock]]:
+        """(row, block) of what only some KV heads see."""
+        if not self._narrowed:
+            return []
+        return [(row, it) for row, held in enumerate(self.requests) for it in held.blocks(layer)]

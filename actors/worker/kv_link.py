@@ -1,0 +1,109 @@
+"""A rank's end of the connection to the other gang, from one `connect_kv` to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.comm.process_group import StoreAddress, join_store
+from csps.actors.engine.loop import EngineLoop
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.sampling.notifications import Notify
+from csps.actors.worker.rank_config import RankConfig
+from csps.protocols.core.errors import Cancelled
+from csps.protocols.gang.messages import ConnectKv, LinkBroken
+
+
+class KvLinkEnd:
+    """Sends from a rank that prefills, receives at one that decodes."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        engine: Engine,
+        loop: EngineLoop,
+        notify: Notify,
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        """
+        Args:
+            on_broken: this rank cannot send or receive any more, through its own fault.
+        """
+        self._config, self._engine, self._loop = config, engine, loop
+        self._notify, self._on_broken = notify, on_broken
+        self._epoch = ""
+        self._sender: KvSender | None = None
+        self._receiver: KvReceiver | None = None
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """That wait for the network."""
+        ends = (it for it in (self._sender, self._receiver) if it is not None)
+        return [thread for end in ends for thread in end.threads]
+
+    def begin(self, epoch: str) -> None:
+        """Give up the connection that there is for the one of another epoch."""
+        self.leave()
+        self._epoch = epoch
+
+    def join(self, message: ConnectKv) -> KvConnection:
+        """Blocks until all ranks of both gangs have come."""
+        return KvConnection(
+            join_store(StoreAddress(message.store_host, message.store_port)),
+            message,
+            rank=self._config.rank,
+            is_decode=self._config.may_decode,
+            host=self._config.host,
+        )
+
+    def use(self, connection: KvConnection, epoch: str) -> None:
+        """Send or receive over it from now on.
+
+        Raises:
+            Cancelled: another epoch has begun meanwhile; the connection is closed.
+        """
+        if self._epoch != epoch:
+            connection.close()
+            raise Cancelled(f"KV connection {epoch} was given up for {self._epoch}")
+
+        def lost(reason: str) -> None:
+            message = LinkBroken(epoch=epoch, rank=self._config.rank, reason=reason)
+            self._notify("link_broken", message)
+
+        if not self._config.may_decode:
+            self._sender = KvSender(
+                connection,
+                self._engine.pool,
+                self._engine.spec,
+                rank=self._config.rank,
+                in_flight_bytes=self._config.kv_in_flight_bytes,
+                checked=self._config.kv_checksum,
+                on_lost=lost,
+                on_broken=self._on_broken,
+            )
+            self._loop.outgoing_transfers.use(self._sender)
+        else:
+            self._receiver = KvReceiver(
+                connection,
+                self._engine.pool,
+                rank=self._config.rank,
+                in_flight_bytes=self._config.kv_in_flight_bytes,
+                backends=self._config.kv_receiving_backends,
+                find=self._loop.decode_batch.reservations.find,
+                on_received=lambda landed: self._notify("received", landed),
+                on_failed=lambda failed: self._notify("failed", failed),
+                on_lost=lost,
+                on_broken=self._on_broken,
+            )
+
+    def leave(self) -> None:
+        """Close the connection, if there is one; what was under way is lost."""
+        sender, receiver = self._sender, self._receiver
+        self._sender = self._receiver = None
+        self._loop.outgoing_transfers.use(None)
+        for end in (sender, receiver):
+            if end is not None:
+                end.close()

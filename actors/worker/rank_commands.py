@@ -1,0 +1,179 @@
+"""Steps of a gang that decodes what it prefills: KV is adopted where it was computed.
+
+What a router has a rank do: every command goes to the rank's loop, and those that the gang's log
+carries to the conductor, if this rank hosts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.choice import check_step
+from csps.actors.engine.log_end import LogEnd, SequencerEnd
+from csps.actors.engine.loop import EngineLoop
+from csps.actors.engine.move_run import leader_of, move_points
+from csps.actors.engine.step_run import step_points_of
+from csps.actors.worker.rank_config import RankConfig
+from csps.actors.worker.router_connection import RouterAttachment
+from csps.actors.worker.startup import DECODE_BATCH
+from csps.protocols.core.errors import ConfigError, ProtocolError
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, ReserveKv, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillChunk, PrefillStep, rebalanced
+from csps.protocols.rpc import schema
+from csps.protocols.rpc.server import Handler, Peer
+from csps.protocols.sequencer.sequencer import Sequencer
+from csps.protocols.sequencer.steps import StepSpec
+
+
+def stored_in_place(step: PrefillStep) -> PrefillStep:
+    """The step with nothing to send: what is computed elsewhere than it is to lie moves there."""
+    chunks = tuple(
+        replace(it, placement=it.placement or _of_chunk(it), destinations=(), retain=False)
+        for it in step.chunks
+    )
+    return replace(step, chunks=chunks)
+
+
+def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
+    """Where the KV of a chunk is to lie; the first one that a sequence computes brings along what
+    others have computed of the prompt, unless it lies there."""
+    start = 0 if chunk.begins else chunk.start
+    positions = Span(start=start, stop=chunk.start + chunk.length)
+    cuts = (
+        KvSlice(instance=it.instance, span=it.span.intersection(positions))
+        for it in chunk.destinations
+        if it.source is None
+    )
+    return tuple(cut for cut in cuts if cut.span.length)
+
+
+class RankCommands:
+    """Of one rank that was started; on its RPC loop."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        engine: Engine,
+        loop: EngineLoop,
+        log: LogEnd,
+        attachment: RouterAttachment,
+    ) -> None:
+        self._config, self._engine, self._loop = config, engine, loop
+        self._attachment = attachment
+        self._sequencer = log if isinstance(log, SequencerEnd) else None
+        self._layout = engine.layout
+
+    def handlers(self) -> dict[str, Handler]:
+        """By name; only the attached router may call any."""
+        return {
+            name: self._attached(handler)
+            for name, handler in {
+                "prefill": self._submit,
+                "reserve": self._reserve,
+                "join": self._join,
+                "move": self._move,
+                "cancel": self._cancel,
+                "retain": self._retain,
+                "evict": self._evict,
+            }.items()
+        }
+
+    def _attached(self, command: Callable[[Any], None]) -> Handler:
+        def handle(payload: Any, peer: Peer) -> None:
+            self._attachment.require(peer)
+            command(payload)
+
+        return handle
+
+    def end(self, owner: int) -> None:
+        """Drop the work of a router that is gone."""
+        self._loop.cancel_all()
+        self._post(lambda sequencer: sequencer.end_owner(owner))
+
+    def _post(self, event: Callable[[Sequencer], None]) -> None:
+        if self._sequencer is not None:
+            self._sequencer.post(event)
+
+    def _submit(self, payload: Any) -> None:
+        step = schema.unpack(PrefillStep, payload)
+        if not self._config.may_prefill:
+            raise ProtocolError("a decode rank runs no prefill jobs")
+        try:
+            check_step(step, self._engine.spec, in_place=self._config.may_decode)
+        except ConfigError as error:
+            # jobs come as notifications, which have no answer
+            self._loop.refuse(step, error)
+            raise
+        if self._config.may_decode:
+            step = stored_in_place(step)
+        owner = self._attachment.owner
+        self._loop.submit(step, owner)
+        if self._sequencer is None:
+            return
+        task = StepSpec(
+            id=step.step_id,
+            ranks=self._layout.ranks_of_all(step.group),
+            high_priority=step.high_priority,
+            yield_points=step_points_of(self._engine, rebalanced(step)).total,
+            sequences=tuple(chunk.sequence_id for chunk in step.chunks),
+            rows=step.bounds[-1],
+            owner=owner,
+        )
+        self._sequencer.post(lambda sequencer: sequencer.submit(task))
+
+    def _reserve(self, payload: Any) -> None:
+        self._require_decoding()
+        self._loop.reserve(schema.unpack(ReserveKv, payload), self._attachment.owner)
+
+    def _join(self, payload: Any) -> None:
+        self._require_decoding()
+        row, owner = schema.unpack(JoinBatch, payload), self._attachment.owner
+        ranks = self._layout.ranks_of_all(row.instances)
+        self._post(
+            lambda sequencer: sequencer.join(
+                DECODE_BATCH,
+                row.sequence_id,
+                row.first_token,
+                owner,
+                budget=row.budget,
+                ranks=ranks,
+            )
+        )
+
+    def _require_decoding(self) -> None:
+        if not self._config.may_decode:
+            raise ProtocolError("a prefill rank decodes nothing")
+
+    def _move(self, payload: Any) -> None:
+        if self._config.role != "elastic":
+            raise ProtocolError("rows are moved where their prompts are computed")
+        move, owner = schema.unpack(MoveSequence, payload), self._attachment.owner
+        self._loop.move(move, owner)
+        task = StepSpec(
+            id=move.step_id,
+            ranks=self._layout.ranks_of_all(move.instances),
+            high_priority=True,
+            yield_points=move_points(move, self._engine.spec.layers),
+            sequences=(move.sequence_id,),
+            owner=owner,
+            led_by=leader_of(move, self._layout),
+            places=self._layout.ranks_of_all(move.after.instances),
+        )
+        self._post(lambda sequencer: sequencer.submit(task))
+
+    def _cancel(self, payload: Any) -> None:
+        sequence_id = schema.unpack(CancelSequence, payload).sequence_id
+        self._loop.cancel(sequence_id)
+        self._post(lambda sequencer: sequencer.cancel(sequence_id))
+
+    def _retain(self, payload: Any) -> None:
+        message = schema.unpack(RetainKv, payload)
+        self._post(lambda sequencer: sequencer.retain(message.sequence_id, message.released))
+
+    def _evict(self, payload: Any) -> None:
+        message = schema.unpack(EvictKv, payload)
+        self._post(lambda sequencer: sequencer.evict(message.sequence_id, message.spans))

@@ -1,0 +1,199 @@
+"""The router that commands a rank: one at a time, and never an older one again.
+
+An RPC server on an event loop in a thread of its own.
+
+The loop is not the hosting process's: a Serve replica's loop runs health checks and must not be
+delayed by token traffic, nor delay it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import uvloop
+
+from csps.actors.comm.layout import name_digest
+from csps.protocols.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Superseded
+from csps.protocols.gang.members import Fence
+from csps.protocols.gang.messages import Attach
+from csps.protocols.rpc import schema
+from csps.protocols.rpc.server import Handler, Peer, RpcServer
+
+CATCH_UP_S = 0.05
+"""For reading what a holder has sent that seems silent: it may be this process that stood still."""
+
+
+class RouterAttachment:
+    """Of one rank; used on its RPC loop."""
+
+    def __init__(self) -> None:
+        self.on_end: Callable[[int], None] = lambda owner: None
+        """Told the owner whose work is to be dropped: its router is gone, or another one has
+        replaced it."""
+        self._fence = Fence()
+        self._router: Peer | None = None
+        self._router_id = ""
+
+    @property
+    def attached(self) -> bool:
+        """A router uses this rank."""
+        return self._router is not None
+
+    @property
+    def owner(self) -> int:
+        """The present router's attachment, as the log names it."""
+        return name_digest(self._router_id)
+
+    async def may_attach(self, generation: int) -> None:
+        """Whether a router may attach now; raises as `Fence.check`."""
+        if self._fence.lapsed(time.monotonic()):
+            await asyncio.sleep(CATCH_UP_S)
+        self._fence.check(generation, time.monotonic())
+
+    async def attach(self, message: Attach, peer: Peer) -> None:
+        """Obey a router from now on; raises as `Fence.check`."""
+        await self.may_attach(message.generation)
+        # From here on without giving the loop away: another router may be attaching as well.
+        self._fence.check(message.generation, time.monotonic())
+        if (former := self._router) is not peer:
+            self._end()
+            if former is not None:
+                former.refuse(Superseded(f"router generation {message.generation} has taken over"))
+            self._router, self._router_id = peer, message.router_id
+        self._fence.take(message.generation, time.monotonic())
+
+    def heartbeat(self, peer: Peer) -> None:
+        """Somebody says that it is alive."""
+        if peer is self._router:
+            self._fence.heartbeat(time.monotonic())
+
+    def disconnected(self, peer: Peer) -> None:
+        """Somebody has hung up."""
+        if peer is self._router:
+            self._end()
+
+    def _end(self) -> None:
+        if self._router is None:
+            return
+        self._router = None
+        self._fence.release()
+        self.on_end(self.owner)
+
+    def require(self, peer: Peer) -> None:
+        """Two routers at once would be two sequencers.
+
+        Raises:
+            ProtocolError: it is not the one that is attached.
+        """
+        if peer is not self._router:
+            raise ProtocolError(f"{peer.identity} is not, or no longer, attached to this rank")
+
+    def notify(self, method: str, message: Any) -> None:
+        """Notify the router; what nobody listens to is dropped, as its work was cancelled."""
+        if self._router is not None and not self._router.closed.done():
+            self._router.notify(method, schema.pack(message))
+
+    def disconnect(self, why: str) -> None:
+        """The router is not to wait for this rank."""
+        if self._router is not None:
+            self._router.end(ConnectionLost(why))
+
+
+START_S = 10.0
+"""For the server to listen."""
+CLOSE_GRACE_S = 1.0
+"""For handlers to finish at the end."""
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class RpcThread:
+    """Serves handlers until closed; handlers run on the loop and must not block."""
+
+    def __init__(self, *, secret: bytes, on_disconnect: Callable[[Peer], None]) -> None:
+        self._secret = secret
+        self._on_disconnect = on_disconnect
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
+        self._calls: list[Callable[[], None]] = []
+        self._calls_lock = threading.Lock()
+        self._closed = False
+        self._server: RpcServer | None = None
+
+    def start(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
+        """Listen on a free port of `host`; returns the address."""
+        self._thread.start()
+        listening = asyncio.run_coroutine_threadsafe(self._listen(host, handlers), self._loop)
+        try:
+            return listening.result(START_S)
+        except TimeoutError:
+            raise DeadlineExceeded("start of the RPC server", START_S) from None
+
+    async def _listen(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
+        self._server = RpcServer(handlers, secret=self._secret, on_disconnect=self._on_disconnect)
+        return await self._server.start(host)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Run on the loop, in order, from any thread; the loop is woken once per burst.
+
+        Nothing happens once this is closed.
+        """
+        with self._calls_lock:
+            self._calls.append(call)
+            if len(self._calls) == 1 and not self._closed:
+                self._loop.call_soon_threadsafe(self._run_calls)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Run on the loop after a while, unless this is closed by then; from the loop only."""
+        self._loop.call_later(delay_s, call)
+
+    def _run_calls(self) -> None:
+        with self._calls_lock:
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                _log.exception("a call on the RPC loop failed")
+
+    async def in_thread(self, name: str, body: Callable[[], T]) -> T:
+        """Run something that blocks in a thread of its own and wait for it on the loop."""
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(tell: Callable[[], None]) -> None:
+            if not done.cancelled():
+                tell()
+
+        def run() -> None:
+            try:
+                result = body()
+            except Exception as exc:
+                self.soon(partial(settle, partial(done.set_exception, exc)))
+            else:
+                self.soon(partial(settle, partial(done.set_result, result)))
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        return await done
+
+    def close(self) -> None:
+        """Hang up and end the thread. Only once."""
+        if self._server is not None:
+            closing = asyncio.run_coroutine_threadsafe(
+                self._server.close(CLOSE_GRACE_S), self._loop
+            )
+            closing.result(START_S)
+        with self._calls_lock:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.is_alive():
+            self._thread.join(START_S)
+        self._loop.close()

@@ -1,0 +1,120 @@
+"""What two gangs must have in common to understand each other's KV.
+
+An engine with the weights of one rank's checkpoint.
+
+How a rank comes to its end of the gang's log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.comm.layout import GangLayout
+from csps.actors.comm.mesh import Mesh
+from csps.actors.comm.process_group import JOIN_DEADLINE, InstanceGroup
+from csps.actors.engine.log_end import MemberEnd, SequencerEnd
+from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.worker.rank_config import RankConfig
+from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from csps.models.checkpoints.loading import read_network, weights_checksum
+from csps.protocols.sequencer.log_connection import LogListener, join_log
+from csps.protocols.sequencer.sequencer import Sequencer
+
+_WORD_BITS = 16
+"""Few enough that no sum over an instance's ranks overflows a word."""
+
+
+def model_fingerprint(
+    checkpoint: Checkpoint, instance: InstanceGroup, *, dtype: str, device: str, threads: int
+) -> str:
+    """Digest of the configuration, of the type to compute in, and of the weights as they were
+    read, hexadecimal. The same for any number of ranks in an instance, which all have to call this.
+    """
+    own = weights_checksum(checkpoint, part=instance.rank, parts=instance.size, threads=threads)
+    weights = _sum_over(instance, own, device)
+    config = (checkpoint.model_dir / "config.json").read_bytes()
+    digest = hashlib.blake2b(config, digest_size=8)
+    digest.update(f"{dtype} {weights}".encode())
+    return digest.hexdigest()
+
+
+def _sum_over(instance: InstanceGroup, number: int, device: str) -> int:
+    """Sum of 63-bit numbers, modulo 2**63."""
+    words = [number >> shift & (1 << _WORD_BITS) - 1 for shift in range(0, 64, _WORD_BITS)]
+    sums: list[int] = instance.all_reduce(torch.tensor(words, device=device)).tolist()
+    return sum(word << index * _WORD_BITS for index, word in enumerate(sums)) % 2**63
+
+
+def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tuple[Engine, str]:
+    """The engine of a rank, and the fingerprint of its weights (`model_fingerprint`)."""
+    dtype = getattr(torch, config.dtype)
+    with open_checkpoint(Path(config.model_dir)) as checkpoint:
+        network = read_network(
+            checkpoint,
+            tp_rank=instance.rank,
+            tp_size=config.tp,
+            dtype=dtype,
+            device=config.device,
+            all_reduce=instance.all_reduce if config.tp > 1 else None,
+        )
+        fingerprint = model_fingerprint(
+            checkpoint,
+            instance,
+            dtype=config.dtype,
+            device=config.device,
+            threads=config.threads,
+        )
+    spec = network.spec
+    pool = KvPool(
+        layers=spec.layers,
+        slots=config.kv_slots,
+        kv_heads=len(network.layers[0].shard.kv_heads),
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=config.device,
+    )
+    engine = Engine(
+        network=network,
+        pool=pool,
+        mesh=mesh,
+        layout=GangLayout(world_size=config.world_size, tp=config.tp),
+        device=torch.device(config.device),
+    )
+    return engine, fingerprint
+
+
+DECODE_BATCH = 0
+"""The one stream of a gang that may decode."""
+
+
+def open_log(
+    config: RankConfig, store: Store, store_host: str, secret: bytes
+) -> SequencerEnd | MemberEnd:
+    """Rank 0 hosts the conductor; the others learn from the gang's store where.
+
+    Args:
+        store_host: of rank 0, which serves the store as well.
+    """
+    key, deadline_s = f"{config.gang_id}/log", JOIN_DEADLINE.total_seconds()
+    if config.rank:
+        port = int(store.get(key))
+        return MemberEnd(
+            join_log(store_host, port, rank=config.rank, secret=secret, deadline_s=deadline_s)
+        )
+    sequencer = Sequencer(config.world_size, int(config.quantum_ms * 1e6))
+    if config.may_decode:
+        ranks = range(config.world_size)
+        sequencer.open_batch(DECODE_BATCH, tuple(ranks), masters=tuple(ranks[:: config.tp]))
+    listener = LogListener(config.host)
+    try:
+        store.set(key, str(listener.port))
+        others = range(1, config.world_size)
+        members = listener.accept(others, secret=secret, deadline_s=deadline_s)
+    finally:
+        listener.close()
+    return SequencerEnd(sequencer, members)

@@ -1,0 +1,339 @@
+"""Least squares with coefficients that cannot be negative, for a handful of columns.
+
+In plain floats and in a fixed order of operations, so that the same measurements give the same
+bytes on every machine: neither BLAS nor `sum`, whose rounding depends on the version of Python.
+
+From measured times to the coefficients of `latency`.
+
+Latencies refitted while serving: a table that follows the steps that were measured.
+
+Steps seen lately count most, and what is not seen keeps its shape: the table that serving began
+with takes part as measurements of a fixed weight, stretched by how much longer steps of that group
+take now. A machine that has become slower as a whole is followed everywhere at once, one that is
+slower at long histories only where it was seen.
+
+Pure and in plain floats: the same observations in the same order give the same table, byte for
+byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from csps.configurator.costs.latency import (
+    ChunkSize,
+    DecodeCost,
+    LatencyKey,
+    LatencyTable,
+    LinearDecodeCost,
+    LinkCost,
+    StepCost,
+)
+from csps.protocols.core.errors import ConfigError
+
+SINGULAR = 1e-12
+"""Of a scaled Cholesky pivot: a column below it is a combination of the others."""
+
+
+class NormalEquations:
+    """Weighted measurements of `value = columns . x`, summed up as X'WX and X'Wy."""
+
+    def __init__(self, columns: int) -> None:
+        self._gram = [[0.0] * columns for _ in range(columns)]
+        self._moment = [0.0] * columns
+
+    def add(self, columns: Sequence[float], value: float, weight: float) -> None:
+        """Count one measurement; `weight` multiplies its squared error."""
+        for i, left in enumerate(columns):
+            scaled = weight * left
+            self._moment[i] += scaled * value
+            row = self._gram[i]
+            for j, right in enumerate(columns):
+                row[j] += scaled * right
+
+    def decay(self, factor: float) -> None:
+        """Make all measurements so far count for less."""
+        self._moment = [factor * value for value in self._moment]
+        self._gram = [[factor * value for value in row] for row in self._gram]
+
+    def plus(self, other: NormalEquations, factor: float = 1.0) -> NormalEquations:
+        """Both sets of measurements; the values of `other` are taken times `factor`."""
+        whole = NormalEquations(len(self._moment))
+        whole._moment = [
+            mine + factor * theirs for mine, theirs in zip(self._moment, other._moment, strict=True)
+        ]
+        whole._gram = [
+            [mine + theirs for mine, theirs in zip(row, others, strict=True)]
+            for row, others in zip(self._gram, other._gram, strict=True)
+        ]
+        return whole
+
+    def solve(self) -> list[float]:
+        """The coefficients >= 0 with the least squared error.
+
+        Exact: the optimum is the unconstrained solution over some subset of the columns, and all
+        subsets are tried, which for four columns are fifteen.
+        """
+        best, least = [0.0] * len(self._moment), 0.0
+        scales = [math.sqrt(self._gram[i][i]) for i in range(len(self._moment))]
+        used = [i for i, scale in enumerate(scales) if scale > 0]
+        for size in range(1, len(used) + 1):
+            for subset in combinations(used, size):
+                solution = self._over(subset, scales)
+                if solution is None or min(solution) < 0:
+                    continue
+                error = -_dot(solution, [self._moment[i] / scales[i] for i in subset])
+                if error < least:
+                    least, best = error, [0.0] * len(self._moment)
+                    for i, value in zip(subset, solution, strict=True):
+                        best[i] = value / scales[i]
+        return best
+
+    def _over(self, subset: Sequence[int], scales: Sequence[float]) -> list[float] | None:
+        """The scaled solution over some columns; None if one is a combination of the others."""
+        matrix = [[self._gram[i][j] / (scales[i] * scales[j]) for j in subset] for i in subset]
+        return solve_positive(matrix, [self._moment[i] / scales[i] for i in subset])
+
+
+def solve_positive(matrix: list[list[float]], right: Sequence[float]) -> list[float] | None:
+    """Solve a symmetric positive definite system with a unit diagonal; None if it is singular."""
+    size = len(right)
+    lower: list[list[float]] = []
+    forward: list[float] = []
+    for i in range(size):
+        row: list[float] = []
+        for j in range(i):
+            row.append((matrix[i][j] - _dot(row, lower[j][:j])) / lower[j][j])
+        pivot = matrix[i][i] - _dot(row, row)
+        if pivot < SINGULAR:
+            return None
+        forward.append((right[i] - _dot(row, forward)) / math.sqrt(pivot))
+        lower.append([*row, math.sqrt(pivot)])
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        rest = forward[i]
+        for j in range(i + 1, size):
+            rest -= lower[j][i] * solution[j]
+        solution[i] = rest / lower[i][i]
+    return solution
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    total = 0.0
+    for x, y in zip(left, right, strict=True):
+        total += x * y
+    return total
+
+
+WEIGHT_EXPONENT = 0.1
+"""A relative error counts for t^0.1: LoongServe's choice. Scheduling lives on ratios of times, but
+a short step that is off by a tenth costs less than a long one that is."""
+REGIMES_PAY = 0.5
+"""Decoding gets a second regime where that leaves at most this share of the squared error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurement:
+    """One step and what it took."""
+
+    rows: tuple[ChunkSize, ...]
+    """(length, history) of its pieces."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeMeasurement:
+    """One iteration of decoding and what it took."""
+
+    batch: int
+    context: int
+    """Tokens attended to, summed over the batch."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkMeasurement:
+    """One message and what it took."""
+
+    size: int
+    """Bytes."""
+    seconds: float
+
+
+def fit_step(measurements: Sequence[StepMeasurement]) -> StepCost:
+    """Coefficients of one group shape.
+
+    Where no measurement has history, c = 2d: a pair with history costs what a causal pair inside
+    the piece costs, of which there are L^2 / 2.
+
+    Raises:
+        ConfigError: there is nothing to fit, or a time that is not positive.
+    """
+    _check([it.seconds for it in measurements])
+    with_history = any(history for it in measurements for _, history in it.rows)
+    equations = NormalEquations(4 if with_history else 3)
+    for it in measurements:
+        columns = step_columns(it.rows)
+        kept = columns if with_history else (columns[0], columns[1], columns[3])
+        equations.add(kept, it.seconds, weight_of(it.seconds))
+    solution = equations.solve()
+    if not with_history:
+        a, b, d = solution
+        return StepCost.of_seconds(a, b, 2 * d, d)
+    return StepCost.of_seconds(*solution)
+
+
+def step_columns(rows: Iterable[ChunkSize]) -> tuple[float, float, float, float]:
+    """What a, b, c and d are multiplied with."""
+    tokens = with_history = squares = 0
+    for length, history in rows:
+        tokens += length
+        with_history += length * history
+        squares += length * length
+    return 1.0, float(tokens), float(with_history), float(squares)
+
+
+def fit_decode(measurements: Sequence[DecodeMeasurement]) -> DecodeCost:
+    """Coefficients of one group shape, in two regimes where the measurements show them.
+
+    Raises:
+        ConfigError: there is nothing to fit, or a time that is not positive.
+    """
+    _check([it.seconds for it in measurements])
+    whole, error = _fit_line(measurements)
+    batches = sorted({it.batch for it in measurements})
+    best = DecodeCost(small=whole, large=whole, tipping_batch=batches[-1])
+    least = error * REGIMES_PAY
+    for tipping, _ in pairwise(batches):
+        below = [it for it in measurements if it.batch <= tipping]
+        above = [it for it in measurements if it.batch > tipping]
+        if not (_tells_apart(below) and _tells_apart(above)):
+            continue
+        (small, small_error), (large, large_error) = _fit_line(below), _fit_line(above)
+        if small_error + large_error < least:
+            least = small_error + large_error
+            best = DecodeCost(small=small, large=large, tipping_batch=tipping)
+    return best
+
+
+def _tells_apart(measurements: Sequence[DecodeMeasurement]) -> bool:
+    """Whether a line of its own can be drawn through them, with a measurement to spare."""
+    return len({it.batch for it in measurements}) >= 2 and (
+        len({(it.batch, it.context) for it in measurements}) >= 4
+    )
+
+
+def _fit_line(measurements: Sequence[DecodeMeasurement]) -> tuple[LinearDecodeCost, float]:
+    """The line and its weighted squared error."""
+    equations = NormalEquations(3)
+    for it in measurements:
+        columns = (1.0, float(it.context), float(it.batch))
+        equations.add(columns, it.seconds, weight_of(it.seconds))
+    line = LinearDecodeCost.of_seconds(*equations.solve())
+    error = 0.0
+    for it in measurements:
+        off = line.predict_ns(it.batch, it.context) / 1e9 - it.seconds
+        error += weight_of(it.seconds) * off * off
+    return line, error
+
+
+def fit_link(measurements: Sequence[LinkMeasurement]) -> LinkCost:
+    """Latency and time a byte of one kind of link.
+
+    Raises:
+        ConfigError: there is nothing to fit, or a time that is not positive.
+    """
+    _check([it.seconds for it in measurements])
+    equations = NormalEquations(2)
+    for it in measurements:
+        equations.add((1.0, float(it.size)), it.seconds, weight_of(it.seconds))
+    return LinkCost.of_seconds(*equations.solve())
+
+
+def weight_of(seconds: float) -> float:
+    """Of a squared error of a measurement that took so long."""
+    return float((seconds**WEIGHT_EXPONENT / seconds) ** 2)
+
+
+def _check(seconds: Sequence[float]) -> None:
+    if not seconds:
+        raise ConfigError("no measurements to fit")
+    if min(seconds) <= 0:
+        raise ConfigError("a measured time is not positive")
+
+
+HALF_LIFE = 32
+"""Steps of a group shape after which an observation counts for half."""
+PRIOR_WEIGHT = 4.0
+"""Observations that the first table counts for."""
+OUTLIER = 4.0
+"""An observation counts as at most so many times its prediction, and at least its inverse: a
+process that was stopped says nothing about the machine."""
+PRIOR_ROWS: tuple[ChunkSize, ...] = tuple(
+    (length, history) for length in (256, 2_048, 16_384, 131_072) for history in (0, 4 * length)
+)
+"""Where the first table takes part."""
+
+
+class Refit:
+    """A table, and what was measured since."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self._table = table
+        self._seen: dict[LatencyKey, _KeyRefit] = {}
+
+    def observe(self, key: LatencyKey, rows: Sequence[ChunkSize], took_ns: int) -> None:
+        """Count a step that has ended.
+
+        Raises:
+            ConfigError: the table knows neither the strategy nor its neighbours.
+        """
+        if took_ns <= 0 or not rows:
+            return
+        if key not in self._seen:
+            base = self._table.step(key.sp, key.tp, key.strategy)
+            self._seen[key] = _KeyRefit(base)
+        self._seen[key].observe(rows, took_ns)
+
+    def table(self) -> LatencyTable:
+        """The first table with the groups refitted that were observed."""
+        steps = dict(self._table.steps)
+        steps.update((key, refit.cost()) for key, refit in self._seen.items())
+        return replace(self._table, steps=tuple(sorted(steps.items(), key=lambda it: it[0])))
+
+
+class _KeyRefit:
+    """Coefficients of one key."""
+
+    def __init__(self, base: StepCost) -> None:
+        self._base = base
+        self._fading = 0.5 ** (1.0 / HALF_LIFE)
+        self._lately = NormalEquations(4)
+        self._ratio_sum = self._ratio_weight = PRIOR_WEIGHT
+        self._prior = NormalEquations(4)
+        for length, history in PRIOR_ROWS:
+            seconds = max(1, base.predict_ns(length, history)) / 1e9
+            weight = weight_of(seconds) * PRIOR_WEIGHT / len(PRIOR_ROWS)
+            self._prior.add(step_columns([(length, history)]), seconds, weight)
+
+    @property
+    def _stretch(self) -> float:
+        """How much longer steps take than they did at first."""
+        return self._ratio_sum / self._ratio_weight
+
+    def observe(self, rows: Sequence[ChunkSize], took_ns: int) -> None:
+        """Count a step; solving waits until somebody wants the result."""
+        base_ns = max(1, self._base.predict_batch_ns(rows))
+        expected_ns = base_ns * self._stretch
+        took = min(max(float(took_ns), expected_ns / OUTLIER), expected_ns * OUTLIER)
+        self._lately.decay(self._fading)
+        self._lately.add(step_columns(rows), took / 1e9, weight_of(took / 1e9))
+        self._ratio_sum = self._fading * self._ratio_sum + took / base_ns
+        self._ratio_weight = self._fading * self._ratio_weight + 1.0
+
+    def cost(self) -> StepCost:
+        """What fits now."""
+        return StepCost.of_seconds(*self._lately.plus(self._prior, self._stretch).solve())

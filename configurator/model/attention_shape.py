@@ -1,0 +1,135 @@
+"""What traffic depends on beside the group: the sizes of a model's attention.
+
+What of sparse attention a deployment, a model and a prompt allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.core.errors import ConfigError, InvalidRequest
+from csps.protocols.core.placement import even_share
+from csps.protocols.core.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The sizes of a model's attention."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    lse: int = 1
+    """Elements of the model's dtype that an fp32 LSE takes: 1 in fp32, 2 in 16 bit."""
+
+    def __post_init__(self) -> None:
+        sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.layers, self.lse
+        if min(sizes) < 1:
+            raise ValueError(f"sizes of attention start at 1: {self}")
+
+    @property
+    def width(self) -> int:
+        """Of the queries of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of the keys of one token, or of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def weights(self) -> int:
+        """Of a layer's four projections; their biases are not counted."""
+        return 2 * self.hidden * (self.width + self.kv_width)
+
+
+def lse_elements(element_bytes: int) -> int:
+    """Elements of a dtype that one fp32 LSE takes on a wire; at least one."""
+    return max(1, 4 // element_bytes)
+
+
+def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:
+    """Query heads of each part, and the KV heads that they read; a KV head goes to every part one
+    of whose query heads reads it."""
+    group = heads // kv_heads
+    for part in range(parts):
+        queries = even_share(heads, parts, part)
+        keys = range(queries[0] // group, queries[-1] // group + 1) if queries else range(0)
+        yield queries, keys
+
+
+def check_csa(
+    settings: CsaSettings, *, prompt_tokens: int, locations: Sequence[str], shape: AttentionShape
+) -> None:
+    """Refuse what no group of the gang could do for the prompt.
+
+    Args:
+        locations: Rack-Server-GPU ids of the prefill instances; none while there is no gang, and
+            nobody knows how many levels the one that comes will tell apart.
+
+    Raises:
+        InvalidRequest: more levels than the gang's locations tell apart, more micro-partitions
+            than the prompt has tokens, or numbers for other layers and KV heads than the model's.
+    """
+    _check_levels(settings, locations)
+    _check_micro_partitions(settings, prompt_tokens, locations)
+    _check_model(settings, shape)
+
+
+def _check_levels(settings: CsaSettings, locations: Sequence[str]) -> None:
+    if settings.levels is None or not locations:
+        return
+    try:
+        _ordered(locations).levels(settings.levels)
+    except ConfigError as error:
+        what = str(error).removeprefix("levels ")
+        raise InvalidRequest(f"csps.levels: {what}", param="csps.levels") from None
+
+
+def _check_micro_partitions(settings: CsaSettings, tokens: int, locations: Sequence[str]) -> None:
+    if settings.micro_partitions is None:
+        return
+    most = max(map(max, settings.micro_partitions))
+    if most > tokens:
+        raise InvalidRequest(
+            f"csps.micro_partitions: must be 1 to {tokens}, the tokens of the prompt, not {most}",
+            param="csps.micro_partitions",
+        )
+    if settings.levels is None and locations:
+        levels = len(_ordered(locations).granularities)
+        if (longest := max(map(len, settings.micro_partitions))) > levels:
+            raise InvalidRequest(
+                f"csps.micro_partitions: must be at most {levels} by level, which is all that the "
+                f"gang's locations tell apart, not {longest}",
+                param="csps.micro_partitions",
+            )
+
+
+def _check_model(settings: CsaSettings, shape: AttentionShape) -> None:
+    numbers_by_name = {
+        "drop_ratio": settings.drop_ratios,
+        "micro_partitions": settings.micro_partitions or (),
+    }
+    for name, numbers in numbers_by_name.items():
+        if len(numbers) > shape.layers:
+            raise InvalidRequest(
+                f"csps.{name}: must be at most {shape.layers} by layer, as the model has no more, "
+                f"not {len(numbers)}",
+                param=f"csps.{name}",
+            )
+    for of_heads in settings.drop_ratios:
+        if len(of_heads) not in (1, shape.kv_heads):
+            raise InvalidRequest(
+                f"csps.drop_ratio: must be one a layer, or {shape.kv_heads}, one per KV head of "
+                f"the model, not {len(of_heads)}",
+                param="csps.drop_ratio",
+            )
+
+
+def _ordered(locations: Sequence[str]) -> Topology:
+    topology = Topology.of(locations)
+    return topology.subset(topology.order)

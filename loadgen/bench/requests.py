@@ -1,0 +1,183 @@
+"""The requests that the arguments ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from csps.loadgen.workloads.generate import Arrivals, Ramp, Size, generate
+from csps.loadgen.workloads.named import Workload, random_lengths, workload
+from csps.loadgen.workloads.request import (
+    ConversationTurns,
+    FittedRequests,
+    RequestObjective,
+    WorkloadRequest,
+    converse,
+    fit,
+)
+from csps.loadgen.workloads.text import Writer
+from csps.loadgen.workloads.traces import at_rate, read_trace, write_trace
+from csps.models.needle_prompts.words import Count
+from csps.protocols.core.errors import ConfigError
+
+DEFAULT_PROMPTS = 1000
+RANDOM_OUTPUT = 128
+SHORTEST_SCALED = 32
+"""Of prompts of a scaled workload: room for a question, so that answers can be checked."""
+SPECIAL_TOKENS = 8
+"""Room for those that a server adds to a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequests:
+    """What is asked, and how it came about."""
+
+    requests: tuple[WorkloadRequest, ...]
+    facts: dict[str, Any]
+    """For the result."""
+
+
+def load_requests(
+    arguments: argparse.Namespace, *, chat: bool, positions: int | None
+) -> LoadRequests:
+    """Requests with prompts.
+
+    Args:
+        arguments: of the workload and load options.
+        chat: prompts are messages.
+        positions: of the model; None: no limit known.
+
+    Raises:
+        ConfigError: the arguments contradict each other, or a file is wrong.
+    """
+    from_file = arguments.dataset_path is not None
+    try:
+        fitted = (
+            _read_from_file(arguments, positions) if from_file else _generated(arguments, positions)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    requests: Sequence[WorkloadRequest] = fitted.requests
+    turns = ConversationTurns(
+        count=arguments.turns,
+        added_tokens=arguments.turn_len,
+        delay_ns=round(arguments.turn_delay * 1e9),
+    )
+    requests = _with_objectives(converse(requests, turns), arguments.objective)
+    if not requests:
+        raise ConfigError("there are no requests to send")
+    writer = Writer(seed=arguments.seed, chat=chat, count=token_count(arguments.tokenizer))
+    written = tuple(writer.write(requests))
+    if arguments.save_trace:
+        write_trace(requests, arguments.save_trace)
+    return LoadRequests(requests=written, facts=_facts(arguments, fitted))
+
+
+def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
+    """Rate, burstiness and ramp.
+
+    Raises:
+        ConfigError: a ramp lacks a rate.
+    """
+    ramp = None
+    if arguments.ramp_up_strategy:
+        ends = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
+        if None in ends:
+            raise ConfigError("a ramp needs --ramp-up-start-rps and --ramp-up-end-rps")
+        try:
+            ramp = Ramp(strategy=arguments.ramp_up_strategy, start_rps=ends[0], end_rps=ends[1])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return Arrivals(rate=arguments.request_rate, burstiness=arguments.burstiness, ramp=ramp)
+
+
+def named(arguments: argparse.Namespace) -> Workload:
+    """The workload of `--dataset-name`."""
+    if arguments.dataset_name == "random":
+        return random_lengths(arguments.input_len, arguments.output_len or RANDOM_OUTPUT)
+    if arguments.dataset_name == "custom":
+        raise ConfigError("--dataset-name custom needs --dataset-path")
+    return workload(arguments.dataset_name)
+
+
+def _generated(arguments: argparse.Namespace, positions: int | None) -> FittedRequests:
+    size = Size(
+        longest_input=arguments.max_input_len,
+        shortest_input=SHORTEST_SCALED,
+        longest_output=arguments.output_len,
+        positions=None if positions is None else positions - SPECIAL_TOKENS,
+    )
+    return generate(
+        named(arguments),
+        arguments.num_prompts or DEFAULT_PROMPTS,
+        arrivals=arrivals_of(arguments),
+        seed=arguments.seed,
+        size=size,
+    )
+
+
+def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> FittedRequests:
+    requests = read_trace(arguments.dataset_path, speedup=arguments.arrival_speedup_ratio)
+    requests = requests[: arguments.num_prompts]
+    if arguments.request_rate < float("inf"):
+        requests = at_rate(requests, arguments.request_rate)
+    if arguments.output_len is not None:
+        most = arguments.output_len
+        requests = [replace(it, output_length=min(it.output_length, most)) for it in requests]
+    if positions is None:
+        return FittedRequests(requests=tuple(requests), cut=0)
+    texts = [it for it in requests if it.prompt is not None]
+    lengths = fit([it for it in requests if it.prompt is None], positions - SPECIAL_TOKENS)
+    together = sorted([*texts, *lengths.requests], key=lambda it: it.arrival_ns)
+    return FittedRequests(requests=tuple(together), cut=lengths.cut)
+
+
+def _with_objectives(
+    requests: Sequence[WorkloadRequest], bodies: list[dict[str, Any]]
+) -> list[WorkloadRequest]:
+    if not bodies:
+        return list(requests)
+    try:
+        objectives = [RequestObjective(**body) for body in bodies]
+    except TypeError as error:
+        raise ConfigError(f"--objective: {error}") from None
+    return [
+        it if it.objective else replace(it, objective=objectives[number % len(objectives)])
+        for number, it in enumerate(requests)
+    ]
+
+
+def token_count(folder: Path | None) -> Count | None:
+    """Of a tokenizer; None where words count, as in the included model.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    if folder is None:
+        return None
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"no tokenizer.json in '{folder}'")
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _facts(arguments: argparse.Namespace, fitted: FittedRequests) -> dict[str, Any]:
+    path = arguments.dataset_path
+    source = f"requests of {path.name}" if path else named(arguments).source
+    return {
+        "workload": path.name if path else arguments.dataset_name,
+        "workload_source": source,
+        "max_input_len": arguments.max_input_len,
+        "prompts_cut": fitted.cut,
+        "turns": arguments.turns,
+        "seed": arguments.seed,
+        "ramp_up_strategy": arguments.ramp_up_strategy,
+        "ramp_up_start_rps": arguments.ramp_up_start_rps,
+        "ramp_up_end_rps": arguments.ramp_up_end_rps,
+    }

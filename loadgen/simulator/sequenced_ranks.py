@@ -1,0 +1,371 @@
+"""The ranks of an elastic gang on modelled time, as the gang's conductor orders them.
+
+Steps and the stream of rows share these ranks. Who computes when is decided by the state machine
+that orders real ranks (`protocols.sequencer`): its log is executed here, every entry when it has
+come to the head of the line of all its ranks. Entries and reports take no time on their way. Rows
+that name no common instance are iterated apart, in groups of their own (`protocols.conducting`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from csps.configurator.costs.latency import HybridCost
+from csps.loadgen.simulator.decode_batch import (
+    IterationLog,
+    Jump,
+    SimulatedMember,
+    cursors,
+    hybrid_iteration,
+)
+from csps.loadgen.simulator.step_order import SimulatedStep
+from csps.loadgen.simulator.timeline import EventTimeline
+from csps.protocols.sequencer.decode_batches import chunk_lengths
+from csps.protocols.sequencer.log_entries import (
+    Abort,
+    Change,
+    Entry,
+    Iterate,
+    PlaceSequence,
+    RunQuantum,
+)
+from csps.protocols.sequencer.sequencer import Sequencer
+from csps.protocols.sequencer.steps import StepSpec
+
+Compute = Callable[[Sequence[int], int, Callable[[], None]], None]
+"""Has instances compute what takes so long alone, and calls back at its end (`cores`)."""
+BATCH, OWNER = 0, 0
+YIELD_POINT_NS = 2_000_000
+"""A step can stand still about so often: a block of a layer."""
+QUANTUM_YIELD_POINTS = 64
+"""Or so often in a quantum, where that is longer: no step stands still within a long one."""
+
+
+@dataclass(eq=False, slots=True)
+class _QueuedEntry:
+    """An entry in the lines of its ranks."""
+
+    entry: Entry
+    ranks: tuple[int, ...]
+    begun: bool = False
+    done: set[int] = field(default_factory=set)
+    """Of a change: ranks that have executed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    """Iterations under way."""
+
+    work: _QueuedEntry
+    op: Iterate
+    began_ns: int
+    members: dict[int, SimulatedMember]
+    finished: list[int]
+
+
+class SequencedRanks:
+    """Steps as a `StepOrder` takes them, and rows as a `SimulatedBatch` does, on the same instances.
+
+    Args:
+        timeline: the simulated time.
+        instances: how many there are.
+        hybrid: what iterations of so many instances take.
+        quantum_ns: a step computes for about so long before a row has its turn.
+        gap_ns: between two iterations.
+        compute: how long that takes beside what others compute; None: as long as alone.
+        finished: called with each row whose last token was drawn, at the end of the iteration.
+        started: called with each rider of whose prompt the first piece begins.
+        prefilled: called with each rider that has drawn its first token.
+        drawn: called with the rows that an iteration has drawn tokens for, before they go on.
+    """
+
+    def __init__(
+        self,
+        timeline: EventTimeline,
+        instances: int,
+        *,
+        hybrid: Callable[[int], HybridCost],
+        quantum_ns: int = 0,
+        gap_ns: int = 0,
+        compute: Compute | None = None,
+        finished: Callable[[SimulatedMember], None],
+        started: Callable[[SimulatedMember], None] = lambda _: None,
+        prefilled: Callable[[SimulatedMember], None] = lambda _: None,
+        sampled: Callable[[list[SimulatedMember]], None] = lambda _: None,
+    ) -> None:
+        self._timeline, self._hybrid, self._gap_ns = timeline, hybrid, gap_ns
+        self._compute = compute or self._alone
+        self._finished, self._started = finished, started
+        self._prefilled, self._sampled = prefilled, sampled
+        self._yield_point_ns = max(YIELD_POINT_NS, quantum_ns // QUANTUM_YIELD_POINTS)
+        self._all = tuple(range(instances))
+        self._sequencer = Sequencer(instances, quantum_ns)
+        self._sequencer.open_batch(BATCH, self._all)
+        self._queues: list[deque[_QueuedEntry]] = [deque() for _ in range(instances)]
+        self._tasks: dict[int, SimulatedStep] = {}
+        self._steps = 0
+        self._known: dict[int, SimulatedMember] = {}
+        """Rows that have joined and neither finished nor left."""
+        self._logged: dict[int, None] = {}
+        """Those of them whose joining is in the log."""
+        self._batch_members: dict[int, SimulatedMember] = {}
+        """Those of them whose joining was executed."""
+        self._leaving: dict[int, tuple[SimulatedMember, Callable[[], None]]] = {}
+        self._budget = 0
+        self._awake = False
+        self.log = IterationLog()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    # --- steps ---
+
+    def submit(self, task: SimulatedStep) -> None:
+        """A step is to be run; its slots are taken."""
+        self._steps += 1
+        self._tasks[self._steps] = task
+        self._sequencer.submit(
+            StepSpec(
+                id=self._steps,
+                ranks=task.members,
+                high_priority=task.high_priority,
+                yield_points=self._yield_points(task),
+                sequences=task.sequences,
+                places=task.places,
+                owner=OWNER,
+            )
+        )
+        for rank in task.members:
+            self._sequencer.prepared(self._steps, rank)
+        self._wake()
+
+    def cancel_step(self, task: SimulatedStep) -> None:
+        """Nobody wants a step any more: `ended` is called when all its members know."""
+        for sequence in task.sequences:
+            self._sequencer.cancel(sequence)
+        self._wake()
+
+    # --- rows ---
+
+    def join(self, member: SimulatedMember) -> None:
+        """Iterate a request from one of the next leases on."""
+        self._known[member.sequence] = member
+        self._sequencer.join(BATCH, member.sequence, 0, OWNER, ranks=member.ranks)
+        self._wake()
+
+    def piggyback(self, member: SimulatedMember, budget: int) -> None:
+        """The same for one whose prompt is not computed."""
+        self._budget = budget
+        self.join(member)
+
+    def leave(self, sequence: int, left: Callable[[], None]) -> None:
+        """Take a request out, if it is here; call `left` when no rank iterates it any more."""
+        member = self._known.pop(sequence, None)
+        self._sequencer.cancel(sequence)
+        self._wake()
+        if member is not None and sequence in self._logged:
+            self._leaving[sequence] = member, left
+        else:
+            left()
+
+    def generated_by(self, member: SimulatedMember) -> int:
+        """Tokens that a row has drawn by iterations that decode."""
+        return len(member.ends)
+
+    def ends_of(self, member: SimulatedMember, tokens: int) -> tuple[SimulatedMember, int, int]:
+        """Where in its own log they are."""
+        return member, 0, tokens
+
+    # --- the log ---
+
+    def _wake(self) -> None:
+        """Look at what the conductor has appended, when all that happens now has happened."""
+        if not self._awake:
+            self._awake = True
+            self._timeline.at(self._timeline.now_ns, self._read)
+
+    def _read(self) -> None:
+        self._awake = False
+        for entry, ranks in self._sequencer.take():
+            if isinstance(entry.op, Change):
+                self._logged.update((sequence, None) for sequence, _ in entry.op.joined)
+            work = _QueuedEntry(entry, ranks)
+            for rank in ranks:
+                self._queues[rank].append(work)
+        while any(self._begin(rank) for rank in self._all):
+            pass
+
+    def _begin(self, rank: int) -> bool:
+        """Execute the next entry of a rank, if it is the next one of all its ranks; whether that
+        is done already."""
+        queue = self._queues[rank]
+        if not queue or queue[0].begun:
+            return False
+        work = queue[0]
+        match work.entry.op:  # nobody waits for others
+            case Change() as change:
+                self._change(queue.popleft(), change, rank)
+                return True
+            case PlaceSequence() as place:
+                self._place(queue.popleft(), place, rank)
+                return True
+        if any(self._queues[it][0] is not work for it in work.ranks):
+            return False
+        work.begun = True
+        match work.entry.op:
+            case RunQuantum() as run:
+                self._run(work, run)
+                return False
+            case Iterate() as op:
+                group = set(work.ranks)
+                batch_members = {
+                    sequence: member
+                    for sequence, member in self._batch_members.items()
+                    if group.issuperset(member.ranks or self._all)
+                }
+                self._iterate(
+                    _Grant(work, op, self._timeline.now_ns, batch_members, []), op.iterations
+                )
+                return False
+            case Abort(step):
+                self._over(step)
+        self._executed(work)
+        return True
+
+    def _executed(self, work: _QueuedEntry) -> None:
+        for rank in work.ranks:
+            assert self._queues[rank].popleft() is work, "out of order"
+
+    def _run(self, work: _QueuedEntry, run: RunQuantum) -> None:
+        task = self._tasks[run.step]
+        if task.started_ns < 0:
+            task.started_ns = self._timeline.now_ns
+            task.started()
+        began_ns = self._timeline.now_ns
+        until_ns = task.work_ns * run.until // self._yield_points(task)
+        self._compute(
+            work.ranks,
+            until_ns - task.done_ns,
+            lambda: self._ran(work, run, task, until_ns, self._timeline.now_ns - began_ns),
+        )
+
+    def _alone(self, _instances: Sequence[int], work_ns: int, done: Callable[[], None]) -> None:
+        self._timeline.at(self._timeline.now_ns + work_ns, done)
+
+    def _ran(
+        self, work: _QueuedEntry, run: RunQuantum, task: SimulatedStep, until_ns: int, took_ns: int
+    ) -> None:
+        task.slowdown_ns += took_ns - (until_ns - task.done_ns)
+        task.done_ns = until_ns
+        self._executed(work)
+        leader = min(work.ranks)
+        self._sequencer.ran(leader, work.entry.seq, run.step, run.until, took_ns)
+        if run.until == self._yield_points(task):
+            self._over(run.step)
+        self._wake()
+
+    def _over(self, step: int) -> None:
+        task = self._tasks.pop(step)
+        task.over = True
+        task.ended()
+
+    def _yield_points(self, task: SimulatedStep) -> int:
+        return max(1, task.work_ns // self._yield_point_ns)
+
+    def _change(self, work: _QueuedEntry, change: Change, rank: int) -> None:
+        """A rank executes it; a row joins, or has left, when all that it concerns have."""
+        work.done.add(rank)
+        for sequence in change.left:
+            if (leaving := self._leaving.get(sequence)) is None:
+                if work.done.issuperset(self._all):
+                    self._batch_members.pop(sequence, None)
+                    self._logged.pop(sequence, None)
+            elif work.done.issuperset(leaving[0].ranks or self._all):
+                self._batch_members.pop(sequence, None)
+                self._logged.pop(sequence, None)
+                del self._leaving[sequence]
+                leaving[1]()
+        for sequence, _ in change.joined:
+            member = self._known.get(sequence)
+            if member is None or sequence in self._batch_members:
+                continue
+            if work.done.issuperset(member.ranks or self._all):
+                self._batch_members[sequence] = member
+                if not member.prefills:
+                    member.joined = 0
+
+    def _place(self, work: _QueuedEntry, place: PlaceSequence, rank: int) -> None:
+        """Whoever has moved the KV comes to it with all others that have."""
+        member = self._known.get(place.sequence)
+        if member is not None and rank in {*member.ranks, *place.ranks}:
+            member.ranks = place.ranks
+
+    # --- iterations ---
+
+    def _iterate(self, grant: _Grant, left: int) -> None:
+        """The next iteration of a lease; its end, if it has none or no rows any more."""
+        batch_members = list(grant.members.values())
+        if not left or not batch_members:
+            took_ns = self._timeline.now_ns - grant.began_ns
+            self._executed(grant.work)
+            finished = tuple(grant.finished)
+            leader, seq = grant.work.ranks[0], grant.work.entry.seq
+            self._sequencer.iterated(leader, seq, BATCH, took_ns, finished)
+            self._wake()
+            return
+        decoding = [it for it in batch_members if not it.prefills]
+        chunks = self._fill(batch_members) if len(decoding) < len(batch_members) else []
+        for member, _ in chunks:
+            if member.begins:
+                self._started(member)
+        context = sum(it.context + len(it.ends) for it in decoding)
+        cost = self._hybrid(len(grant.work.ranks))
+        now_ns = self._timeline.now_ns
+        jump = hybrid_iteration(now_ns, cost, chunks, len(decoding), context, self._gap_ns)
+        self._compute(
+            grant.work.ranks,
+            jump.end_ns(1) - now_ns,
+            lambda: self._iterated(grant, left - 1, jump, decoding, chunks),
+        )
+
+    def _fill(self, batch_members: list[SimulatedMember]) -> list[tuple[SimulatedMember, int]]:
+        """Pieces of prompts in the next iteration."""
+        lengths = zip(
+            batch_members, chunk_lengths(cursors(batch_members), self._budget), strict=True
+        )
+        return [(member, length) for member, length in lengths if member.prefills and length]
+
+    def _iterated(
+        self,
+        grant: _Grant,
+        left: int,
+        jump: Jump,
+        decoding: list[SimulatedMember],
+        chunks: list[tuple[SimulatedMember, int]],
+    ) -> None:
+        self.log.add(jump, 1)
+        first = []
+        for member, length in chunks:
+            member.computed += length
+            if not member.prefills:
+                member.joined = 0
+                first.append(member)
+        self._sampled([*decoding, *first])
+        for member in first:
+            self._prefilled(member)
+            if not member.tokens:
+                self._end(member, grant)
+        for member in decoding:
+            member.ends.append(self._timeline.now_ns)
+            if len(member.ends) == member.tokens:
+                self._end(member, grant)
+                self._finished(member)
+        self._iterate(grant, left)
+
+    def _end(self, member: SimulatedMember, grant: _Grant) -> None:
+        del grant.members[member.sequence]
+        del self._batch_members[member.sequence]
+        self._known.pop(member.sequence, None)
+        grant.finished.append(member.sequence)

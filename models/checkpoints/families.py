@@ -1,0 +1,144 @@
+"""Where Llama, Mistral, Qwen2 and Qwen3 checkpoints keep their tensors.
+
+Where GLM-4 checkpoints (`GlmForCausalLM`) keep their tensors: as Llama, but with the gates and
+ups of the MLP in one tensor.
+
+Where InternLM2 checkpoints keep their tensors.
+
+`wqkv` is grouped by KV head: the query heads that share it, then its key, then its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from csps.models.network.parameters import (
+    LayerParameters,
+    ModelParameters,
+    Place,
+    columns,
+    rows,
+    whole,
+)
+from csps.models.network.spec import ModelSpec, TpShard
+
+
+def llama_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """The places of every parameter that a rank with this share needs."""
+    return ModelParameters(
+        embedding=whole("model.embed_tokens.weight", spec.vocab, spec.hidden),
+        layers=tuple(llama_layer_places(spec, shard, layer) for layer in range(spec.layers)),
+        norm=whole("model.norm.weight", spec.hidden),
+        head=None if spec.tie_embeddings else whole("lm_head.weight", spec.vocab, spec.hidden),
+    )
+
+
+def llama_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    """The places of one layer's parameters."""
+    prefix = f"model.layers.{layer}."
+    attention, mlp, hidden = prefix + "self_attn.", prefix + "mlp.", spec.hidden
+    query_dims = head_dims(shard.query_heads, spec.head_dim)
+    return LayerParameters(
+        input_norm=whole(prefix + "input_layernorm.weight", hidden),
+        qkv=_llama_qkv(spec, shard, attention, "weight", (hidden,)),
+        qkv_bias=_llama_qkv(spec, shard, attention, "bias", ()) if spec.qkv_bias else None,
+        query_norm=_head_norm(spec, attention + "q_norm.weight"),
+        key_norm=_head_norm(spec, attention + "k_norm.weight"),
+        output=columns(
+            attention + "o_proj.weight", (hidden, spec.heads * spec.head_dim), query_dims
+        ),
+        output_bias=whole(attention + "o_proj.bias", hidden) if spec.output_bias else None,
+        mlp_norm=whole(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=_gate_up(spec, shard, mlp, "weight", (hidden,)),
+        gate_up_bias=_gate_up(spec, shard, mlp, "bias", ()) if spec.mlp_bias else None,
+        down=columns(mlp + "down_proj.weight", (hidden, spec.intermediate), shard.intermediate),
+        down_bias=whole(mlp + "down_proj.bias", hidden) if spec.mlp_bias else None,
+    )
+
+
+def head_dims(heads: range, head_dim: int) -> range:
+    """The rows (or columns) that belong to neighbouring heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _llama_qkv(
+    spec: ModelSpec, shard: TpShard, prefix: str, kind: str, inputs: tuple[int, ...]
+) -> Place:
+    queries = head_dims(shard.query_heads, spec.head_dim)
+    keys = head_dims(shard.kv_heads, spec.head_dim)
+    query_shape = (spec.heads * spec.head_dim, *inputs)
+    key_shape = (spec.kv_heads * spec.head_dim, *inputs)
+    return (
+        *rows(f"{prefix}q_proj.{kind}", query_shape, queries),
+        *rows(f"{prefix}k_proj.{kind}", key_shape, keys),
+        *rows(f"{prefix}v_proj.{kind}", key_shape, keys),
+    )
+
+
+def _head_norm(spec: ModelSpec, tensor: str) -> Place | None:
+    return whole(tensor, spec.head_dim) if spec.qk_norm else None
+
+
+def _gate_up(
+    spec: ModelSpec, shard: TpShard, prefix: str, kind: str, inputs: tuple[int, ...]
+) -> Place:
+    shape = (spec.intermediate, *inputs)
+    return (
+        *rows(f"{prefix}gate_proj.{kind}", shape, shard.intermediate),
+        *rows(f"{prefix}up_proj.{kind}", shape, shard.intermediate),
+    )
+
+
+def glm_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """The places of every parameter that a rank with this share needs."""
+    layers = tuple(_glm_layer_places(spec, shard, layer) for layer in range(spec.layers))
+    return replace(llama_places(spec, shard), layers=layers)
+
+
+def _glm_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    tensor, width = f"model.layers.{layer}.mlp.gate_up_proj.weight", spec.intermediate
+    shape, gates = (2 * width, spec.hidden), shard.intermediate
+    ups = range(width + gates.start, width + gates.stop)
+    gate_up = (*rows(tensor, shape, gates), *rows(tensor, shape, ups))
+    return replace(llama_layer_places(spec, shard, layer), gate_up=gate_up)
+
+
+def internlm2_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """The places of every parameter that a rank with this share needs."""
+    return ModelParameters(
+        embedding=whole("model.tok_embeddings.weight", spec.vocab, spec.hidden),
+        layers=tuple(_internlm2_layer_places(spec, shard, layer) for layer in range(spec.layers)),
+        norm=whole("model.norm.weight", spec.hidden),
+        head=None if spec.tie_embeddings else whole("output.weight", spec.vocab, spec.hidden),
+    )
+
+
+def _internlm2_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    prefix, hidden, width = f"model.layers.{layer}.", spec.hidden, spec.intermediate
+    attention, mlp = prefix + "attention.", prefix + "feed_forward."
+    query_dims = head_dims(shard.query_heads, spec.head_dim)
+    return LayerParameters(
+        input_norm=whole(prefix + "attention_norm.weight", hidden),
+        qkv=_internlm2_qkv(spec, shard, attention + "wqkv.weight", (hidden,)),
+        qkv_bias=_internlm2_qkv(spec, shard, attention + "wqkv.bias", ())
+        if spec.qkv_bias
+        else None,
+        output=columns(attention + "wo.weight", (hidden, spec.heads * spec.head_dim), query_dims),
+        output_bias=whole(attention + "wo.bias", hidden) if spec.output_bias else None,
+        mlp_norm=whole(prefix + "ffn_norm.weight", hidden),
+        gate_up=(
+            *rows(mlp + "w1.weight", (width, hidden), shard.intermediate),
+            *rows(mlp + "w3.weight", (width, hidden), shard.intermediate),
+        ),
+        down=columns(mlp + "w2.weight", (hidden, width), shard.intermediate),
+    )
+
+
+def _internlm2_qkv(spec: ModelSpec, shard: TpShard, tensor: str, inputs: tuple[int, ...]) -> Place:
+    group = spec.heads // spec.kv_heads
+    query_slots = [head + 2 * (head // group) for head in shard.query_heads]
+    key_slots = [kv_head * (group + 2) + group for kv_head in shard.kv_heads]
+    slots = [*query_slots, *key_slots, *(slot + 1 for slot in key_slots)]
+    shape = ((spec.heads + 2 * spec.kv_heads) * spec.head_dim, *inputs)
+    heads = [head_dims(range(slot, slot + 1), spec.head_dim) for slot in slots]
+    return tuple(block for head in heads for block in rows(tensor, shape, head))

@@ -1,0 +1,126 @@
+"""What can be wrong with a model directory.
+
+ValueError
+└── CheckpointError            the directory cannot be served
+    ├── UnsupportedModelError  a well-formed checkpoint of a kind this server does not know
+    └── MissingTensorError     the weights lack a tensor that the architecture needs
+InvalidTextError (ValueError)  text that no tokenizer can take
+
+Reading a checkpoint's JSON files: each value typed, each mistake named with file and key.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A model directory is missing something, or contradicts itself."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is of an architecture, or uses a feature, that is not supported."""
+
+
+class MissingTensorError(CheckpointError):
+    """The checkpoint's weights lack a tensor that its architecture needs."""
+
+
+class InvalidTextError(ValueError):
+    """Text or messages that cannot be turned into tokens: a client's mistake."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointJson:
+    """One JSON object out of a model directory. A key that is absent and one that is null are the
+    same, as they are to transformers."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._require(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._require(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._require(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._require(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when the key is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when the key is absent."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise self._wrong(key, "a token id or a list of them")
+        return tuple(ids)
+
+    def object(self, key: str) -> CheckpointJson:
+        """A nested object; empty when the key is absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return CheckpointJson(path=self.path, values=value or {})
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _require(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.path}: {key} is missing")
+        return value
+
+    def _wrong(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} must be {expected}, not {self.values[key]!r}")
+
+
+def read_json(path: Path) -> CheckpointJson:
+    """Reads a file that has to exist and hold a JSON object.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return CheckpointJson(path=path, values=values)
+
+
+def read_json_if_present(path: Path) -> CheckpointJson:
+    """Like `read_json`, but a file that does not exist reads as an empty object."""
+    return read_json(path) if path.exists() else CheckpointJson(path=path, values={})

@@ -1,0 +1,270 @@
+"""Rotary position embedding (RoPE) at true positions.
+
+Shape suffixes: t tokens, h heads, d head dim, r half of the rotated dims.
+
+RoPE frequencies out of a checkpoint's configuration, for every scaling type that the
+supported families use: default, linear, dynamic NTK, YaRN and Llama 3.
+
+transformers 5 writes one object, `rope_parameters`; older checkpoints have `rope_theta`,
+`partial_rotary_factor` and an object `rope_scaling` whose type may be called `type`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csps.models.network.checkpoint_json import (
+    CheckpointError,
+    CheckpointJson,
+    UnsupportedModelError,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """How a model rotates its queries and keys, with any scaling of its frequencies worked out."""
+
+    inverse_frequencies: tuple[float, ...]
+    """Radians per position, one for each pair of rotated dims: the leading ones of each head. The
+    rest pass unchanged."""
+
+    amplitude: float = 1.0
+    """Factor on cos and sin: YaRN's attention temperature."""
+
+    interleaved: bool = False
+    """Pairs are (0, 1), (2, 3), ... as in GLM; else (0, r), (1, r + 1), ... as in Llama."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The rotation of each token of one forward pass, computed once and used by every layer."""
+
+    cos_t1r: Tensor
+    sin_t1r: Tensor
+    interleaved: bool
+
+    def __getitem__(self, tokens: slice) -> Rotary:
+        """The rotation of some of the tokens."""
+        return Rotary(
+            cos_t1r=self.cos_t1r[tokens],
+            sin_t1r=self.sin_t1r[tokens],
+            interleaved=self.interleaved,
+        )
+
+
+def rotary_at(spec: RopeSpec, positions_t: Tensor, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines for tokens at `positions_t` (t,), on its device, as `dtype`.
+
+    Angles are fp32 whatever the dtype: bf16 cannot tell position 300 from 301.
+    """
+    frequencies_r = torch.tensor(spec.inverse_frequencies, device=positions_t.device)
+    angles_t1r = (positions_t.float()[:, None] * frequencies_r)[:, None, :]
+    return Rotary(
+        cos_t1r=angles_t1r.cos().mul_(spec.amplitude).to(dtype),
+        sin_t1r=angles_t1r.sin().mul_(spec.amplitude).to(dtype),
+        interleaved=spec.interleaved,
+    )
+
+
+def rotate(x_thd: Tensor, rotary: Rotary, out_thd: Tensor) -> None:
+    """Writes `x_thd`, rotated, to `out_thd` of the same shape; the two may not overlap.
+
+    Out of place because x is a strided slice of the fused QKV product and has to be made
+    contiguous anyway: the rotation then costs no pass of its own.
+    """
+    rotated = 2 * rotary.cos_t1r.shape[-1]
+    x1_thr, x2_thr = _pairs(x_thd[..., :rotated], rotary.interleaved)
+    out1_thr, out2_thr = _pairs(out_thd[..., :rotated], rotary.interleaved)
+    torch.mul(x1_thr, rotary.cos_t1r, out=out1_thr).addcmul_(x2_thr, rotary.sin_t1r, value=-1)
+    torch.mul(x2_thr, rotary.cos_t1r, out=out2_thr).addcmul_(x1_thr, rotary.sin_t1r)
+    out_thd[..., rotated:].copy_(x_thd[..., rotated:])
+
+
+def _pairs(x_thd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second dim of each rotated pair."""
+    if interleaved:
+        return x_thd[..., 0::2], x_thd[..., 1::2]
+    first, second = x_thd.chunk(2, dim=-1)
+    return first, second
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSource:
+    """What config.json says about RoPE, old and new style brought together."""
+
+    parameters: CheckpointJson
+    theta: float
+    dims: int
+    """Rotated dims of a head."""
+    max_positions: int
+    original_positions: int
+    """Context the model was trained on before its frequencies were scaled."""
+
+
+def read_rope(
+    config: CheckpointJson,
+    *,
+    head_dim: int,
+    max_positions: int,
+    partial: float = 1.0,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """The rotation that `config` describes.
+
+    Args:
+        partial: the family's share of rotated dims where config.json does not say.
+
+    Raises:
+        UnsupportedModelError: a rope type not listed above.
+        CheckpointError: a parameter that is missing or makes no sense.
+    """
+    source = _source(config, head_dim, max_positions, partial)
+    rope_type = _rope_type(source.parameters)
+    if rope_type not in _SCALINGS:
+        known = ", ".join(sorted(_SCALINGS))
+        raise UnsupportedModelError(
+            f"{config.path}: rope type {rope_type!r} is not supported; supported: {known}"
+        )
+    frequencies_r, amplitude = _SCALINGS[rope_type](source)
+    return RopeSpec(
+        inverse_frequencies=tuple(frequencies_r.tolist()),
+        amplitude=amplitude,
+        interleaved=interleaved,
+    )
+
+
+def scaled_max_positions(config: CheckpointJson, max_positions: int) -> int:
+    """The context that config.json promises.
+
+    YaRN checkpoints such as Qwen2.5 keep the unscaled context in `max_position_embeddings`; for
+    the other types that figure is the context itself. Dynamic NTK could go beyond it, but its
+    frequencies then depend on the length of the sequence, and keys already cached would have to
+    be rotated anew with each token: within `max_position_embeddings` it changes nothing.
+    """
+    parameters = _parameters(config)
+    if _rope_type(parameters) != "yarn":
+        return max_positions
+    original = _original_positions(config, parameters, max_positions)
+    return max(max_positions, int(original * parameters.number("factor", 1.0)))
+
+
+def _parameters(config: CheckpointJson) -> CheckpointJson:
+    return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+
+
+def _rope_type(parameters: CheckpointJson) -> str:
+    return parameters.text("rope_type", parameters.text("type", "default"))
+
+
+def _source(
+    config: CheckpointJson, head_dim: int, max_positions: int, partial: float
+) -> RopeSource:
+    parameters = _parameters(config)
+    partial = config.number("partial_rotary_factor", partial)
+    dims = int(head_dim * parameters.number("partial_rotary_factor", partial))
+    if dims < 2 or dims % 2 or dims > head_dim:
+        raise CheckpointError(
+            f"{config.path}: RoPE rotates {dims} of {head_dim} dims of a head; "
+            "it must be an even number of them"
+        )
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
+    if theta <= 1 or parameters.number("factor", 1.0) <= 0:
+        raise CheckpointError(f"{config.path}: RoPE needs a theta above 1 and a factor above 0")
+    return RopeSource(
+        parameters=parameters,
+        theta=theta,
+        dims=dims,
+        max_positions=max_positions,
+        original_positions=_original_positions(config, parameters, max_positions),
+    )
+
+
+def _original_positions(config: CheckpointJson, parameters: CheckpointJson, default: int) -> int:
+    """The field beside the RoPE parameters wins over the one inside, as in transformers."""
+    key = "original_max_position_embeddings"
+    return config.integer(key, parameters.integer(key, default))
+
+
+def _unscaled(source: RopeSource) -> Tensor:
+    exponents_r = torch.arange(0, source.dims, 2, dtype=torch.float32) / source.dims
+    return 1.0 / source.theta**exponents_r
+
+
+def _default(source: RopeSource) -> tuple[Tensor, float]:
+    return _unscaled(source), 1.0
+
+
+def _linear(source: RopeSource) -> tuple[Tensor, float]:
+    """Position interpolation: all positions divided by the factor (arXiv 2306.15595)."""
+    return _unscaled(source) / source.parameters.number("factor"), 1.0
+
+
+def _dynamic(source: RopeSource) -> tuple[Tensor, float]:
+    """Dynamic NTK, inside the context of `max_positions`, where it is the identity."""
+    return _unscaled(source), 1.0
+
+
+def _llama3(source: RopeSource) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between blended."""
+    parameters = source.parameters
+    factor = parameters.number("factor")
+    low = parameters.number("low_freq_factor")
+    high = parameters.number("high_freq_factor")
+    frequencies_r = _unscaled(source)
+    turns_r = source.original_positions * frequencies_r / (2 * math.pi)
+    kept_r = ((turns_r - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_r) * frequencies_r / factor + kept_r * frequencies_r, 1.0
+
+
+def _yarn(source: RopeSource) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): NTK by parts, and a temperature on the attention logits."""
+    factor = source.parameters.number("factor", source.max_positions / source.original_positions)
+    low, high = _yarn_blended_dims(source)
+    ramp_r = ((torch.arange(source.dims // 2) - low) / (high - low)).clamp(0, 1)
+    frequencies_r = _unscaled(source)
+    scaled_r = ramp_r * frequencies_r / factor + (1 - ramp_r) * frequencies_r
+    return scaled_r, _yarn_amplitude(source.parameters, factor)
+
+
+def _yarn_blended_dims(source: RopeSource) -> tuple[float, float]:
+    """The pairs between which YaRN blends from kept to interpolated frequencies.
+
+    Both beta_fast and beta_slow count turns over the original context.
+    """
+
+    def dim_of(turns: float) -> float:
+        wavelength = source.original_positions / (turns * 2 * math.pi)
+        return source.dims * math.log(wavelength) / (2 * math.log(source.theta))
+
+    low = dim_of(source.parameters.number("beta_fast", 32.0))
+    high = dim_of(source.parameters.number("beta_slow", 1.0))
+    if source.parameters.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, source.dims - 1)
+    return low, high if high != low else high + 0.001
+
+
+def _yarn_amplitude(parameters: CheckpointJson, factor: float) -> float:
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.has("attention_factor"):
+        return parameters.number("attention_factor")
+    mscale, all_dims = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    if mscale and all_dims:
+        return temperature(mscale) / temperature(all_dims)
+    return temperature(1.0)
+
+
+_SCALINGS: Mapping[str, Callable[[RopeSource], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

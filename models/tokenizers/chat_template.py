@@ -1,0 +1,131 @@
+"""Chat messages to a prompt, by the Jinja template that comes with a checkpoint.
+
+Templates are programs by whoever made the checkpoint: they run in Jinja's immutable sandbox, in
+the environment that transformers' `apply_chat_template` gives them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from csps.models.network.checkpoint_json import (
+    CheckpointError,
+    CheckpointJson,
+    InvalidTextError,
+    read_json_if_present,
+)
+from csps.models.tokenizers.tokenizer import special_tokens
+
+
+class ChatTemplate:
+    """A compiled chat template with its checkpoint's special tokens.
+
+    Raises:
+        CheckpointError: the template is not Jinja.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template does not compile: {error}") from error
+        self._special = dict(special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation, special tokens included.
+
+        Args:
+            messages: `role`, `content` and whatever else the template reads, as JSON data; keys
+                that are None count as absent.
+            add_generation_prompt: ends with the start of the assistant's answer.
+            variables: more for the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidTextError: the template refuses the messages, or fails on them.
+        """
+        present = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        values = {**self._special, **variables, "messages": present, "documents": None}
+        try:
+            return self._template.render(
+                **values, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise InvalidTextError(f"the chat template refuses the messages: {error}") from error
+
+
+def read_chat_template(model_dir: Path) -> ChatTemplate | None:
+    """The checkpoint's template (chat_template.jinja before tokenizer_config.json), if any."""
+    file = model_dir / "chat_template.jinja"
+    if file.exists():
+        source: str | None = file.read_text(encoding="utf-8")
+    else:
+        source = _configured_template(read_json_if_present(model_dir / "tokenizer_config.json"))
+    return None if source is None else ChatTemplate(source, special_tokens(model_dir))
+
+
+def _configured_template(config: CheckpointJson) -> str | None:
+    """One template, or the one called `default` of a list of named ones."""
+    templates = config.values.get("chat_template")
+    if isinstance(templates, list):
+        named = {entry.get("name"): entry.get("template") for entry in templates}
+        templates = named.get("default")
+    if templates is not None and not isinstance(templates, str):
+        raise CheckpointError(f"{config.path}: chat_template must be a string or a list of them")
+    return templates
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks answers for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja reads a class attribute)
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

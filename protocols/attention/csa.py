@@ -1,0 +1,370 @@
+"""The configuration of communication-efficient sparse attention (CSPS §3.2.4-3.2.6).
+
+N_v levels, drop ratios p_{l,h,v} and micro-partitions M_{l,v}, with what the paper leaves open:
+which reading of the levels, who judges importance, and what is never dropped.
+
+Sparse attention as a request asks for it, before it is known where it runs.
+
+Which instances a request runs on is the policy's decision; levels and micro-partitions are made
+for that very group when its step is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby, pairwise
+from typing import Any, Literal, TypeVar
+
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.topology import MAX_LEVELS, Segments, Topology
+
+ALL_QUERIES = 0
+"""Value of `CsaPlan.importance_window`."""
+
+Ratios = tuple[tuple[float, ...], ...]
+"""Drop ratios of levels 2, 3, …; of each one for all KV heads, or one per KV head."""
+
+
+_LARGEST = math.nextafter(1.0, 0.0)
+
+
+def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
+    """Ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
+
+    The paper prints 1-p = (1-p')/2^n, which would keep more of what is farther away; its text
+    wants the opposite. A ratio of 0 drops nothing at any level: it asks for exact attention, and
+    not for half of level 3.
+
+    Args:
+        drop_ratio: of level 2, for all KV heads or of each one.
+    """
+    by_head = drop_ratio if isinstance(drop_ratio, Sequence) else (drop_ratio,)
+    for ratio in by_head:
+        _check_ratio(ratio)
+    return tuple(
+        # Of the largest ratios the halves round up to 1, which would keep nothing.
+        tuple(min(1.0 - (1.0 - ratio) / 2**n, _LARGEST) if ratio else 0.0 for ratio in by_head)
+        for n in range(levels - 1)
+    )
+
+
+def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:
+    """How many of an SPT's tokens a level keeps, of which `always` are never dropped."""
+    # ceil with a grain of tolerance: 1 - 0.9 is a little more than a tenth.
+    return max(always, math.ceil((1.0 - drop_ratio) * tokens - 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Similar layers share ratios and micro-partitions (CSPS App. B)."""
+
+    first: int
+    stop: int
+    """Layers [first, stop)."""
+    drop_ratios: Ratios = ()
+    """Empty drops nothing."""
+    micro_partitions: tuple[int, ...] = ()
+    """M of levels 1, 2, …; empty is 1 everywhere."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop:
+            raise ConfigError(f"layers [{self.first}, {self.stop}) are not a range of layers")
+        for ratios in self.drop_ratios:
+            if not ratios:
+                raise ConfigError(
+                    "drop_ratios of a level: one for all KV heads, or one per KV head"
+                )
+            for ratio in ratios:
+                _check_ratio(ratio)
+        for nearer, farther in pairwise(self.drop_ratios):
+            self._check_nested(nearer, farther)
+        if any(count < 1 for count in self.micro_partitions):
+            raise ConfigError(f"micro_partitions {self.micro_partitions}: allowed are 1 and more")
+
+    def _check_nested(self, nearer: tuple[float, ...], farther: tuple[float, ...]) -> None:
+        heads = max(len(nearer), len(farther))
+        if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
+            raise ConfigError(f"{len(nearer)} drop ratios of one level, {len(farther)} of the next")
+        if any(_of_head(nearer, h) > _of_head(farther, h) for h in range(heads)):
+            raise ConfigError(
+                f"drop ratios {nearer} of one level and {farther} of the next: a farther level "
+                "may not keep what a nearer one drops"
+            )
+
+    def drop_ratio(self, level: int, kv_head: int) -> float:
+        """p of a level, counted from 1, and a KV head of the whole model."""
+        if level == 1 or not self.drop_ratios:
+            return 0.0
+        return _of_head(self.drop_ratios[level - 2], kv_head)
+
+    def micro(self, level: int) -> int:
+        """M of a level, counted from 1."""
+        return self.micro_partitions[level - 1] if self.micro_partitions else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaPlan:
+    """How one job's layers attend, for a group whose members stand at `locations`.
+
+    Raises:
+        ConfigError: locations out of order or named twice, more levels than they tell apart,
+            ratios outside [0, 1), layer groups that overlap, or numbers for other than `levels`.
+    """
+
+    locations: tuple[str, ...]
+    """Rack-Server-GPU id of each member of the group, in the group's order, ascending."""
+    levels: int
+    """N_v, from 1 to what the locations tell apart (`Topology.levels`)."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """Ascending; layers of no group drop nothing and are not cut. The first and the last layer
+    never drop, whatever their group says."""
+    nested: bool = False
+    """The paper's letter: a level sees its whole segment, near tokens count once per level. The
+    default sees at each level only what no lower level sees, which is exact at ratio 0."""
+    drop_queries: bool = True
+    """A dropped token's query is dropped with its key and value; False drops the latter only."""
+    importance_window: int = 64
+    """Importance is judged by so many of the prompt's last queries; 0 is by all queries."""
+    importance_layer: Literal["previous", "same"] = "previous"
+    """Whose attention tells what a layer drops. The previous one's is known before the layer
+    begins, but a head of it may look for other things. The same one's is certain, and costs a
+    round of small messages before the first all-to-all; only a window can judge it."""
+    sinks: int = 4
+    """First tokens of a prompt that are never dropped."""
+    tail: int = 64
+    """Last tokens of a prompt that are never dropped."""
+    pipelined: bool = True
+    """Overlap both all-to-alls with attention; False waits for each, which is for comparison."""
+    decode_kept_only: bool = False
+    """What decode sees in a layer that drops, head by head: of a prompt's last SPT all tokens, as
+    level 1 drops none and generated tokens belong to it (CSPS §4.2); of every other SPT those that
+    level 2 keeps, which farther levels' are among. That is never less than what the prompt's last
+    token sees. Nothing else is sent to the decode gang. By default decode sees all tokens."""
+
+    def __post_init__(self) -> None:
+        self.topology.require_order()
+        self.segments()
+        for name in ("importance_window", "sinks", "tail"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)}: allowed are 0 and more")
+        if self.importance_layer == "same" and self.importance_window == ALL_QUERIES:
+            raise ConfigError(
+                "importance_layer 'same' needs an importance_window of 1 or more: what all queries "
+                "attend to is known only when the layer is over"
+            )
+        for before, after in pairwise(self.layer_groups):
+            if after.first < before.stop:
+                raise ConfigError(f"layer groups overlap, or do not ascend, at layer {after.first}")
+        for group in self.layer_groups:
+            self._check_levels("drop_ratios", group.drop_ratios, self.levels - 1)
+            self._check_levels("micro_partitions", group.micro_partitions, self.levels)
+
+    def _check_levels(self, name: str, numbers: Sequence[object], expected: int) -> None:
+        if len(numbers) not in (0, expected):
+            raise ConfigError(
+                f"{name} of {len(numbers)} levels; {self.levels} levels need {expected}, or none"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it is exact attention, by levels."""
+        dropping = any(any(map(any, group.drop_ratios)) for group in self.layer_groups)
+        return self.levels == 1 or not (dropping or self.nested)
+
+    @property
+    def topology(self) -> Topology:
+        """Where the members stand."""
+        return Topology.of(self.locations)
+
+    def segments(self) -> tuple[Segments, ...]:
+        """Segments of members, level 1 first."""
+        return self.topology.levels(self.levels)
+
+    def layer_group(self, layer: int) -> LayerGroup:
+        """The group of a layer; one that drops nothing where the plan names none."""
+        for group in self.layer_groups:
+            if group.first <= layer < group.stop:
+                return group
+        return LayerGroup(first=layer, stop=layer + 1)
+
+    def check_kv_heads(self, kv_heads: int) -> None:
+        """Raises ConfigError if ratios per KV head are not those of a model with so many."""
+        for group in self.layer_groups:
+            for ratios in group.drop_ratios:
+                if len(ratios) not in (1, kv_heads):
+                    raise ConfigError(
+                        f"{len(ratios)} drop ratios of one level; allowed are one for all KV "
+                        f"heads, or {kv_heads}, one per KV head of the model"
+                    )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ConfigError if a level has more micro-partitions than the longest SPT tokens.
+
+        Args:
+            tokens: of each member.
+        """
+        longest = max(tokens)
+        for group in self.layer_groups:
+            if any(count > longest for count in group.micro_partitions):
+                raise ConfigError(
+                    f"micro_partitions {group.micro_partitions}, but the longest SPT has "
+                    f"{longest} tokens; allowed are 1 to {longest}"
+                )
+
+
+def _of_head(ratios: tuple[float, ...], kv_head: int) -> float:
+    return ratios[0] if len(ratios) == 1 else ratios[kv_head]
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0.0 <= ratio < 1.0:
+        raise ConfigError(f"drop ratio {ratio}: allowed are 0 to less than 1")
+
+
+T = TypeVar("T")
+
+Architecture = Literal["ntp", "tp", "tp_flat"]
+"""SP-NTP; SP-TP with hierarchical collectives, or with flat ones for comparison (CSPS §3.2.1)."""
+
+MICRO_PARTITIONS = 4
+"""M if the client names none: enough to hide most of an exchange, and few messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaSettings:
+    """A `CsaPlan` for whichever group; requests of equal settings may share a step.
+
+    Raises:
+        ConfigError: a number that no `CsaPlan` allows, or options that exclude each other.
+    """
+
+    levels: int | None = None
+    """Most levels (N_v); a group that tells fewer apart has fewer. None: as many as it does."""
+    drop_ratios: tuple[tuple[float, ...], ...] = ((0.0,),)
+    """p of level 2, in [0, 1), by layer, the last one's for all further layers: one for all KV
+    heads, or one per KV head. Each farther level keeps half of what the nearer one does."""
+    micro_partitions: tuple[tuple[int, ...], ...] | None = None
+    """Most of them (M) by layer and by level, the last one's for all further ones; an SPT of fewer
+    tokens has one a token. None is `MICRO_PARTITIONS` everywhere."""
+    strategy: Architecture | None = None
+    """None: whichever of those that can do it moves least."""
+    nested: bool = False
+    drop_queries: bool = True
+    importance_window: int = 64
+    importance_layer: Literal["previous", "same"] = "previous"
+    sinks: int = 4
+    tail: int = 64
+    pipelined: bool = True
+    decode_kept_only: bool = False
+    """These eight are `CsaPlan`'s: what the paper leaves open, or takes away for comparison."""
+
+    def __post_init__(self) -> None:
+        for by_layer in (self.drop_ratios, self._micro_partitions):
+            if not by_layer or not all(by_layer):
+                raise ConfigError("drop_ratios and micro_partitions name a number for every layer")
+        if self.strategy in ("tp", "tp_flat") and (only := self.ntp_only):
+            raise ConfigError(f"strategy '{self.strategy}' does not have {only}")
+        # What is wrong with it is wrong for every group. Better found here than by a step.
+        for of_heads in self.drop_ratios:
+            halving(of_heads, self.levels or MAX_LEVELS)
+        if self.levels is not None and self.levels < 1:
+            raise ConfigError(f"levels start at 1, not {self.levels}")
+        longest_spt = min(map(min, self._micro_partitions))
+        self.for_group(("0-0-0",), layers=1, longest_spt=longest_spt)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it is exact attention, in parts."""
+        return self.levels == 1 or not (any(map(any, self.drop_ratios)) or self.nested)
+
+    @property
+    def ntp_only(self) -> str | None:
+        """The option, if there is one, that SP-TP does not have."""
+        return ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
+
+    def for_group(
+        self, locations: Sequence[str], *, layers: int, longest_spt: int, every_query: bool = False
+    ) -> CsaPlan:
+        """The plan of a step.
+
+        Args:
+            locations: Rack-Server-GPU ids of the group's members, ascending.
+            layers: of the model.
+            longest_spt: tokens of the member that has most.
+            every_query: SP-TP computes those of dropped tokens as well, whatever `drop_queries`.
+        """
+        levels = self._levels_of(locations)
+        return CsaPlan(
+            locations=tuple(locations),
+            levels=levels,
+            layer_groups=tuple(
+                LayerGroup(
+                    first=run.start,
+                    stop=run.stop,
+                    drop_ratios=halving(_of(self.drop_ratios, run.start), levels),
+                    micro_partitions=tuple(
+                        min(count, longest_spt) for count in self._micro(run.start, levels)
+                    ),
+                )
+                for run in self._layer_runs(layers)
+            ),
+            **{**self._variant(), "drop_queries": self.drop_queries and not every_query},
+        )
+
+    def _levels_of(self, locations: Sequence[str]) -> int:
+        told_apart = len(Topology.of(locations).granularities)
+        return told_apart if self.levels is None else min(self.levels, told_apart)
+
+    def _variant(self) -> dict[str, Any]:
+        """The fields that a plan has under the same name and with the same meaning."""
+        of_plan = {field.name for field in fields(CsaPlan)}
+        own = ("levels", "drop_ratios", "micro_partitions", "strategy")
+        names = (field.name for field in fields(self) if field.name not in own)
+        return {name: getattr(self, name) for name in names if name in of_plan}
+
+    @property
+    def _micro_partitions(self) -> tuple[tuple[int, ...], ...]:
+        return ((MICRO_PARTITIONS,),) if self.micro_partitions is None else self.micro_partitions
+
+    def _layer_runs(self, layers: int) -> Iterator[range]:
+        """Neighbouring layers of equal numbers."""
+        for _, run in groupby(
+            range(layers),
+            key=lambda layer: (_of(self.drop_ratios, layer), _of(self._micro_partitions, layer)),
+        ):
+            alike = list(run)
+            yield range(alike[0], alike[-1] + 1)
+
+    def _micro(self, layer: int, levels: int) -> tuple[int, ...]:
+        """M of levels 1, 2, …, as asked for."""
+        return tuple(_of(_of(self._micro_partitions, layer), level) for level in range(levels))
+
+    def shortfalls(self, plan: CsaPlan) -> Iterator[str]:
+        """What the plan of a step has less than this, in words."""
+        members = len(plan.locations)
+        if members == 1 and self.levels != 1:
+            yield "the step has one instance, which attends exactly"
+        elif self.levels is not None and plan.levels < self.levels:
+            yield (
+                f"{plan.levels} of {self.levels} levels, because that is all that the "
+                f"{members} instances of the step tell apart"
+            )
+        if self.micro_partitions is None:
+            return
+        asked = max(max(self._micro(run.first, plan.levels)) for run in plan.layer_groups)
+        if (most := max(max(run.micro_partitions) for run in plan.layer_groups)) < asked:
+            yield f"{most} of {asked} micro-partitions, because no instance has more tokens"
+
+
+def ntp_only(*, nested: bool | None, decode_kept_only: bool | None) -> str | None:
+    """Which of these options, if one, asks for what only SP-NTP has."""
+    if nested:
+        return "'nested'"
+    return "'decode_kept_only'" if decode_kept_only else None
+
+
+def _of(numbers: Sequence[T], index: int) -> T:
+    """The last number is also that of all further layers, or levels."""
+    return numbers[min(index, len(numbers) - 1)]

@@ -1,0 +1,214 @@
+"""Where ranks stand: Rack-Server-GPU ids, their order, and the levels of proximity (CSPS §3.2.4).
+
+Sequence partitions (SPTs) are placed on ranks in the order of their ids, so near tokens lie on
+near GPUs, and every set of ranks that share a server, or a rack, is a run of neighbours.
+
+The shape of a group: what traffic, times and strategies depend on, of who computes a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from csps.protocols.core.errors import ConfigError, abridged
+
+Segments = tuple[range, ...]
+"""A partition of places 0 .. n-1 into runs of neighbours."""
+MAX_LEVELS = 4
+"""SPT, server, rack and all."""
+_ID = re.compile("-".join([r"(0|[1-9]\d{0,8})"] * 3), re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Location:
+    """One GPU; locations compare as their ids do."""
+
+    rack: int
+    server: int
+    gpu: int
+
+    @classmethod
+    def parse(cls, text: str) -> Location:
+        """From "0-3-2". The paper writes the same place in binary, "0-11-010"; that is refused,
+        not guessed, because "0-11-10" would be a place in both notations.
+
+        Raises:
+            ConfigError: not three decimal numbers.
+        """
+        match = _ID.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"{abridged(text)} is not a Rack-Server-GPU id; allowed are three decimal numbers "
+                "of at most 9 digits, without leading zeros, like 0-3-2"
+            )
+        rack, server, gpu = map(int, match.groups())
+        return cls(rack, server, gpu)
+
+    @property
+    def server_id(self) -> tuple[int, int]:
+        """Rack and server: what GPUs of one machine share."""
+        return self.rack, self.server
+
+    def __str__(self) -> str:
+        return f"{self.rack}-{self.server}-{self.gpu}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Locations of places 0, 1, … : the ranks of a gang, or the members of a group.
+
+    Raises:
+        ConfigError: no location, or one that is named twice.
+    """
+
+    locations: tuple[Location, ...]
+
+    def __post_init__(self) -> None:
+        if not self.locations:
+            raise ConfigError("a topology names at least one location")
+        taken: dict[Location, int] = {}
+        for place, location in enumerate(self.locations):
+            if (other := taken.setdefault(location, place)) != place:
+                raise ConfigError(
+                    f"topology puts both {other} and {place} at {location}; allowed is one rank "
+                    "per place"
+                )
+
+    @classmethod
+    def of(cls, ids: Sequence[str]) -> Topology:
+        """Place i stands at `ids[i]`."""
+        return cls(tuple(Location.parse(text) for text in ids))
+
+    @classmethod
+    def of_gang(cls, ids: Sequence[str], *, ranks: int, tp: int) -> Topology:
+        """Rank i of a gang stands at `ids[i]`; `tp` ranks in a row are an instance.
+
+        Raises:
+            ConfigError: other than one location for each rank, or an instance on two servers.
+        """
+        if len(ids) != ranks:
+            raise ConfigError(
+                f"{len(ids)} locations for a gang of {ranks} ranks; allowed is one "
+                "Rack-Server-GPU id per rank, in rank order"
+            )
+        topology = cls.of(ids)
+        for first in range(0, ranks, tp):
+            topology._require_one_server(range(first, min(first + tp, ranks)))
+        return topology
+
+    def _require_one_server(self, instance: range) -> None:
+        """Levels, hierarchical collectives and costs take an instance for one place."""
+        first = self.locations[instance.start]
+        for rank in instance:
+            if (it := self.locations[rank]).server_id != first.server_id:
+                raise ConfigError(
+                    f"ranks {instance.start} to {instance.stop - 1} are one instance, but rank "
+                    f"{instance.start} is at {first} and rank {rank} at {it}; allowed is one "
+                    "server for all ranks of an instance"
+                )
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Places in ascending order of their ids: the order in which SPTs are placed."""
+        return tuple(sorted(range(len(self.locations)), key=self.locations.__getitem__))
+
+    def subset(self, places: Sequence[int]) -> Topology:
+        """The topology of some places, renumbered in the order given."""
+        return Topology(tuple(self.locations[place] for place in places))
+
+    def require_order(self) -> None:
+        """Raises ConfigError unless the places stand in ascending order of their ids."""
+        for before, after in zip(self.locations, self.locations[1:], strict=False):
+            if after < before:
+                raise ConfigError(
+                    f"{before} stands before {after}; allowed is ascending order of "
+                    "Rack-Server-GPU ids, so that near tokens lie on near GPUs"
+                )
+
+    @property
+    def servers(self) -> Segments:
+        """Runs of places that share a server; needs ascending order."""
+        return self._runs(lambda location: location.server_id)
+
+    @property
+    def racks(self) -> Segments:
+        """Runs of places that share a rack; needs ascending order."""
+        return self._runs(lambda location: location.rack)
+
+    @cached_property
+    def granularities(self) -> tuple[Segments, ...]:
+        """What the topology can tell apart, finest first: of SPT, server, rack and all, those
+        that differ from the one before. With one GPU a server, for instance, servers are not
+        told apart from SPTs. The last one is a single segment."""
+        size = len(self.locations)
+        distinct: list[Segments] = []
+        single = tuple(range(place, place + 1) for place in range(size))
+        for segments in (single, self.servers, self.racks, (range(size),)):
+            if segments not in distinct:
+                distinct.append(segments)
+        return tuple(distinct)
+
+    def levels(self, count: int) -> tuple[Segments, ...]:
+        """Segments of `count` levels (the paper's N_v), level 1 first: the finest `count - 1`
+        granularities, and all. So 1 is one level over everything, 2 is SPT and all, and 3 is SPT,
+        server and all (or SPT, rack and all where each server has one GPU).
+
+        Raises:
+            ConfigError: more levels than the topology tells apart.
+        """
+        allowed = len(self.granularities)
+        if not 1 <= count <= allowed:
+            raise ConfigError(
+                f"levels must be 1 to {allowed} here (places {len(self.locations)}, servers "
+                f"{len(self.servers)}, racks {len(self.racks)}), not {count}"
+            )
+        return (*self.granularities[: count - 1], self.granularities[-1])
+
+    def _runs(self, key: Callable[[Location], object]) -> Segments:
+        runs, begin = [], 0
+        for _, group in groupby(self.locations, key=key):
+            size = sum(1 for _ in group)
+            runs.append(range(begin, begin + size))
+            begin += size
+        return tuple(runs)
+
+
+class GroupShape(NamedTuple):
+    """Instances of `tp` ranks each; those of an instance share a server."""
+
+    servers: tuple[int, ...]
+    """Instances on each server, in topology order; at least one each."""
+    tp: int = 1
+    """Ranks of each instance."""
+
+    @classmethod
+    def of(cls, places: Iterable[Location], tp: int) -> GroupShape:
+        """Of instances at these places, in ascending order of their ids."""
+        runs = groupby(places, key=attrgetter("server_id"))
+        return cls(tuple([sum(1 for _ in run) for _, run in runs]), tp)
+
+    @property
+    def sp(self) -> int:
+        """Instances of the group."""
+        return sum(self.servers)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks: CSPS' N."""
+        return self.sp * self.tp
+
+    @property
+    def instance_servers(self) -> tuple[int, ...]:
+        """The server of each instance, counted from 0."""
+        return tuple(server for server, count in enumerate(self.servers) for _ in range(count))
+
+    @property
+    def rank_servers(self) -> tuple[int, ...]:
+        """The same of each rank."""
+        return tuple(server for server in self.instance_servers for _ in range(self.tp))

@@ -1,0 +1,216 @@
+"""JSON objects of the API: known fields and no others, and checks that a type cannot express.
+
+The object `csps` of a request: what this server can trade, request by request.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from csps.protocols.attention.csa import ALL_QUERIES, ntp_only
+from csps.protocols.attention.plan import ASKED_RINGS, AskedRing
+from csps.protocols.core.errors import abridged, nearest
+from csps.protocols.core.topology import MAX_LEVELS
+
+
+class JsonModel(BaseModel):
+    """A JSON object with known fields and no others; values are never coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_and_given(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        for name in data:
+            if name not in fields:
+                fail(f"unknown field{nearest(name, fields)}", name)
+        return {name: value for name, value in data.items() if value is not None}
+
+
+def fail(text: str, field: str | None = None) -> NoReturn:
+    """Refuse the value at hand, or the `field` of the object at hand."""
+    raise PydanticCustomError("csps", "{text}", {"text": text, "field": field})
+
+
+def between(low: float, high: float) -> AfterValidator:
+    """In [low, high]."""
+
+    def check(value: Any) -> Any:
+        if not low <= value <= high:
+            fail(f"must be between {low} and {high}, got {shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def above(low: float, high: float = math.inf) -> AfterValidator:
+    """In (low, high], and finite."""
+    limit = "" if high == math.inf else f" and at most {high}"
+
+    def check(value: Any) -> Any:
+        if not (low < value <= high and math.isfinite(value)):
+            fail(f"must be greater than {low}{limit}, got {shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def only(supported: object) -> AfterValidator:
+    """For a field of OpenAI's of which this server implements one value."""
+
+    def check(value: Any) -> Any:
+        if value != supported:
+            fail(f"only {shown(supported)} is supported, got {shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def shown(value: object) -> str:
+    """A value as its sender wrote it, as far as it is short."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case []:
+            return "[]"
+        case float():
+            return f"{value:g}"
+        case list():
+            return "an array"
+        case dict():
+            return "an object"
+        case _:
+            return abridged(value)
+
+
+MAX_TOKENS = 2**24
+"""Of anything that counts tokens of a prompt."""
+MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
+"""Of what is given by layer and by KV head; the configurator knows how many the model has."""
+MAX_MICRO_PARTITIONS = 64
+"""Each is a message from every rank to every other one, in every layer."""
+
+
+def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
+    """By layer, of all KV heads or of each: 0.5, [0, 0.5] by layer, [0, [0.5, 0.9]] by KV head."""
+    return tuple(
+        tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
+        for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
+    )
+
+
+def _drop_ratio(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        fail(f"must be at least 0 and less than 1, got {shown(value)}")
+    return float(value)
+
+
+def _micro_partitions(value: Any) -> tuple[tuple[int, ...], ...]:
+    """By layer and level: 4, [1, 2] by level, [4, [1, 2]] by layer."""
+    by_layer = isinstance(value, list) and any(isinstance(item, list) for item in value)
+    return tuple(
+        tuple(map(_micro_partition_count, _one_or_more(of_layer, MAX_LEVELS, "by level")))
+        for of_layer in (_one_or_more(value, MAX_LAYERS, "by layer") if by_layer else [value])
+    )
+
+
+def _micro_partition_count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_MICRO_PARTITIONS:
+        fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {shown(value)}")
+    return value
+
+
+def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
+    numbers = value if isinstance(value, list) else [value]
+    if not 1 <= len(numbers) <= most:
+        fail(f"must be a number, or an array of 1 to {most} {by}, got {len(numbers)}")
+    return numbers
+
+
+class _CsaOptions(JsonModel):
+    """Sparse attention by hand, for experiments; None leaves it to the configurator."""
+
+    levels: Annotated[int, between(1, MAX_LEVELS)] | None = None
+    """N_v."""
+    drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
+    """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
+    further layers, and whose items may be arrays by KV head."""
+    micro_partitions: Annotated[
+        tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
+    ] = None
+    """M: a number, or an array by level, whose last one is that of all further levels; or an array
+    of these by layer, whose last one is that of all further layers."""
+    strategy: Literal["ntp", "tp", "tp_flat", "ring_kv", "ring_q", "ring"] | None = None
+    """SP-NTP, or SP-TP with hierarchical or flat collectives. Of exact attention, which needs no
+    other option: context parallelism's ring pass-KV or pass-Q, or the better one of them."""
+
+    # As in `protocols.csa.CsaPlan`
+    nested: bool | None = None
+    drop_queries: bool | None = None
+    importance_window: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    importance_layer: Literal["previous", "same"] | None = None
+    sinks: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    tail: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    pipelined: bool | None = None
+    decode_kept_only: bool | None = None
+
+    @model_validator(mode="after")
+    def _no_more_than_levels(self) -> Self:
+        given = max(map(len, self.micro_partitions or ((),)))
+        if self.levels and given > self.levels:
+            what = f"must be at most {self.levels} by level, as 'levels' says"
+            fail(f"{what}, got {given}", "micro_partitions")
+        return self
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        if self.importance_layer == "same" and self.importance_window == ALL_QUERIES:
+            fail(
+                "must be 1 or more with 'importance_layer': 'same', because what all queries "
+                "attend to is known only when the layer is over",
+                "importance_window",
+            )
+        only = ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
+        if self.strategy in ("tp", "tp_flat") and only is not None:
+            fail(f"must be 'ntp' with {only}, not '{self.strategy}'", "strategy")
+        return self
+
+
+class CspsRequestOptions(_CsaOptions):
+    """What this server can trade, request by request."""
+
+    objective: Literal["ttft", "accuracy"] | None = None
+    """What to make the best of within the bound on the other. None is "ttft", or "accuracy" where
+    `max_ttft_ms` is the only bound."""
+    max_accuracy_loss: Annotated[float, between(0, 1)] | None = None
+    """Share of accuracy that may be lost."""
+    max_ttft_ms: Annotated[float, above(0)] | None = None
+    attention: Literal["auto", "exact", "csa"] = "auto"
+    unmet: Literal["closest", "refuse"] = "closest"
+    """What becomes of a request whose bounds are predicted not to be kept: it runs by what comes
+    nearest, and says so, or is refused."""
+    explain: bool = False
+    """The answer reports plan and timings."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.ring is not None and self.attention == "csa":
+            fail(f"must be 'ntp', 'tp' or 'tp_flat' with 'attention': 'csa', got '{self.ring}'",
+                 "strategy")  # fmt: skip
+        for name in _CsaOptions.model_fields:
+            asked = getattr(self, name) is not None
+            if asked and self.attention != "csa" and not (name == "strategy" and self.ring):
+                fail("needs 'attention': 'csa'", name)
+        return self
+
+    @property
+    def ring(self) -> AskedRing | None:
+        """The exact strategy that was asked for."""
+        return next((it for it in ASKED_RINGS if it == self.strategy), None)

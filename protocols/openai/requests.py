@@ -1,0 +1,371 @@
+"""What clients ask for: the OpenAI requests this server accepts, checked to the last field.
+
+`parse_request` turns the bytes of a body into a model or raises `InvalidRequest`, whatever the
+bytes are. Every field of OpenAI's schema is known here. One that does not apply to this server is
+accepted and ignored where ignoring it does no harm (`user`), and refused where the answer would not
+be what was asked for (`tools`). A field that nobody knows is refused with the name it resembles.
+JSON null means "not given", as it does for OpenAI.
+
+Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`csps_options`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import FailFast, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.openai.csps_options import (
+    CspsRequestOptions,
+    JsonModel,
+    above,
+    between,
+    fail,
+    only,
+    shown,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_TOKEN_ID = 2**31 - 1
+MAX_COUNT = 2**31 - 1
+"""Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
+
+# --- fields that come in several shapes -----------------------------------------------------
+
+
+def _is_token_ids(value: object) -> bool:
+    # As a set of types: a prompt may hold a million ids.
+    return (
+        isinstance(value, list)
+        and set(map(type, value)) == {int}
+        and min(value) >= 0
+        and max(value) <= MAX_TOKEN_ID
+    )
+
+
+def _prompt(value: Any) -> str | list[int]:
+    """One prompt in any of the four shapes that OpenAI has for it."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            fail(f"only one prompt a request is supported, got {len(value)}")
+        value = value[0]
+    if value in ("", []):
+        fail("must not be empty")
+    if isinstance(value, str):
+        return value
+    if not _is_token_ids(value):
+        fail(f"must be a string or an array of token ids, got {shown(value)}")
+    ids: list[int] = value
+    return ids
+
+
+def _content(value: Any) -> str:
+    """A message's text; parts are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        fail(f"must be a string or an array of text parts, got {shown(value)}")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "refusal"):
+        fail(f"only parts of type 'text' are supported, got {shown(kind or part)}")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        fail(f"'{kind}' of a part must be a string, got {shown(text)}")
+    return text
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        fail(f"must be a string or an array of strings, got {shown(value)}")
+    if len(strings) > MAX_STOP_STRINGS:
+        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
+    if "" in strings:
+        fail("must not contain an empty string")
+    return tuple(strings)
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    if value != [] and not _is_token_ids(value):
+        fail(f"must be an array of token ids, got {shown(value)}")
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        fail(f"must be an object of token ids and biases, got {shown(value)}")
+    return {_bias_token(token): _bias(bias) for token, bias in value.items()}
+
+
+def _bias_token(token: str) -> int:
+    # isdecimal() alone would admit the digits of every script.
+    if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+        fail(f"keys must be token ids, got {shown(token)}")
+    return int(token)
+
+
+def _bias(bias: Any) -> float:
+    if type(bias) not in (int, float) or not -100 <= bias <= 100:
+        fail(f"biases must be numbers between -100 and 100, got {shown(bias)}")
+    return float(bias)
+
+
+def _salt(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        fail(f"must be a string that is not empty, got {shown(value)}")
+    return value
+
+
+def _nothing(value: Any) -> None:
+    if value != [] and value != "":
+        fail("not supported by this server")
+
+
+def _text_only(value: Any) -> list[str]:
+    if value != ["text"]:
+        fail("only ['text'] is supported")
+    return ["text"]
+
+
+def _text_format(value: Any) -> dict[str, Any]:
+    if value != {"type": "text"}:
+        fail("only {'type': 'text'} is supported")
+    return {"type": "text"}
+
+
+# --- models ---------------------------------------------------------------------------------
+
+
+class StreamOptions(JsonModel):
+    """How a stream reports usage."""
+
+    include_usage: bool = False
+    """A last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """vLLM's: with `include_usage`, every chunk carries the usage so far."""
+    include_obfuscation: bool = False
+    """Ignored."""
+
+
+class GenerationRequest(JsonModel):
+    """What both endpoints have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    """Newer name of `max_tokens`; wins over it."""
+    temperature: Annotated[float, between(0, 2)] = 1.0
+    top_p: Annotated[float, above(0, 1)] = 1.0
+    frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
+    presence_penalty: Annotated[float, between(-2, 2)] = 0.0
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
+        default_factory=dict
+    )
+    n: Annotated[int, only(1)] = 1
+    user: str | None = None
+
+    # vLLM's
+    top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: Annotated[float, between(0, 1)] = 0.0
+    # Beyond these bounds logits overflow to infinity, and no token can be drawn.
+    repetition_penalty: Annotated[float, between(0.01, 100)] = 1.0
+    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
+    skip_special_tokens: bool = True
+    cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
+    """Requests reuse each other's KV only if they have the same one."""
+
+    csps: CspsRequestOptions = CspsRequestOptions()
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens to generate; None is as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            fail(f"must not exceed max_tokens ({shown(limit)})", "min_tokens")
+        if not self.stream and "stream_options" in self.model_fields_set:
+            fail("only allowed when 'stream' is true", "stream_options")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    """Text or token ids."""
+    logprobs: Annotated[int, between(0, 5)] | None = None
+    """Number of alternatives to report beside each drawn token."""
+    best_of: Annotated[int, only(1)] = 1
+    echo: Annotated[bool, only(False)] = False
+    suffix: Annotated[None, PlainValidator(_nothing)] = None
+
+    @property
+    def output_limit(self) -> int:
+        """Most tokens to generate; OpenAI's default for completions is 16."""
+        return super().output_limit or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        return self.logprobs
+
+
+class Message(JsonModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, PlainValidator(_content)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    # Clients send back what they got, with these fields empty.
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    audio: Annotated[None, PlainValidator(_nothing)] = None
+    function_call: Annotated[None, PlainValidator(_nothing)] = None
+    tool_calls: Annotated[None, PlainValidator(_nothing)] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            fail("required", "content")
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    # Fail fast: a body with a million bad messages gets one error, not a million.
+    messages: Annotated[list[Message], FailFast()]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, between(0, 20)] | None = None
+    """Number of alternatives to report beside each drawn token, with `logprobs`."""
+
+    # vLLM's
+    add_generation_prompt: bool = True
+    continue_final_message: Annotated[bool, only(False)] = False
+
+    # Refused unless they ask for nothing
+    audio: Annotated[None, PlainValidator(_nothing)] = None
+    functions: Annotated[None, PlainValidator(_nothing)] = None
+    function_call: Literal["none", "auto"] = "none"
+    modalities: Annotated[list[str], PlainValidator(_text_only)] = Field(
+        default_factory=lambda: ["text"]
+    )
+    response_format: Annotated[dict[str, Any], PlainValidator(_text_format)] = Field(
+        default_factory=lambda: {"type": "text"}
+    )
+    tools: Annotated[None, PlainValidator(_nothing)] = None
+    tool_choice: Literal["none", "auto"] = "none"
+
+    # Ignored
+    metadata: dict[str, str] | None = None
+    moderation: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> Self:
+        if not self.messages:
+            fail("must not be empty", "messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            fail("needs 'logprobs': true", "top_logprobs")
+        return self
+
+
+# --- from bytes -----------------------------------------------------------------------------
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_request(cls: type[R], body: bytes) -> R:
+    """Read a request.
+
+    Raises
+    ------
+    InvalidRequest
+        `body` is not UTF-8, not JSON (NaN, lone surrogates and nesting deeper than 200 count as
+        such), not an object, or not a `cls`. The message names the first field at fault.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, got {shown(data)}")
+    try:
+        return cls.model_validate(data)
+    except ValidationError as exc:
+        raise _explained(exc.errors(include_url=False)[0]) from None
+
+
+_EXPECTED: dict[str, str] = {
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "an array",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+"""By pydantic's name for the error."""
+
+
+def _explained(error: ErrorDetails) -> InvalidRequest:
+    """pydantic's finding in the words of the API."""
+    context = error.get("ctx", {})
+    path = _path((*error["loc"], *([context["field"]] if context.get("field") else [])))
+    return InvalidRequest(f"{path}: {_complaint(error, context)}", param=path)
+
+
+def _complaint(error: ErrorDetails, context: dict[str, Any]) -> str:
+    kind, got = error["type"], shown(error["input"])
+    if kind == "csps":
+        return str(context["text"])
+    if kind == "missing":
+        return "required"
+    if kind == "literal_error":
+        return f"must be {context['expected']}, got {got}"
+    if kind in _EXPECTED:
+        return f"must be {_EXPECTED[kind]}, got {got}"
+    return f"{error['msg']}, got {got}"
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    path = ""
+    for step in steps:
+        path += f"[{step}]" if isinstance(step, int) else f".{step[:64]}"
+    return path.removeprefix(".")

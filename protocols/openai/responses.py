@@ -1,0 +1,352 @@
+"""What clients get: OpenAI's response bodies, whole ones and errors (streams: `openai_stream`).
+
+Server-sent events of a streamed answer, at a few microseconds a token.
+
+All of a chunk but the text is the same from token to token. It is encoded once per stream; a token
+then costs one JSON string. A pydantic model per chunk would cost ten times that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as _json_string
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel
+
+from csps.protocols.core.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    GangLost,
+    RanksHeld,
+    RequestError,
+    Superseded,
+    TransferError,
+)
+from csps.protocols.openai.requests import StreamOptions
+
+FinishReason = Literal["stop", "length"]
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; vLLM's value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLogprob:
+    """A token as text, with its log-probability and those of the likeliest tokens instead of it."""
+
+    token: str
+    token_bytes: bytes
+    """Of the token alone; `token` may hold escaped bytes where it splits a character."""
+    logprob: float
+    top: tuple[TextLogprob, ...] = ()
+    offset: int = 0
+    """Characters of the answer before a drawn token. A token that goes on with a character begins
+    where the character does."""
+
+    @property
+    def finite(self) -> float:
+        """`logprob` as JSON can express it."""
+        return self.logprob if math.isfinite(self.logprob) else _LEAST_LOGPROB
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+    """Whose KV was there: nothing computed them again."""
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Self:
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        )
+
+
+# --- /v1/completions ------------------------------------------------------------------------
+
+
+class CompletionLogprobs(BaseModel):
+    """Four parallel lists, one element per token."""
+
+    text_offset: list[int]
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+
+    @classmethod
+    def of(cls, entries: Sequence[TextLogprob]) -> Self:
+        return cls(
+            text_offset=[entry.offset for entry in entries],
+            tokens=[entry.token for entry in entries],
+            token_logprobs=[entry.finite for entry in entries],
+            # As at OpenAI, the drawn token is always among them.
+            top_logprobs=[{top.token: top.finite for top in (*e.top, e)} for e in entries],
+        )
+
+
+class CompletionChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class CompletionResponse(BaseModel):
+    """Body of the answer of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    csps: dict[str, Any] | None = None
+    """Plan and timings, where the request asked for them; left out otherwise."""
+
+
+# --- /v1/chat/completions -------------------------------------------------------------------
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+    @classmethod
+    def of(cls, entry: TextLogprob) -> Self:
+        return cls(
+            token=entry.token,
+            bytes=list(entry.token_bytes),
+            logprob=entry.finite,
+            top_logprobs=[
+                ChatTopLogprob(token=t.token, bytes=list(t.token_bytes), logprob=t.finite)
+                for t in entry.top
+            ],
+        )
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+    @classmethod
+    def of(cls, entries: Sequence[TextLogprob]) -> Self:
+        return cls(content=[ChatTokenLogprob.of(entry) for entry in entries])
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletionResponse(BaseModel):
+    """Body of the answer of `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    csps: dict[str, Any] | None = None
+    """Plan and timings, where the request asked for them; left out otherwise."""
+
+
+# --- /v1/models -----------------------------------------------------------------------------
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "csps"
+    max_model_len: int
+    """Most tokens of prompt and answer together; vLLM's name."""
+
+
+class ModelList(BaseModel):
+    """Body of the answer of `GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def error_body(exc: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """HTTP status, body and headers for a request that failed with `exc`.
+
+    A `RequestError` is explained to the client. Anything else is our own affair: the client learns
+    whether to try again, and no more.
+    """
+    if isinstance(exc, RequestError):
+        return exc.status, _error(str(exc), exc.type, exc.param, exc.code), _headers(exc)
+    status, message, code = _public_face(exc)
+    retry = {"Retry-After": "5"} if status == 503 else {}
+    return status, _error(message, "server_error", None, code), retry
+
+
+def _headers(exc: RequestError) -> dict[str, str]:
+    retry_after_s: float | None = getattr(exc, "retry_after_s", None)
+    if retry_after_s is not None:
+        return {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return {"WWW-Authenticate": "Bearer"} if exc.status == 401 else {}
+
+
+def _public_face(exc: BaseException) -> tuple[int, str, str]:
+    match exc:
+        case DeadlineExceeded():
+            return 504, "The request took longer than the server allows.", "timeout"
+        # What passes; a rank's own mistake arrives as a `FaultError` as well. `Cancelled` is a
+        # request that is cut off when the server shuts down.
+        case (
+            GangLost()
+            | RanksHeld()
+            | Superseded()
+            | ConnectionLost()
+            | TransferError()
+            | Cancelled()
+        ):
+            return 503, "A part of the server is being restarted. Try again.", "unavailable"
+        case _:
+            return 500, "The server failed to process the request.", "internal_error"
+
+
+def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+DONE = b"data: [DONE]\n\n"
+"""Ends every stream."""
+
+
+def error_event(exc: BaseException) -> bytes:
+    """The event that ends a stream whose request failed after its first chunk."""
+    _, body, _ = error_body(exc)
+    return f"data: {json.dumps(body)}\n\n".encode()
+
+
+class _Stream(ABC):
+    """Encodes the chunks of one answer, in order."""
+
+    _object: str
+    _before_text: str
+    _after_text: str
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        prompt_tokens: int,
+        cached_tokens: Callable[[], int],
+        options: StreamOptions,
+    ) -> None:
+        envelope = {"id": request_id, "object": self._object, "created": created, "model": model}
+        self._head = f'data: {json.dumps(envelope)[:-1]}, "choices": ['
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+        self._include_usage = options.include_usage
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
+
+    def delta(
+        self,
+        text: str,
+        *,
+        completion_tokens: int,
+        logprobs: Sequence[TextLogprob] = (),
+        finish_reason: FinishReason | None = None,
+        csps: dict[str, Any] | None = None,
+    ) -> bytes:
+        """One chunk: `text` is new, `completion_tokens` have been generated so far.
+
+        `finish_reason` marks the last chunk with text; `csps` is the report that `explain` asks
+        for and goes with it.
+        """
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        report = "" if csps is None else f', "csps": {json.dumps(csps)}'
+        return (
+            f'{self._head}{{"index": 0, {self._before_text}{_json_string(text)}{self._after_text}'
+            f', "logprobs": {self._logprobs(logprobs)}, "finish_reason": {reason}}}]'
+            f"{self._usage_so_far(completion_tokens)}{report}}}\n\n"
+        ).encode()
+
+    def usage(self, completion_tokens: int) -> bytes:
+        """The chunk after the last one, with the usage; empty unless the client asked for it."""
+        if not self._include_usage:
+            return b""
+        return f'{self._head}], "usage": {self._usage(completion_tokens)}}}\n\n'.encode()
+
+    def _usage_so_far(self, completion_tokens: int) -> str:
+        if not self._include_usage:
+            return ""
+        if not self._continuous_usage:
+            return ', "usage": null'
+        return f', "usage": {self._usage(completion_tokens)}'
+
+    def _usage(self, completion_tokens: int) -> str:
+        return (
+            f'{{"prompt_tokens": {self._prompt_tokens}, "completion_tokens": {completion_tokens}, '
+            f'"total_tokens": {self._prompt_tokens + completion_tokens}, '
+            f'"prompt_tokens_details": {{"cached_tokens": {self._cached_tokens()}}}}}'
+        )
+
+    @abstractmethod
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
+        """JSON of `entries`."""
+
+
+class CompletionStream(_Stream):
+    """Chunks of `/v1/completions`."""
+
+    _object = "text_completion"
+    _before_text, _after_text = '"text": ', ""
+
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
+        return CompletionLogprobs.of(entries).model_dump_json() if entries else "null"
+
+
+class ChatStream(_Stream):
+    """Chunks of `/v1/chat/completions`."""
+
+    _object = "chat.completion.chunk"
+    _before_text, _after_text = '"delta": {"content": ', "}"
+
+    def start(self) -> bytes:
+        """The first chunk, which says who speaks."""
+        return (
+            f'{self._head}{{"index": 0, "delta": {{"role": "assistant", "content": ""}}, '
+            f'"logprobs": null, "finish_reason": null}}]{self._usage_so_far(0)}}}\n\n'
+        ).encode()
+
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
+        return ChatLogprobs.of(entries).model_dump_json() if entries else "null"

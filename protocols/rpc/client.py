@@ -1,0 +1,182 @@
+"""The calling end of MessagePack-RPC (conventions: `rpc_wire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Self
+
+from csps.protocols.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ProtocolError,
+    from_wire,
+    to_wire,
+)
+from csps.protocols.rpc import trace_context
+from csps.protocols.rpc.wire import (
+    AUTHENTICATE,
+    CANCEL,
+    HELLO,
+    NOTIFICATION,
+    REQUEST,
+    RESPONSE,
+    SCHEMA_VERSION,
+    ClientHandshake,
+    RpcConnection,
+    RpcLimits,
+    payload_and_meta,
+)
+
+_log = logging.getLogger(__name__)
+
+OnNotification = Callable[[str, Any], None]
+"""Called with method and payload, in order of arrival, on the event loop: it must not block."""
+
+_MSGID_MASK = 0xFFFF_FFFF
+
+
+class RpcClient(RpcConnection):
+    """One authenticated connection to an `RpcServer`. Make it with `connect`."""
+
+    def __init__(self, limits: RpcLimits, on_notification: OnNotification | None) -> None:
+        super().__init__(limits)
+        self._on_notification = on_notification
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._last_msgid = 0
+        self._authenticated = False
+
+    @classmethod
+    async def connect(
+        cls,
+        host: str,
+        port: int,
+        *,
+        secret: bytes,
+        name: str,
+        deadline_s: float,
+        on_notification: OnNotification | None = None,
+        limits: RpcLimits | None = None,
+        version: int = SCHEMA_VERSION,
+    ) -> Self:
+        """Connect, and authenticate both sides to each other.
+
+        Raises
+        ------
+        ConnectionLost
+            Nobody listens there, or the connection broke.
+        ProtocolMismatch, AuthenticationFailed
+            The wrong somebody listens there.
+        DeadlineExceeded
+            It took longer than `deadline_s`.
+        """
+        handshake = ClientHandshake(secret, version, name)
+        client = cls(limits or RpcLimits(), on_notification)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await client._open(host, port)
+                await client._authenticate(handshake, deadline_s)
+        except (TimeoutError, DeadlineExceeded):
+            raise DeadlineExceeded(f"connecting to {host}:{port}", deadline_s) from None
+        finally:
+            if not client._authenticated and client.connected:
+                client.abort(ConnectionLost("the handshake failed"))
+        return client
+
+    async def _open(self, host: str, port: int) -> None:
+        try:
+            await self._loop.create_connection(lambda: self, host, port)
+        except OSError as exc:
+            raise ConnectionLost(f"cannot connect to {host}:{port}: {exc}") from exc
+
+    async def _authenticate(self, handshake: ClientHandshake, deadline_s: float) -> None:
+        reply = await self.call(HELLO, handshake.hello(), deadline_s=deadline_s)
+        proof = handshake.authenticate(reply)
+        handshake.verify(await self.call(AUTHENTICATE, proof, deadline_s=deadline_s))
+        self._authenticated = True
+        self.trusted()
+
+    async def call(self, method: str, payload: Any = None, *, deadline_s: float) -> Any:
+        """Ask, and wait for the answer. Cancelling the wait cancels the work at the other end.
+
+        The current trace context travels along.
+
+        Raises
+        ------
+        CspsError
+            What the handler raised, as the same class if it is one of the tree.
+        ConnectionLost
+            The connection is gone, or goes before the answer has come.
+        DeadlineExceeded
+            There was no answer within `deadline_s`, sending included.
+        """
+        if self.closed.done():
+            raise ConnectionLost(str(self.closed.result()))
+        msgid = self._next_msgid()
+        answer = self._pending[msgid] = self._loop.create_future()
+        meta = {"deadline_ms": int(deadline_s * 1000), **trace_context.inject()}
+        # Cheaper by 3 us than `asyncio.timeout`. No `drain()` before sending: a caller waits for
+        # its answer anyway, and `max_backlog_bytes` bounds what many callers can pile up.
+        timer = self._loop.call_later(deadline_s, _expire, answer, method, deadline_s)
+        try:
+            self.send((REQUEST, msgid, method, (payload, meta)))
+            return await answer
+        finally:
+            timer.cancel()
+            if self._pending.pop(msgid, None) is not None:  # not answered: withdrawn
+                self.send((NOTIFICATION, CANCEL, (msgid,)))
+
+    def notify(self, method: str, payload: Any = None) -> None:
+        """Tell, without an answer. `await drain()` now and then when telling much."""
+        if self.closed.done():
+            raise ConnectionLost(str(self.closed.result()))
+        self.send((NOTIFICATION, method, (payload,)))
+
+    async def close(self) -> None:
+        """Send what is queued and close; pending calls fail. Idempotent."""
+        self.end(ConnectionLost("closed by this side"))
+        await asyncio.shield(self.closed)
+
+    def _next_msgid(self) -> int:
+        """The next free 32-bit number: a long call may outlive a whole turn of the counter."""
+        msgid = (self._last_msgid + 1) & _MSGID_MASK
+        while msgid in self._pending:
+            msgid = (msgid + 1) & _MSGID_MASK
+        self._last_msgid = msgid
+        return msgid
+
+    # --- Connection ---
+
+    def response_received(self, msgid: int, error: Any, result: Any) -> None:
+        answer = self._pending.pop(msgid, None)
+        if answer is None or answer.done():  # withdrawn before it was answered
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(from_wire(error))
+
+    def notification_received(self, method: str, params: list[Any]) -> None:
+        if self._on_notification is None or not self._authenticated:
+            return
+        payload, _ = payload_and_meta(params)
+        try:
+            self._on_notification(method, payload)
+        except Exception:
+            _log.exception("handling notification %s failed", method)
+
+    def request_received(self, msgid: int, method: str, params: list[Any]) -> None:
+        refusal = ProtocolError("this end of the connection answers no calls")
+        self.send((RESPONSE, msgid, to_wire(refusal), None))
+
+    def connection_closed(self, reason: ConnectionLost) -> None:
+        pending, self._pending = self._pending, {}
+        for answer in pending.values():
+            if not answer.done():
+                answer.set_exception(ConnectionLost(str(reason)))
+
+
+def _expire(answer: asyncio.Future[Any], method: str, deadline_s: float) -> None:
+    if not answer.done():
+        answer.set_exception(DeadlineExceeded(f"rpc {method}", deadline_s))

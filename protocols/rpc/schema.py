@@ -1,0 +1,96 @@
+"""Strict conversion between frozen dataclasses and what MessagePack can carry.
+
+`pack` trusts its argument, which the type checker has seen; `unpack` trusts nothing: a missing or
+unknown field or a value of another type is a `ProtocolError` that names class and field. msgspec
+checks, against a struct that is made of a class on first use: of a dataclass itself it would take
+what is unknown, and defaults in the place of what is missing.
+
+Field types: `int`, `float` (an int is accepted), `str`, `bool`, `bytes`, `X | None`, `Literal`,
+`StrEnum`, `tuple[X, ...]`, `list[X]`, `dict[K, X]` and other such dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import threading
+import types
+import typing
+from typing import Any, Literal, TypeVar, Union
+
+import msgspec
+
+from csps.protocols.core.errors import ProtocolError
+
+T = TypeVar("T")
+_first_use = threading.Lock()
+_known: set[type] = set()
+"""Classes that msgspec knows all about."""
+_SCALARS: frozenset[type] = frozenset({int, float, str, bool, bytes})
+
+
+def pack(obj: Any) -> dict[str, Any]:
+    """`{field: value}` of a dataclass, nested ones included."""
+    packed: dict[str, Any] = msgspec.to_builtins(obj, builtin_types=(bytes,))
+    return packed
+
+
+def unpack(cls: type[T], data: Any) -> T:
+    """The `cls` that `data` describes.
+
+    Raises
+    ------
+    ProtocolError
+        `data` is not exactly a `cls`.
+    """
+    try:
+        if cls in _known:
+            return _converted(cls, data)
+        # What msgspec finds out about a class it enters before it has all of it: a second thread
+        # that is the first as well would read nothing where a type should be, and crash.
+        with _first_use:
+            converted = _converted(cls, data)
+            _known.add(cls)
+            return converted
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"{cls.__name__}: {exc}") from None
+
+
+def _converted(cls: type[T], data: Any) -> T:
+    message: type = cls
+    # Bytes travel as they are: text that may be base64 is not taken for them.
+    whole = msgspec.convert(data, _struct(message), builtin_types=(bytes,))
+    return msgspec.convert(whole, cls, from_attributes=True, builtin_types=(bytes,))
+
+
+@functools.cache
+def _struct(cls: type) -> type[msgspec.Struct]:
+    """What exactly the fields of a dataclass may be."""
+    assert dataclasses.is_dataclass(cls), f"{cls!r} is not a message"
+    hints = typing.get_type_hints(cls)
+    fields = [(it.name, _strict(hints[it.name])) for it in dataclasses.fields(cls)]
+    return msgspec.defstruct(cls.__name__, fields, forbid_unknown_fields=True)
+
+
+def _strict(kind: Any) -> Any:
+    """A type annotation with structs in the place of dataclasses; `TypeError` if it is not one of
+    the module's list."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SCALARS or origin is Literal:
+        return kind
+    if origin in (Union, types.UnionType):
+        if len(args) != 2 or type(None) not in args:
+            raise TypeError(f"{kind!r}: the only union that a message may hold is X | None")
+        return _strict(args[0] if args[1] is type(None) else args[1]) | None
+    if origin is list:
+        return list[_strict(args[0])]  # type: ignore[misc]
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return tuple[_strict(args[0]), ...]  # type: ignore[misc]
+    if origin is dict:
+        return dict[_strict(args[0]), _strict(args[1])]  # type: ignore[misc]
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return kind
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _struct(kind)
+    raise TypeError(f"{kind!r} cannot be a field of a message")

@@ -1,0 +1,171 @@
+"""Serve replicas that host the ranks of a gang.
+
+Ray Serve places the ranks of a gang together and replaces the whole gang when one dies. A replica
+is a thin shell: the rank has its own threads and talks to the router and to other ranks by itself.
+Nothing of a request ever passes through the shell or through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ray import serve
+from ray.serve.gang import GangContext
+from ray.serve.handle import DeploymentHandle
+
+from csps.actors.worker.rank_config import RankConfig
+from csps.protocols.gang.members import GangRole, RankAddress
+from csps.services.cluster.membership import Member
+from csps.services.cluster.ray_context import (
+    RayGenerations,
+    application_name,
+    labelled_location,
+    listen_host,
+    own_labels,
+)
+from csps.services.cluster.registry import Registration, Registry, wait_for_store
+from csps.services.settings.credentials import ClusterSecret
+from csps.services.settings.devices import check_gpus, resolve_device
+from csps.services.settings.settings import Settings
+from csps.services.telemetry import tracing
+
+if TYPE_CHECKING:
+    # The shell is imported to build the application as well, where torch is not needed.
+    from csps.actors.comm.process_group import HostedStore, StoreAddress
+    from csps.actors.worker.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.1
+
+
+class GangRank:
+    """One rank of one gang inside one Serve replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits an async constructor
+        self,
+        role: GangRole,
+        settings: Settings,
+        secret: ClusterSecret,
+        registry: DeploymentHandle[Registry],
+    ) -> None:
+        self._drain_s = settings.drain_s
+        gang = _gang_context()
+        self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
+        began = time.monotonic()
+        config = rank_config(role, settings, gang, host=listen_host(settings))
+        store = await _rendezvous_store(gang, config.host, registry)
+        self._rank = _make_rank(config, secret, store)
+        self._address = await asyncio.to_thread(self._rank.start)
+        member = await self._member(role, gang)
+        self._registration = Registration(member, registry.join.remote)
+        logger.info(
+            "%s rank %d of gang %s is up after %.1f s at %s:%d",
+            role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
+        )  # fmt: skip
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the rank cannot go on, which replaces its gang."""
+        self._rank.check_health()
+        self._registration.check()
+
+    async def __del__(self) -> None:
+        rank = getattr(self, "_rank", None)
+        if rank is None:  # the constructor did not get that far
+            return
+        if registration := getattr(self, "_registration", None):
+            registration.end()
+        await _router_detached(rank, self._drain_s)
+        await asyncio.to_thread(rank.close)
+        self._flush_spans()
+
+    async def _member(self, role: GangRole, gang: GangContext) -> Member:
+        host, port = self._address
+        return Member(
+            role=role,
+            gang_id=gang.gang_id,
+            world_size=gang.world_size,
+            address=RankAddress(rank=gang.rank, host=host, port=port),
+            incarnation=await _incarnation(role) if gang.rank == 0 else 0,
+        )
+
+
+def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
+    """What the settings say about one rank."""
+    section = settings.gangs[role]
+    check_gpus(settings)
+    return RankConfig(
+        model_dir=str(settings.model_dir),
+        role=role,
+        rank=gang.rank,
+        world_size=gang.world_size,
+        tp=section.tp,
+        gang_id=gang.gang_id,
+        kv_slots=section.kv_slots,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device, section.num_gpus),
+        threads=section.threads,
+        host=host,
+        location=location(role, settings, gang.rank),
+        max_positions=settings.max_positions,
+        kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
+        kv_receiving_backends=settings.kv_transfer.receiving_backends,
+        kv_checksum=settings.kv_transfer.checksum,
+        quantum_ms=settings.quantum_ms,
+    )
+
+
+def location(role: GangRole, settings: Settings, rank: int) -> str:
+    """The rank's Rack-Server-GPU id: from the settings, or from its node's label.
+
+    With a label, a rank's number stands for its GPU's, which only has to differ in the server.
+
+    Raises:
+        ConfigError: the label is no Rack-Server id; Serve then shows why the rank does not start.
+    """
+    named = settings.topology.of(role)
+    return named[rank] if named else str(labelled_location(own_labels(), rank))
+
+
+async def _incarnation(role: GangRole) -> int:
+    """Gangs of a deployment are counted where the count outlives the registry."""
+    return await RayGenerations(f"{application_name()}/{role}-gangs").claim()
+
+
+def _gang_context() -> GangContext:
+    gang = serve.get_replica_context().gang_context
+    assert gang is not None, "deployed without GangSchedulingConfig"
+    return gang
+
+
+async def _rendezvous_store(
+    gang: GangContext, host: str, registry: DeploymentHandle[Registry]
+) -> HostedStore | StoreAddress:
+    """Rank 0 hosts the rendezvous store of the gang, the others learn where it is."""
+    from csps.actors.comm.process_group import StoreAddress, host_store
+
+    if gang.rank > 0:
+        return StoreAddress(*await wait_for_store(registry, gang.gang_id))
+    hosted = host_store(host)
+    await registry.publish_store.remote(gang.gang_id, hosted.address.host, hosted.address.port)
+    return hosted
+
+
+def _make_rank(
+    config: RankConfig, secret: ClusterSecret, store: HostedStore | StoreAddress
+) -> Rank:
+    from csps.actors.worker.rank import Rank
+
+    return Rank(config, secret=secret.value, store=store)
+
+
+async def _router_detached(rank: Rank, deadline_s: float) -> None:
+    """Serve stops all deployments at once; the router goes on until its requests have ended."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            while rank.attached:  # noqa: ASYNC110 (it changes on another thread)
+                await asyncio.sleep(DRAIN_POLL_S)

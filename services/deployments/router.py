@@ -1,0 +1,97 @@
+"""The router: HTTP in front, gangs behind, and the only process that knows all requests."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.ray_context import RayGenerations, application_name
+from csps.services.cluster.registry import Registry, RegistryDirectory
+from csps.services.deployments.configurator import Configurator, ConfiguratorClient, attention_shape
+from csps.services.deployments.gang_rank import GangRank
+from csps.services.http.api import HttpApi
+from csps.services.http.body import TokenizerPool
+from csps.services.http.request_parser import RequestParser
+from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
+from csps.services.router.service import RequestService
+from csps.services.settings.credentials import ApiKeys, ClusterSecret, TimelineClients
+from csps.services.settings.settings import Settings
+from csps.services.telemetry import tracing
+from csps.services.telemetry.metrics import Metrics
+
+
+class Router:
+    """Serve ingress. All mechanisms live in plain classes; this puts them together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        secret: ClusterSecret,
+        registry: DeploymentHandle[Registry],
+        configurator: DeploymentHandle[Configurator],
+        gangs: Sequence[DeploymentHandle[GangRank]],
+    ) -> None:
+        # `gangs` makes the gangs a part of the application; they are reached without Ray.
+        self._settings = settings
+        self._flush_spans = tracing.install("csps-router", settings.telemetry)
+        self._configurator = ConfiguratorClient(configurator, secret)
+        self._metrics = Metrics(settings.model_name)
+        self._tokenizer_pool = TokenizerPool()
+        table = initial_costs(settings)
+        self._log = open_log(settings, table)
+        store_table = None if self._log is None else self._log.store_table
+        costs = CostTableService(table, self._configurator.strategies, store_table)
+        self._service = RequestService(
+            cluster=Cluster(
+                RegistryDirectory(registry),
+                secret=secret.value,
+                router_id=secrets.token_hex(8),
+                generations=RayGenerations(f"{application_name()}/routers"),
+                roles=tuple(settings.gangs),
+            ),
+            scheduler=make_scheduler(settings, costs.costs),
+            costs=costs,
+            shape=attention_shape(settings),
+            observer=self._metrics,
+            recorder=self._log,
+        )
+        self._metrics.watch(self._service)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Called by Serve once the constructor has returned."""
+        api = HttpApi(
+            parser=RequestParser(self._settings),
+            service=self._service,
+            keys=ApiKeys.load(self._settings.api_keys_file),
+            metrics=self._metrics,
+            max_body_bytes=self._settings.max_body_bytes,
+            timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
+            tokenizer_pool=self._tokenizer_pool,
+        )
+        return api.app(self._lifespan)
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the scheduler cannot go on, which replaces the router."""
+        self._service.check_health()
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
+        await self._service.start()
+        ahead = asyncio.create_task(self._configurator.connect())
+        try:
+            yield
+        finally:
+            ahead.cancel()
+            await self._service.close(self._settings.drain_s)
+            await self._configurator.close()
+            self._tokenizer_pool.close()
+            if self._log is not None:
+                self._log.close()
+            self._flush_spans()

@@ -1,0 +1,98 @@
+"""What the configurator may trade accuracy for, of this model on this machine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from csps.configurator.model.scaling_information_base import Identity, ScalingInformationBase
+from csps.configurator.plan.predicted_options import (
+    DirectAnswerer,
+    PredictedOptions,
+    answered_space,
+)
+from csps.configurator.regressors.accuracy import KIND, AccuracyModel, shipped_accuracy
+from csps.configurator.regressors.direct import DirectModel
+from csps.models.network.spec import read_spec
+from csps.protocols.attention.plan import ObjectiveKind
+from csps.protocols.core.errors import ConfigError, CspsError
+from csps.services.measured.identity import identity_of
+from csps.services.measured.measured_groups import MeasuredGroups
+from csps.services.settings.settings import Settings
+
+OBJECTIVE_KINDS: tuple[ObjectiveKind, ...] = ("ttft", "accuracy")
+UNKNOWN = "nothing is known here yet of what sparse attention takes and loses"
+_log = logging.getLogger(__name__)
+
+
+def accuracy_model(settings: Settings) -> AccuracyModel | str:
+    """What sparse attention loses with this model, as learned here or as it ships; or why nobody
+    knows."""
+    folder = regressors_folder(Path(settings.scaling_information_base))
+    identity = identity_of(settings)
+    try:
+        return AccuracyModel.load(accuracy_folder(folder), of_model(identity))
+    except CspsError as error:
+        return shipped_accuracy(identity.weights) or str(error)
+
+
+def predicted_options(settings: Settings, accuracy: AccuracyModel | str) -> PredictedOptions | str:
+    """What requests with bounds choose from; or why all attention is exact, in words that clients
+    may read, and the log has the rest. Missing and foreign measurements end no server.
+
+    Args:
+        accuracy: `accuracy_model`.
+    """
+    try:
+        if isinstance(accuracy, str):
+            raise ConfigError(accuracy)
+        return _read(settings, accuracy)
+    except CspsError as error:
+        _log.warning("attention is exact whatever bounds requests have: %s", error)
+        return UNKNOWN
+
+
+def regressors_folder(sib: Path) -> Path:
+    """Where `csps train` keeps what it has learned from a scaling information base."""
+    return sib.with_suffix(".regressors")
+
+
+def accuracy_folder(folder: Path) -> Path:
+    """Of the regressor of the loss of accuracy."""
+    return folder / KIND
+
+
+def direct_folder(folder: Path, kind: ObjectiveKind) -> Path:
+    """Of the regressors of an objective."""
+    return folder / f"objective-{kind}"
+
+
+def of_model(identity: Identity) -> dict[str, str]:
+    """What the loss of accuracy depends on."""
+    return {"weights": identity.weights, "dtype": identity.dtype}
+
+
+def of_machine(identity: Identity) -> dict[str, str]:
+    """What times depend on as well."""
+    return {**of_model(identity), "device": identity.device, "torch": identity.torch}
+
+
+def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
+    path, identity = Path(settings.scaling_information_base), identity_of(settings)
+    base = ScalingInformationBase.read(path, identity) if path.is_file() else None
+    if base is None:
+        raise ConfigError(f"there is no {path}: nothing was profiled on this machine")
+    with base:
+        groups = MeasuredGroups.read(base, settings)
+    folder, layers = regressors_folder(path), read_spec(settings.model_dir).layers
+    space = answered_space(layers)
+    machine = of_machine(identity)
+    models = {
+        kind: DirectModel.load(direct_folder(folder, kind), kind, len(space.groups.runs), machine)
+        for kind in OBJECTIVE_KINDS
+    }
+    return PredictedOptions(
+        answerer=DirectAnswerer(space=space, models=models),
+        accuracy=accuracy,
+        group_of=groups.of_servers,
+    )

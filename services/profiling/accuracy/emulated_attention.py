@@ -1,0 +1,411 @@
+"""The first layer's rows, which no configuration changes: it never drops anything.
+
+Shape suffixes: n rows, h query heads, g KV heads, d hidden or head dim.
+
+Sparse attention as a group's ranks compute it, in one process and without an exchange.
+
+What ranks of SP-NTP and SP-TP send each other changes no result, so that accuracy can be measured
+without ranks: the parts of a prompt are cut, judged, selected and merged by the functions that
+ranks use, one part after another.
+
+A *unit* is what keeps tokens of its own: a KV head; in SP-TP, where members share a KV head, those
+of its query heads that one member has. It is a KV head of its own here.
+
+Shape suffixes: t tokens of the prompt, n rows (the prompt's, and those of an answer behind it), h
+query heads, g KV heads, u units, k kept tokens, d head dim.
+
+A prompt through the whole model, by any number of configurations one after another.
+
+What configurations have in common is computed once: the first layer, and of the second one what
+its level 1 sees and what importance is judged by.
+
+Shape suffixes: n rows (the prompt's, and those of an answer behind it), s scored rows, t tokens of
+the prompt, u units, d hidden or head dim, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csps.actors.attention.base.group import HeadSplit
+from csps.actors.attention.base.levels import (
+    DropSchedule,
+    LevelGeometry,
+    LevelPart,
+    always_kept,
+    kept_counts,
+)
+from csps.kernels.attention import attention
+from csps.kernels.importance import gather_kept, importance, select
+from csps.kernels.merge import merge_into, nothing_seen
+from csps.models.network.network import Layer, Network
+from csps.models.network.spec import ModelSpec
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.core.placement import even_share
+from csps.protocols.gang.step_messages import PrefillChunk
+
+
+@dataclass(frozen=True)
+class FirstLayer:
+    """Of a text; another text can be put behind it without computing it again."""
+
+    q_nhd: Tensor
+    k_ngd: Tensor
+    v_ngd: Tensor
+    x_nd: Tensor
+    """After the layer."""
+
+    @classmethod
+    def of(cls, network: Network, token_ids: Sequence[int]) -> FirstLayer:
+        """Of a text from position 0 on."""
+        spec, like = network.spec, network.embedding_vd
+        nothing = like.new_empty(0, spec.kv_heads, spec.head_dim)
+        no_queries = like.new_empty(0, spec.heads, spec.head_dim)
+        empty = cls(no_queries, nothing, nothing, like.new_empty(0, spec.hidden))
+        return empty.followed_by(network, token_ids)
+
+    def followed_by(self, network: Network, token_ids: Sequence[int]) -> FirstLayer:
+        """With more tokens behind it."""
+        begin, layer = len(self.x_nd), network.layers[0]
+        end = begin + len(token_ids)
+        x_nd = network.embed(torch.tensor(token_ids, dtype=torch.int64))
+        q_nhd, k_ngd, v_ngd = layer.qkv(x_nd, network.rotary(torch.arange(begin, end)))
+        k_ngd, v_ngd = torch.cat((self.k_ngd, k_ngd)), torch.cat((self.v_ngd, v_ngd))
+        out_nhd, _ = attention(
+            q_nhd,
+            k_ngd,
+            v_ngd,
+            q_positions=range(begin, end),
+            k_positions=range(end),
+            scale=network.spec.scale,
+        )
+        return FirstLayer(
+            torch.cat((self.q_nhd, q_nhd)),
+            k_ngd,
+            v_ngd,
+            torch.cat((self.x_nd, layer.finish(x_nd, out_nhd))),
+        )
+
+
+@dataclass(frozen=True)
+class SharedText:
+    """A text as its own tokens see it, wherever it begins: what stands before it is merged in.
+
+    Questions of one length before the same text leave its queries, keys and values as they are, and
+    what they add is attention to a few keys.
+    """
+
+    begin: int
+    """Position of its first token."""
+    x_nd: Tensor
+    """Before the layer."""
+    q_nhd: Tensor
+    k_ngd: Tensor
+    v_ngd: Tensor
+    out_nhd: Tensor
+    lse_hn: Tensor
+
+    @classmethod
+    def of(cls, network: Network, token_ids: Sequence[int], begin: int) -> SharedText:
+        """Of a text behind `begin` tokens."""
+        at = range(begin, begin + len(token_ids))
+        x_nd = network.embed(torch.tensor(token_ids, dtype=torch.int64))
+        rotary = network.rotary(torch.arange(at.start, at.stop))
+        q_nhd, k_ngd, v_ngd = network.layers[0].qkv(x_nd, rotary)
+        seen = attention(
+            q_nhd, k_ngd, v_ngd, q_positions=at, k_positions=at, scale=network.spec.scale
+        )
+        return cls(begin, x_nd, q_nhd, k_ngd, v_ngd, *seen)
+
+    def behind(self, network: Network, token_ids: Sequence[int]) -> FirstLayer:
+        """With the tokens that stand before it."""
+        assert len(token_ids) == self.begin, "rotated to where it begins"
+        before = FirstLayer.of(network, token_ids)
+        out_nhd, lse_hn = self.out_nhd.clone(), self.lse_hn.clone()
+        far = attention(
+            self.q_nhd,
+            before.k_ngd,
+            before.v_ngd,
+            q_positions=None,
+            k_positions=None,
+            scale=network.spec.scale,
+        )
+        merge_into(out_nhd, lse_hn, *far)
+        return FirstLayer(
+            torch.cat((before.q_nhd, self.q_nhd)),
+            torch.cat((before.k_ngd, self.k_ngd)),
+            torch.cat((before.v_ngd, self.v_ngd)),
+            torch.cat((before.x_nd, network.layers[0].finish(self.x_nd, out_nhd))),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedGroup:
+    """The instances of a group, each with an equal part of a prompt."""
+
+    spec: ModelSpec
+    plan: CsaPlan
+    """Disjoint levels, one ratio for all KV heads, judged by a window of queries."""
+    tokens: int
+    """Of the prompt."""
+    tensor_parallel: bool = False
+    """SP-TP in place of SP-NTP."""
+
+    @property
+    def members(self) -> int:
+        """Instances."""
+        return len(self.plan.locations)
+
+    @cached_property
+    def parts(self) -> tuple[LevelPart, ...]:
+        """One for each member."""
+        shares = (even_share(self.tokens, self.members, member) for member in range(self.members))
+        return tuple(
+            LevelPart(index=m, member=m, chunk=0, rows=slice(it.start, it.stop), start=it.start)
+            for m, it in enumerate(shares)
+        )
+
+    @cached_property
+    def unit_heads(self) -> tuple[int, ...]:
+        """KV head of each unit, ascending."""
+        kv_heads = range(self.spec.kv_heads)
+        if not self.tensor_parallel:
+            return tuple(kv_heads)
+        split = HeadSplit(heads=self.spec.heads, kv_heads=self.spec.kv_heads, parts=self.members)
+        heads = [key for member in range(self.members) for key in kv_heads[split.keys(member)]]
+        assert self.spec.heads % len(heads) == 0, "units of equally many query heads"
+        return tuple(heads)
+
+    @property
+    def nearest(self) -> object:
+        """Groups for which it is equal compute the same at level 1."""
+        return self.members if self.plan.levels > 1 else 1
+
+    def drops(self, layer: int) -> bool:
+        """Whether anything is dropped in a layer."""
+        return self._schedule.drops(layer)
+
+    def of_units(self, x_ngd: Tensor) -> Tensor:
+        """(n, u, d): keys or values of each unit."""
+        if self.unit_heads == tuple(range(self.spec.kv_heads)):
+            return x_ngd
+        return x_ngd[:, list(self.unit_heads)]
+
+    def prompt_importance(self, q_nhd: Tensor, k_nud: Tensor) -> Tensor:
+        """(u, t) what the prompt's keys receive from its last queries."""
+        window = self.plan.importance_window
+        queries = range(max(0, self.tokens - window), self.tokens)
+        q_whd, k_tud = q_nhd[queries.start : queries.stop], k_nud[: self.tokens]
+        positions = {"q_positions": queries, "k_positions": range(self.tokens)}
+        _, lse_hw = attention(q_whd, k_tud, k_tud, scale=self.spec.scale, **positions)
+        return importance(q_whd, k_tud, lse_hw, scale=self.spec.scale, **positions)
+
+    def attend_near(self, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
+        """Level 1 of the prompt's rows; those behind it see everything before them."""
+        out_nhd, lse_hn = nothing_seen(q_nhd)
+        segments = self.plan.segments()[0]
+        for run in segments:
+            own = range(self.parts[run.start].rows.start, self.parts[run.stop - 1].rows.stop)
+            self._attend_causally(out_nhd, lse_hn, q_nhd, k_ngd, v_ngd, own, own)
+        behind = range(self.tokens, len(q_nhd))
+        if behind:
+            seen = range(len(q_nhd))
+            self._attend_causally(out_nhd, lse_hn, q_nhd, k_ngd, v_ngd, behind, seen)
+        return out_nhd, lse_hn
+
+    def attend_far(
+        self,
+        layer: int,
+        q_nhd: Tensor,
+        k_nud: Tensor,
+        v_nud: Tensor,
+        importance_ut: Tensor,
+        out_nhd: Tensor,
+        lse_hn: Tensor,
+    ) -> Tensor:
+        """Merge all farther levels of a layer into the result of level 1.
+
+        Returns:
+            (n,) bool, the rows that have changed.
+        """
+        changed_n = torch.zeros(len(q_nhd), dtype=torch.bool)
+        for level, seeing, seen in self._rectangles:
+            keys_uk = torch.cat([self._kept(layer, level, it, importance_ut) for it in seen], 1)
+            queries_uk = torch.cat(
+                [
+                    self._kept(layer, level, it, importance_ut)
+                    if self.plan.drop_queries
+                    else self._all_rows(it)
+                    for it in seeing
+                ],
+                1,
+            )
+            part = attention(
+                gather_kept(q_nhd, queries_uk),
+                gather_kept(k_nud, keys_uk),
+                gather_kept(v_nud, keys_uk),
+                q_positions=None,
+                k_positions=None,
+                scale=self.spec.scale,
+            )
+            merge_into(out_nhd, lse_hn, *part, queries_uk)
+            changed_n[queries_uk.flatten()] = True
+        return changed_n
+
+    # --- levels --------------------------------------------------------------------------------
+
+    @cached_property
+    def _schedule(self) -> DropSchedule:
+        kv_heads = self.spec.kv_heads
+        return DropSchedule(
+            plan=self.plan,
+            layers=self.spec.layers,
+            kv_heads=range(kv_heads),
+            total_kv_heads=kv_heads,
+        )
+
+    @cached_property
+    def _chunk(self) -> PrefillChunk:
+        return PrefillChunk(sequence_id=0, start=0, length=self.tokens)
+
+    @cached_property
+    def _rectangles(self) -> list[tuple[int, list[LevelPart], list[LevelPart]]]:
+        """Level, parts that see, and the parts that all of these see whole."""
+        return list(self._sights())
+
+    def _sights(self) -> Iterator[tuple[int, list[LevelPart], list[LevelPart]]]:
+        geometry = LevelGeometry(parts=self.parts, levels=self.plan.segments())
+        for level in range(2, self.plan.levels + 1):
+            for segment in self.plan.segments()[level - 1]:
+                sights = geometry.segment(level, segment.start).sights
+                for keys, alike in groupby(sights, key=lambda it: it.keys):
+                    seeing = [self.parts[it.part] for it in alike]
+                    yield level, seeing, [self.parts[index] for index in keys]
+
+    def _kept(self, layer: int, level: int, part: LevelPart, importance_ut: Tensor) -> Tensor:
+        """(u, k) rows of the prompt that a part keeps at a level."""
+        ratios = self._schedule.head_ratios(layer)[0]
+        count = kept_counts(self.plan, [self._chunk], part, ratios)[level - 1]
+        if count == part.length:
+            return self._all_rows(part)
+        always_t = torch.zeros(part.length, dtype=torch.bool)
+        for run in always_kept(self.plan, self._chunk, part):
+            always_t[run.start : run.stop] = True
+        return part.start + select(importance_ut[:, part.rows], count, always_t=always_t)
+
+    def _all_rows(self, part: LevelPart) -> Tensor:
+        return torch.arange(part.rows.start, part.rows.stop).expand(len(self.unit_heads), -1)
+
+    def _attend_causally(
+        self,
+        out_nhd: Tensor,
+        lse_hn: Tensor,
+        q_nhd: Tensor,
+        k_ngd: Tensor,
+        v_ngd: Tensor,
+        queries: range,
+        keys: range,
+    ) -> None:
+        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        out_nhd[rows], lse_hn[:, rows] = attention(
+            q_nhd[rows],
+            k_ngd[seen],
+            v_ngd[seen],
+            q_positions=queries,
+            k_positions=keys,
+            scale=self.spec.scale,
+        )
+
+
+class EmulatedPrompt:
+    """Logits of some rows. Rows behind the prompt are an answer's: decode sees all KV."""
+
+    def __init__(self, network: Network, first: FirstLayer, scored: range) -> None:
+        """
+        Args:
+            first: of the prompt and the answer.
+            scored: rows whose logits are wanted.
+        """
+        self._network = network
+        self._first = first
+        self._scored = scored
+        self._rotary = network.rotary(torch.arange(len(first.x_nd)))
+        self._known: dict[Hashable, Any] = {}
+
+    def logits(self, group: EmulatedGroup) -> Tensor:
+        """(s, v) as the group computes them."""
+        layers = self._network.layers
+        x_nd, scored_by = self._first.x_nd, (self._first.q_nhd, self._first.k_ngd)
+        for index, layer in enumerate(layers[1:-1], start=1):
+            x_nd, scored_by = self._layer(index, layer, x_nd, scored_by, group)
+        return self._network.logits(self._last_layer(layers[-1], x_nd))
+
+    def _layer(
+        self,
+        index: int,
+        layer: Layer,
+        x_nd: Tensor,
+        previous: tuple[Tensor, Tensor],
+        group: EmulatedGroup,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """After the layer; and its queries and keys, which may judge for the next one."""
+        q_nhd, k_ngd, v_ngd = self._once(index, "qkv", lambda: layer.qkv(x_nd, self._rotary))
+        near = self._once(
+            index, ("near", group.nearest), lambda: group.attend_near(q_nhd, k_ngd, v_ngd)
+        )
+        if group.plan.levels == 1:
+            return layer.finish(x_nd, near[0]), (q_nhd, k_ngd)
+        same = group.plan.importance_layer == "same"
+        q_scorer, k_scorer = (q_nhd, k_ngd) if same else previous
+        importance_ut = self._once(
+            index,
+            ("importance", same, group.plan.importance_window, group.unit_heads),
+            lambda: group.prompt_importance(q_scorer, group.of_units(k_scorer)),
+        )
+        out_nhd, lse_hn = near[0].clone(), near[1].clone()
+        changed_n = group.attend_far(
+            index,
+            q_nhd,
+            group.of_units(k_ngd),
+            group.of_units(v_ngd),
+            importance_ut,
+            out_nhd,
+            lse_hn,
+        )
+        if index > 1:
+            return layer.finish(x_nd, out_nhd), (q_nhd, k_ngd)
+        unchanged_nd = self._once(
+            index, ("finished", group.nearest), lambda: layer.finish(x_nd, near[0])
+        )
+        after_nd = unchanged_nd.clone()
+        after_nd[changed_n] = layer.finish(x_nd[changed_n], out_nhd[changed_n])
+        return after_nd, (q_nhd, k_ngd)
+
+    def _last_layer(self, layer: Layer, x_nd: Tensor) -> Tensor:
+        rows = slice(self._scored.start, self._scored.stop)
+        q_shd, _, _ = layer.qkv(x_nd[rows], self._rotary[rows])
+        k_ngd, v_ngd = layer.keys_and_values(x_nd, self._rotary)
+        out_shd, _ = attention(
+            q_shd,
+            k_ngd,
+            v_ngd,
+            q_positions=self._scored,
+            k_positions=range(len(x_nd)),
+            scale=layer.spec.scale,
+        )
+        return layer.finish(x_nd[rows], out_shd)
+
+    def _once(self, index: int, what: Hashable, compute: Callable[[], Any]) -> Any:
+        """Of the second layer, whose input all configurations have in common; else anew."""
+        if index != 1:
+            return compute()
+        if what not in self._known:
+            self._known[what] = compute()
+        return self._known[what]

@@ -1,0 +1,152 @@
+"""The live requests: from their submission to their last token, as the HTTP layer sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+from csps.protocols.core.errors import CspsError
+from csps.protocols.gang.messages import FinishReason, SampledToken
+from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
+from csps.services.router.live_sequences import LiveSequence
+from csps.services.scheduling.events.events import AnyEvent, RequestCancelled, RequestId, Submitted
+from csps.services.telemetry.observer import RequestObserver
+from csps.services.telemetry.request_trace import record_spans
+
+
+class LiveRequests:
+    """Owns every `RequestHandle` from `submit` until it has ended, in whichever way.
+
+    Args:
+        tell: takes events for the scheduler.
+        answered: is told of first tokens, for what they teach about times.
+    """
+
+    def __init__(
+        self,
+        observer: RequestObserver,
+        post_event: Callable[[AnyEvent], None],
+        on_first_token: Callable[[RequestHandle], None],
+    ) -> None:
+        self._observer, self._post_event, self._on_first_token = (
+            observer,
+            post_event,
+            on_first_token,
+        )
+        self._live: dict[RequestId, RequestHandle] = {}
+        self._request_ids = itertools.count(1)
+        self.none_left = asyncio.Event()
+        """Set while there is no live request."""
+        self.none_left.set()
+
+    def __iter__(self) -> Iterator[RequestHandle]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, request_id: RequestId) -> RequestHandle | None:
+        """The request, unless it has ended."""
+        return self._live.get(request_id)
+
+    # --- their beginning -----------------------------------------------------------------------
+
+    def submit(self, spec: RequestSpec) -> RequestHandle:
+        """Admit a request; its tokens come by iterating over what is returned."""
+        handle = RequestHandle(spec, request_id=next(self._request_ids), on_cancel=self._cancel)
+        self._live[handle.request_id] = handle
+        self.none_left.clear()
+        self._observer.submitted(handle)
+        deadline_s = spec.deadline_s
+        self._post_event(
+            Submitted(
+                request_id=handle.request_id,
+                prompt_tokens=int(spec.prompt.size),
+                output_tokens=spec.sampling.max_tokens,
+                cls=spec.cls.key,
+                deadline_ns=None
+                if deadline_s is None
+                else time.monotonic_ns() + int(deadline_s * 1e9),
+                hashes=spec.hashes,
+            )
+        )
+        return handle
+
+    # --- on their way --------------------------------------------------------------------------
+
+    def placed(self, handle: RequestHandle) -> None:
+        """The scheduler has found a place; slots are being reserved."""
+        handle.state = "reserving"
+        handle.timings.attempts += 1
+        handle.marks.placed = time.monotonic()
+
+    def launched(self, handle: RequestHandle) -> None:
+        """The first step was sent."""
+        handle.launched_at(time.monotonic())
+        self._observer.started(handle)
+
+    def deliver(self, handle: RequestHandle, token: SampledToken) -> None:
+        """Hand a token to the reader; with a `finish_reason`, the last."""
+        now, marks = time.monotonic(), handle.marks
+        last, marks.last_token = marks.last_token, now
+        if handle.state == "prefill":
+            handle.prefilled_at(now)
+        handle.deliver(token)
+        if last is None:
+            handle.first_token_at(now)
+            self._observer.first_token(handle)
+            self._on_first_token(handle)
+        else:
+            self._observer.token(handle, now - last)
+        if token.finish_reason is not None:
+            self._finish(handle, token.finish_reason)
+
+    def handed_over(self, handle: RequestHandle) -> None:
+        """All KV is where it decodes, and decode goes on from here."""
+        handle.state = "decoding"
+        handle.handed_over_at(time.monotonic())
+
+    def elastic_changed(self, sequence: LiveSequence, event: ElasticEvent) -> None:
+        """Something has happened to the group that computes or decodes a request."""
+        sequence.handle.elastic.append(event)
+        self._observer.elastic(event)
+
+    def restart(self, handle: RequestHandle, error: CspsError) -> None:
+        """An attempt was lost, the request waits again."""
+        handle.begin_attempt()
+        self._observer.retried(handle, error)
+
+    # --- their ends ----------------------------------------------------------------------------
+
+    def refuse(self, handle: RequestHandle, error: CspsError) -> None:
+        """It was not admitted after all: the line has filled up within this turn of the loop."""
+        handle.fail(error)
+        self._remove(handle)
+        self._observer.refused(error, handle.spec.slo)
+
+    def fail(self, handle: RequestHandle, error: CspsError) -> None:
+        """There will be no answer, or no rest of it."""
+        handle.fail(error)
+        self._remove(handle)
+        self._observer.failed(handle, error)
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self._finish(handle, handle.finish_reason or "cancelled")
+
+    def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
+        handle.finish(reason)
+        self._remove(handle)
+        self._observer.finished(handle, reason)
+
+    def _remove(self, handle: RequestHandle) -> None:
+        """The request has ended: nothing of it may stay behind here."""
+        del self._live[handle.request_id]
+        handle.close_timings(time.monotonic())
+        record_spans(handle)
+        if not self._live:
+            self.none_left.set()

@@ -1,0 +1,93 @@
+"""The scheduler's parts as the settings have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from csps.configurator.costs.cost_table import Costs, CostTable
+from csps.protocols.core.errors import ConfigError
+from csps.services.measured.scheduler_inputs import latency_table, ring_rules, scheduling_options
+from csps.services.router.decision_log import DecisionLog
+from csps.services.scheduling.core.decision_log import DecisionLogHeader
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import digest_of
+from csps.services.scheduling.events.limits import (
+    SECOND_NS,
+    QueueLimits,
+    ReuseSettings,
+    SchedulerDeadlines,
+)
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.settings.settings import Settings
+
+
+def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
+    """The scheduler with the policy that the operator named."""
+    scheduling = settings.scheduling
+    return Scheduler(
+        make_policy(scheduling.policy, scheduling_options(settings)),
+        costs,
+        limits=QueueLimits(**settings.queue.model_dump()),
+        deadlines=make_deadlines(settings),
+        reuse=make_reuse(settings),
+    )
+
+
+def make_reuse(settings: Settings) -> ReuseSettings:
+    """What is kept of requests that are over."""
+    given = settings.kv_reuse
+    return ReuseSettings(enabled=given.enabled, max_share=given.max_share)
+
+
+def initial_costs(settings: Settings) -> CostTable:
+    """What strategies and groups are compared by at first: the times that were profiled here, or
+    those that come with csps, and no bucket filled in yet."""
+    latencies = latency_table(settings)
+    return CostTable(latencies=latencies, rings=ring_rules(settings, latencies))
+
+
+def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
+    """The log that the operator wants, if so.
+
+    Args:
+        table: in force at the start.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    scheduling = settings.scheduling
+    if scheduling.log is None:
+        return None
+    options = scheduling_options(settings)
+    policy = make_policy(scheduling.policy, options)
+    header = DecisionLogHeader(
+        policy=scheduling.policy,
+        policy_digest=digest_of(policy),
+        table_digest=table.digest,
+        options=options,
+        limits=QueueLimits(**settings.queue.model_dump()),
+        deadlines=make_deadlines(settings),
+        reuse=make_reuse(settings),
+    )
+    try:
+        return DecisionLog(Path(scheduling.log), header, table)
+    except OSError as error:
+        raise ConfigError(f"scheduling.log: {error.strerror}: {scheduling.log}") from None
+
+
+def make_deadlines(settings: Settings) -> SchedulerDeadlines:
+    """The scheduler's deadlines, of which the operator may have set some."""
+    given = settings.deadlines
+    return SchedulerDeadlines(
+        reserve_ns=_ns(given.reserve_s),
+        reserve_token_ns=_ns(given.reserve_s_per_1k_tokens / 1000),
+        transfer_ns=_ns(given.landing_s),
+        transfer_token_ns=_ns(given.landing_s_per_1k_tokens / 1000),
+        prefill_liveness_ns=_ns(settings.prefilling.progress_deadline_s),
+        decode_liveness_ns=_ns(settings.decoding.silence_deadline_s),
+        gang_recovery_ns=_ns(given.gang_recovery_s),
+    )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * SECOND_NS)

@@ -1,0 +1,136 @@
+"""The log of a scheduler: every batch of events, and what is needed to replay them.
+
+A file of MessagePack records, each behind its length in four bytes, the first of which is a header.
+It holds sizes and times but no token and no text. The same log gives the same commands, byte for
+byte, under the same Python and with the cost tables that the digests name, which are kept beside it
+(`CostTable.digest`, `Calibrated`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events.commands import AnyCommand
+from csps.services.scheduling.events.events import AnyEvent
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings, SchedulerDeadlines
+
+PREFIX_BYTES = 4
+SCHEMA_VERSION = 1
+"""Of events and of this file."""
+
+
+class DecisionLogHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the commands depend on besides the events."""
+
+    policy: str
+    """Its name."""
+    policy_digest: str
+    table_digest: str
+    """Of the cost table at the start."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the policy was told."""
+    limits: QueueLimits = QueueLimits()
+    deadlines: SchedulerDeadlines = SchedulerDeadlines()
+    reuse: ReuseSettings = ReuseSettings()
+    schema: int = SCHEMA_VERSION
+    python: str = platform.python_version()
+    """Another version may sum floats in another order."""
+
+
+class EventBatch(NamedTuple):
+    """One turn."""
+
+    now_ns: int
+    events: list[AnyEvent]
+
+
+class LogWriter:
+    """Appends batches to a file.
+
+    Records are written when `BUFFERED` bytes have come together, and by `flush`: a log that is
+    flushed by every turn would cost the event loop a system call each time.
+    """
+
+    BUFFERED = 1 << 16
+
+    def __init__(self, file: BinaryIO, header: DecisionLogHeader) -> None:
+        self._file, self._encoder = file, msgspec.msgpack.Encoder()
+        self._buffer = bytearray()
+        self._add(header)
+
+    def append(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
+        """Note a batch that is handed to the scheduler."""
+        self._add((now_ns, events))
+        if len(self._buffer) >= self.BUFFERED:
+            self.flush()
+
+    def _add(self, record: object) -> None:
+        begin = len(self._buffer)
+        self._buffer += bytes(PREFIX_BYTES)
+        self._encoder.encode_into(record, self._buffer, -1)
+        size = len(self._buffer) - begin - PREFIX_BYTES
+        self._buffer[begin : begin + PREFIX_BYTES] = size.to_bytes(PREFIX_BYTES, "big")
+
+    def flush(self) -> None:
+        """Hand everything to the file."""
+        self._file.write(self._buffer)
+        self._file.flush()
+        self._buffer.clear()
+
+
+def read_log(path: Path) -> tuple[DecisionLogHeader, Iterator[EventBatch]]:
+    """A log's header, and its batches one by one. A record that was cut off ends it.
+
+    Raises:
+        ConfigError: the file is no log, or one of another schema.
+    """
+    records = _records(path)
+    try:
+        header = msgspec.msgpack.decode(next(records), type=DecisionLogHeader)
+    except (StopIteration, msgspec.MsgspecError):
+        raise ConfigError(f"{path} is not the log of a scheduler") from None
+    if header.schema != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path} has schema {header.schema}; this release reads schema {SCHEMA_VERSION}"
+        )
+    decoder = msgspec.msgpack.Decoder(EventBatch)
+    return header, map(decoder.decode, records)
+
+
+def replay(path: Path, make_scheduler: Callable[[DecisionLogHeader], Scheduler]) -> bytes:
+    """The commands that a log leads to, as the bytes of MessagePack arrays, one a turn.
+
+    Args:
+        path: the log.
+        make_scheduler: a new scheduler with the policy, options and tables that the header names.
+    """
+    header, batches = read_log(path)
+    scheduler = make_scheduler(header)
+    return b"".join(_turns(scheduler, batches))
+
+
+def command_bytes(commands: Iterable[AnyCommand]) -> bytes:
+    """The commands of a turn, as `replay` writes them."""
+    return msgspec.msgpack.encode(list(commands))
+
+
+def _turns(scheduler: Scheduler, batches: Iterable[EventBatch]) -> Iterator[bytes]:
+    for now_ns, events in batches:
+        yield command_bytes(scheduler.handle(events, now_ns).commands)
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The records without their lengths."""
+    with path.open("rb") as file:
+        while len(prefix := file.read(PREFIX_BYTES)) == PREFIX_BYTES:
+            size = int.from_bytes(prefix, "big")
+            if len(record := file.read(size)) < size:
+                return
+            yield record

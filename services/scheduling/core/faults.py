@@ -1,0 +1,225 @@
+"""What becomes of a request whose sequence cannot go on.
+
+Gangs that owe something and are not heard of.
+
+What has no deadline of its own and is looked at once in a while.
+"""
+
+from __future__ import annotations
+
+from csps.protocols.core.errors import CspsError, DeadlineExceeded, GangLost
+from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.sequences import Sequences
+from csps.services.scheduling.core.steps import Steps
+from csps.services.scheduling.events.commands import Restart
+from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId, WireError
+from csps.services.scheduling.events.limits import SECOND_NS, QueueLimits, SchedulerDeadlines
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.state import Gang, Request, Round, Sequence, wire_error
+
+MAX_LONE_LOSSES = 2
+"""A request that has been alone in so many gangs when they died may be what killed them."""
+
+
+class Retries:
+    """After a fault of the cluster a request goes back to its place in the line. What was drawn
+    stays drawn: the next attempt computes prompt and delivered tokens and goes on from there."""
+
+    def __init__(
+        self,
+        this_round: Round,
+        requests: Requests,
+        sequences: Sequences,
+        limits: QueueLimits,
+        deadlines: SchedulerDeadlines,
+    ) -> None:
+        self._round, self._requests, self._sequences = this_round, requests, sequences
+        self._limits, self._deadlines = limits, deadlines
+
+    def failed(
+        self, sequence: Sequence, error: WireError, *, retryable: bool = True, pause: bool = True
+    ) -> None:
+        """The sequence is over without a whole answer.
+
+        Args:
+            sequence: still works for its request.
+            error: for the client, if this was the last attempt.
+            retryable: the cluster's fault and not the request's.
+            pause: the gangs live on, as far as is known.
+        """
+        request = sequence.request
+        self._sequences.close(sequence)
+        request.sequence = None
+        if request.output_tokens <= 0:
+            self._requests.end(request)  # all of its tokens were delivered
+        elif retryable and self._may_go_on(request):
+            self._round.emit(Restart(request_id=request.id, sequence_id=sequence.id, error=error))
+            self._wait_again(request, self._deadlines.retry_pause_ns if pause else 0)
+        else:
+            self._requests.fail(request, error)
+
+    def _may_go_on(self, request: Request) -> bool:
+        return (
+            request.attempts < self._limits.max_attempts
+            and request.lone_losses < MAX_LONE_LOSSES
+            # The prompt has grown by what was drawn, and needs more room to be prefilled.
+            and self._requests.capacity.fits(request.prompt_tokens, request.output_tokens)
+        )
+
+    def _wait_again(self, request: Request, pause_ns: int) -> None:
+        self._requests.wait_again(request)
+        if pause_ns:
+            self._requests.later(request, self._round.now_ns + pause_ns, self._requests.push)
+        else:
+            self._requests.push(request)
+
+    def delivered(self, sequence_id: SequenceId, drawn: int) -> None:
+        """So many tokens had left when the executor reported it: also those of a sequence that an
+        event before in this turn has ended."""
+        sequence = self._sequences.serving(sequence_id)
+        if sequence is not None:
+            sequence.request.note_generated(drawn)
+            return
+        sequence = self._sequences.closed_now.get(sequence_id)
+        if sequence is None or self._requests.live.get(sequence.request.id) is not sequence.request:
+            return
+        request = sequence.request
+        queued = request in self._requests.queue
+        self._requests.queue.remove(request)
+        request.note_generated(drawn)
+        if request.output_tokens <= 0:
+            self._requests.end(request)
+        elif queued:
+            self._requests.push(request)  # a longer prompt may not be urgent any more
+
+    def finished_late(self, sequence_id: SequenceId) -> None:
+        """Nothing is left to be tried again if all of the answer had left before the fault."""
+        sequence = self._sequences.closed_now.get(sequence_id)
+        if sequence and self._requests.live.get(sequence.request.id) is sequence.request:
+            self._requests.end(sequence.request)
+
+    # --- faults ---
+
+    def broken(self, sequence: Sequence, error: CspsError) -> None:
+        """Something is wrong with the sequence on gangs that live."""
+        self.failed(sequence, wire_error(error))
+
+    def transfer_deadline_ns(self, sequence: Sequence) -> int:
+        """How long a sequence's KV may take from its first token on."""
+        tokens = sum(it.tokens for it in sequence.slices)
+        return self._deadlines.transfer_ns + self._deadlines.transfer_token_ns * tokens
+
+    def transfer_is_late(self, sequence: Sequence) -> None:
+        """Its time has come."""
+        seconds = self.transfer_deadline_ns(sequence) / SECOND_NS
+        self.broken(sequence, DeadlineExceeded("KV landing", seconds))
+
+    def gang_lost(self, gang: Gang, reason: str) -> None:
+        """Everything that needs the gang starts over elsewhere; the rest goes on."""
+        inside = self._sequences.inside(gang)
+        if len(inside) == 1 and not inside[0].over:
+            inside[0].request.lone_losses += 1
+        needing = self._sequences.drop(gang)
+        error = wire_error(GangLost(f"the {gang.role} gang was lost: {reason}"))
+        for sequence in needing:
+            self.failed(sequence, error, pause=False)
+
+    def link_lost(self, prefill: GangId, decode: GangId, reason: str) -> None:
+        """KV on its way does not arrive."""
+        error = wire_error(GangLost(f"the connection for KV was lost: {reason}"))
+        for sequence in self._sequences.between(prefill, decode):
+            self.failed(sequence, error, pause=False)
+
+
+class LivenessTimeouts:
+    """Has a gang reset that computes, draws or frees nothing although it should."""
+
+    def __init__(self, gangs: Gangs, steps: Steps, deadlines: SchedulerDeadlines) -> None:
+        self._gangs, self._steps, self._deadlines = gangs, steps, deadlines
+
+    @property
+    def expects_answers(self) -> bool:
+        """Somebody owes something."""
+        return bool(self._steps.by_id) or any(it.owing for it in self._gangs.by_id.values())
+
+    def check(self, now_ns: int) -> None:
+        """Reset whoever was silent for too long."""
+        limits = self._deadlines
+        for gang in list(self._gangs.by_id.values()):
+            computing_ns = now_ns - self._computing_heartbeat_ns(gang, now_ns)
+            decoding_ns = now_ns - self._decoding_heartbeat_ns(gang, now_ns)
+            if computing_ns > limits.prefill_liveness_ns:
+                self._gangs.reset(gang, _reason(gang, computing_ns))
+            elif decoding_ns > limits.decode_liveness_ns:
+                self._gangs.reset(gang, _reason(gang, decoding_ns))
+
+    def _computing_heartbeat_ns(self, gang: Gang, now_ns: int) -> int:
+        """Of the step that was not heard of for longest: others may go on beside one that hangs.
+
+        A step in line makes no progress, and neither does an instance that waits in one for the
+        step's other members. A word of an instance is therefore one for every step that has it
+        still to come, and through their other instances for the steps behind those.
+        """
+        last_heartbeat_ns: dict[InstanceId, int] = {
+            it.id: it.last_heartbeat_ns for it in gang.instances
+        }
+        oldest_ns = now_ns
+        for step in self._steps.by_id.values():  # in the order of their launch
+            if step.gang is gang and not step.unsent:
+                latest_ns = max([step.launched_ns, *(last_heartbeat_ns[it] for it in step.undone)])
+                last_heartbeat_ns.update(dict.fromkeys(step.undone, latest_ns))
+                oldest_ns = min(oldest_ns, latest_ns)
+        return oldest_ns
+
+    @staticmethod
+    def _decoding_heartbeat_ns(gang: Gang, now_ns: int) -> int:
+        oldest_ns = next(iter(gang.owing.values()), now_ns)
+        return max(oldest_ns, max((it.last_heartbeat_ns for it in gang.instances), default=0))
+
+
+def _reason(gang: Gang, silent_ns: int) -> str:
+    seconds = silent_ns // SECOND_NS
+    return f"the {gang.role} gang owes an answer and was silent for {seconds} s"
+
+
+class LivenessMonitor:
+    """Looks at who is silent and at who waits for gangs in vain, while there may be anybody."""
+
+    def __init__(
+        self,
+        this_round: Round,
+        gangs: Gangs,
+        requests: Requests,
+        silence: LivenessTimeouts,
+        deadlines: SchedulerDeadlines,
+    ) -> None:
+        self._round, self._gangs, self._requests = this_round, gangs, requests
+        self._timeouts, self._deadlines = silence, deadlines
+        self.next_ns: int | None = None
+        """When to look again; None if nobody owes anything."""
+
+    def check(self) -> None:
+        """If it is time."""
+        if self.next_ns is not None and self._round.now_ns >= self.next_ns:
+            self.next_ns = None
+            self._timeouts.check(self._round.now_ns)
+            self._fail_for_want_of_gangs()
+
+    def schedule_check(self) -> None:
+        """Somebody may owe something since this turn, or nobody does any more."""
+        waits_for_gangs = not self._gangs.pairs and self._requests.admission.waiting
+        if not (waits_for_gangs or self._timeouts.expects_answers):
+            self.next_ns = None
+        elif self.next_ns is None:
+            self.next_ns = self._round.now_ns + self._deadlines.liveness_check_ns
+
+    def _fail_for_want_of_gangs(self) -> None:
+        unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns
+        if unready_ns is None:
+            return
+        reason = f"no gangs to serve the request for {limit_ns / SECOND_NS:g} s"
+        error = wire_error(GangLost(reason))
+        for request in list(self._requests.live.values()):
+            since_ns = max(unready_ns, request.waiting_since_ns)
+            if request.waiting and self._round.now_ns - since_ns > limit_ns:
+                self._requests.fail(request, error)

@@ -1,0 +1,103 @@
+"""Whether the scheduler's books agree with one another."""
+
+from __future__ import annotations
+
+from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.sequences import Sequences
+from csps.services.scheduling.core.steps import Steps
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.prefix_cache import PrefixCache
+
+
+def check_invariants(
+    gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps, prefix: PrefixCache
+) -> None:
+    """Assert that no slot, step, sequence, request or segment was lost track of."""
+    _check_slots(gangs, sequences, steps, prefix)
+    _check_prefix(gangs, sequences, steps, prefix)
+    for request in requests.live.values():
+        if request.waiting and not request.attempts:
+            prefix.check_known(request)
+    _check_steps(gangs, steps)
+    _check_sequences(gangs, requests, sequences)
+    _check_queue(requests)
+
+
+def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
+    instances = list(gangs.instances.values())
+    of_sequences, of_steps = sequences.ledger.sums(instances), steps.ledger.sums(instances)
+    of_kept = prefix.ledger.sums(instances)
+    for it in instances:
+        held = of_sequences[it.id] + of_steps[it.id] + of_kept[it.id]
+        assert held == it.used, f"entries of {it.id} sum to {held}, counted {it.used}"
+        assert 0 <= it.used <= it.capacity, f"instance {it.id} is over capacity"
+
+
+def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
+    """What is in use is used by somebody who works, or may."""
+    computed = (it for step in steps.by_id.values() for it in step.sequences)
+    known = dict.fromkeys((*sequences.by_id.values(), *computed))
+    for it in known:
+        if it.decode_ref is not None:
+            assert not it.in_place, "uses twice where it is computed"
+            assert gangs.lives(it.decode_ref.gang), "uses what is gone"
+            assert it.decode_ref.gang is it.decode, "uses what lies elsewhere"
+            assert it.unfreed, "uses what it does not read"
+        if it.prefill_ref is not None:
+            assert it.cached, "uses nothing"
+            assert gangs.lives(it.prefill_ref.gang), "uses what is gone"
+            assert it.computing or (it.in_place and it.unfreed), "uses what it does not read"
+    uses = [use for it in known for use in (it.prefill_ref, it.decode_ref) if use is not None]
+    prefix.check(uses, gangs.instances.values())
+
+
+def _check_steps(gangs: Gangs, steps: Steps) -> None:
+    for step in steps.by_id.values():
+        assert step.undone, "done, but outstanding"
+        assert gangs.lives(step.gang), "a step of a dead gang"
+    for step in steps.unsent.values():
+        assert steps.by_id[step.id] is step, "held, but over"
+        assert step.unsent, "sent, but held"
+    for it in gangs.instances.values():
+        held = [step.unsent for step in it.steps.values() if not step.high_priority]
+        assert held == sorted(held), "sent before one that was launched earlier"
+        mine = [step for step in steps.by_id.values() if it.id in step.undone]
+        assert list(it.steps.values()) == mine, f"steps of {it.id}"
+        assert it.low_priority_steps == sum(not step.high_priority for step in mine), "long steps"
+        assert it.high_priority_ns == sum(
+            step.predicted_ns for step in mine if step.high_priority
+        ), "urgent"
+
+
+def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> None:
+    everyone = list(sequences.by_id.values())
+    for sequence in everyone:
+        assert sequence.unfreed or not sequence.over, "over and free, but kept"
+        assert bool(sequence.unfreed) == (sequence.id in sequences.ledger), "slots of nobody"
+        if sequence.piggybacked:
+            assert not sequence.unreceived, "a rider whose KV is sent"
+            assert not sequence.computing, "a rider that a step computes"
+        if not sequence.over:
+            assert sequence.request.sequence is sequence, "works for a request that has another"
+            assert sequence.request.id in requests.live, "works for a request that is over"
+            assert gangs.lives(sequence.decode), "decoded by a dead gang"
+    assert len(sequences.ledger) == sum(bool(it.unfreed) for it in everyone), "slots of nobody"
+    for gang in gangs.by_id.values():
+        mastered = [it for it in everyone if it.master.gang is gang and it.master.id in it.unfreed]
+        assert gang.mastered == len(mastered), "size of a decode group"
+        assert gang.mastered == sum(it.mastered for it in gang.instances), "masters"
+
+
+def _check_queue(requests: Requests) -> None:
+    waiting = [it for it in requests.live.values() if it.waiting]
+    assert requests.admission.waiting == len(waiting), "length of the line"
+    tokens = sum(it.prompt_tokens + it.output_tokens for it in waiting)
+    assert requests.admission.waiting_tokens == tokens, "tokens of the line"
+    for request in requests.live.values():
+        assert request.waiting == (request.sequence is None), "neither waiting nor running"
+    for request in requests.blocked:
+        assert request.waiting, "blocked, but it has a place"
+        assert requests.live.get(request.id) is request, "blocked, but over"
+    for request in requests.queue.everyone():
+        assert requests.live.get(request.id) is request, "waits, but is over"
+        assert request.waiting, "waits and runs"

@@ -1,0 +1,281 @@
+"""Carrying out what the policy has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import msgspec
+
+from csps.services.scheduling.core.plan_checks import (
+    CheckedPiggyback,
+    CheckedPlan,
+    CheckedReplan,
+    PlanChecks,
+    Reused,
+)
+from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.sequences import Sequences
+from csps.services.scheduling.core.steps import Steps
+from csps.services.scheduling.deciding.decisions import (
+    Blocked,
+    Bypassed,
+    Decision,
+    MovePlan,
+    PiggybackPlan,
+    PlannedStep,
+    Replan,
+    StartPlan,
+    WakeAt,
+)
+from csps.services.scheduling.deciding.step_layout import Histories, stored_by
+from csps.services.scheduling.events import commands
+from csps.services.scheduling.events.commands import Chunk, Reserve, RunStep
+from csps.services.scheduling.events.events import InstanceId, RequestId
+from csps.services.scheduling.events.limits import SchedulerDeadlines
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.prefix_cache import PrefixCache
+from csps.services.scheduling.state.state import Gang, PrefixRef, Round, Sequence, Step, StepPlan
+
+PrefixRefs = dict[RequestId, PrefixRef]
+"""Of kept KV, by the request that begins with it."""
+
+
+class Launcher:
+    """Turns decisions into reservations, sequences and steps."""
+
+    def __init__(
+        self,
+        *,
+        this_round: Round,
+        gangs: Gangs,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        deadlines: SchedulerDeadlines,
+        prefix: PrefixCache,
+    ) -> None:
+        self._round, self._gangs, self._requests, self._prefix = this_round, gangs, requests, prefix
+        self._sequences, self._steps, self._deadlines = sequences, steps, deadlines
+
+    def apply(self, decisions: Many[Decision]) -> None:
+        """Carry out all decisions of a round, after all were found to be sound."""
+        plans = [it for it in decisions if type(it) is StartPlan]
+        rides = [it for it in decisions if type(it) is PiggybackPlan]
+        checks = PlanChecks(self._gangs, self._requests, self._prefix)
+        moves = [it for it in decisions if type(it) is MovePlan]
+        moving = checks.check_moves(
+            [(self._sequences.by_id[it.sequence_id], it.placement) for it in moves]
+        )
+        replans = checks.check_replans(
+            [(self._sequences.by_id[it.sequence_id], it) for it in decisions if type(it) is Replan]
+        )
+        checked = checks.check(plans, rides)
+        blocked = [it.request_id for it in decisions if type(it) is Blocked]
+        self._requests.note_blocked(blocked)
+        for it in decisions:
+            if type(it) is Bypassed:
+                self._requests.live[it.request_id].bypassed_rounds += 1
+        wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
+        self._round.wake_ns = min(wakes, default=None)
+        evicting = [not self._move(*it) for it in zip(moves, moving, strict=True)]
+        for replan in replans:
+            self._replan(replan)
+        if any(evicting):
+            return  # perhaps what a plan goes on from: decided again when that is gone
+        for start in checked:
+            if not self._begin(start):
+                break  # decided again, as all behind it, when what it waits for is empty
+
+    def _move(self, move: MovePlan, needed: dict[InstanceId, int]) -> bool:
+        """Have KV moved, if all slots that it needs are empty; else have them emptied."""
+        empty = self._prefix.make_room(needed)
+        if empty:
+            self._sequences.move(self._sequences.by_id[move.sequence_id], move.placement)
+        return empty
+
+    def _begin(self, checked: CheckedPlan | CheckedPiggyback) -> bool:
+        """Carry a decision out, if all slots that it needs are empty; else have them emptied."""
+        holds: PrefixRefs = {}
+        if isinstance(checked, CheckedPlan):
+            uses = self._ref(checked.reused, checked.pair.prefill)
+            holds = self._ref(checked.decode_reused, checked.pair.decode)
+        else:
+            uses = self._ref(checked.reused, checked.gang)
+        if not self._prefix.make_room(checked.needs):
+            for use in (*uses.values(), *holds.values()):
+                self._prefix.unref(use)
+            return False
+        if isinstance(checked, CheckedPlan):
+            self._start(checked, uses, holds)
+        else:
+            self._piggyback(checked, uses)
+        return True
+
+    def _ref(self, reused: Reused, gang: Gang) -> PrefixRefs:
+        live, use = self._requests.live, self._prefix.ref
+        return {it: use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+
+    def _start(self, checked: CheckedPlan, uses: PrefixRefs, holds: PrefixRefs) -> None:
+        plan, pair, reused = checked.plan, checked.pair, checked.reused
+        sequences: dict[RequestId, Sequence] = {}
+        for placement, needed in zip(plan.decode, checked.decode, strict=True):
+            request = self._requests.live[placement.request_id]
+            cached = reused[request.id].tokens if request.id in reused else 0
+            if request.output_tokens == 1 and not pair.in_place:
+                # Nothing is decoded behind an only token, so that its KV need not go anywhere.
+                placement, needed = msgspec.structs.replace(placement, slices=(), answer=()), {}
+            use, held = uses.get(request.id), holds.get(request.id)
+            sequence = self._sequences.start(request, pair, placement, needed, use, cached, held)
+            self._requests.take(request, sequence)
+            sequences[request.id] = sequence
+            self._reserve(sequence)
+        staying = {
+            request_id: it
+            for request_id, it in sequences.items()
+            if not pair.in_place and self._prefix.may_retain(it.request, it.cached)
+        }
+        if staying:
+            begun = {request_id: cached.slices for request_id, cached in reused.items()}
+            left = stored_by(plan, begun)
+            for request_id, sequence in staying.items():
+                sequence.retained_slices = left[request_id]
+        one_by_one = plan.ahead_ns is not None
+        steps = [
+            self._launch(planned, sequences, histories, slots, held=one_by_one)
+            for planned, histories, slots in zip(
+                plan.steps, checked.histories, checked.steps, strict=True
+            )
+        ]
+        if len(steps) > 1 or any(it.retained_slices for it in sequences.values()):
+            for step in steps:
+                step.plan_steps = tuple(steps)
+        if plan.ahead_ns is not None:
+            (sequence,) = sequences.values()
+            sequence.plan = StepPlan(
+                version=0,
+                made_ns=self._round.now_ns,
+                ends_ns=steps[-1].end_ns,
+                ahead_ns=plan.ahead_ns,
+                steps=tuple(steps),
+            )
+
+    def _replan(self, checked: CheckedReplan) -> None:
+        """Put other steps in the place of those that no rank has heard of. It never waits: if slots
+        are not empty yet, the old ones stay."""
+        sequence = checked.sequence
+        plan = sequence.plan
+        assert plan is not None, "checked"
+        if checked.steps and self._has_room(checked.needs):
+            self._replace(sequence, plan, checked)
+        plan.version += 1
+        plan.made_ns, plan.ends_ns = self._round.now_ns, plan.steps[-1].end_ns
+
+    def _has_room(self, needs: dict[InstanceId, int]) -> bool:
+        instances = self._gangs.instances
+        return all(count <= instances[it].empty_slots for it, count in needs.items())
+
+    def _replace(self, sequence: Sequence, plan: StepPlan, checked: CheckedReplan) -> None:
+        old, line = plan.unsent, list(self._steps.unsent.values())
+        behind = line[line.index(old[-1]) + 1 :]
+        new = [
+            self._launch(planned, {sequence.request.id: sequence}, histories, slots, held=True)
+            for planned, histories, slots in zip(
+                checked.replan.steps, checked.histories, checked.steps, strict=True
+            )
+        ]
+        plan.steps = (*(it for it in plan.steps if not it.unsent), *new)
+        several = len(plan.steps) > 1 or bool(sequence.retained_slices)
+        for step in (*plan.steps, *old):  # the old ones too: nothing is given back for their sake
+            step.plan_steps = plan.steps if several else ()
+        for step in old:
+            self._steps.cancel_unsent(step)
+        for step in behind:
+            self._steps.move_to_end(step)
+        self._steps.requeue(sequence.prefill)
+        sequence.retained_slices = checked.retained_slices
+
+    def _piggyback(self, checked: CheckedPiggyback, uses: PrefixRefs) -> None:
+        ride, reused = checked.piggyback, checked.reused
+        request = self._requests.live[ride.placement.request_id]
+        cached = reused[request.id].tokens if request.id in reused else 0
+        use, needed = uses.get(request.id), checked.needs
+        sequence = self._sequences.start_piggybacked(request, ride.placement, needed, use, cached)
+        self._requests.take(request, sequence)
+        self._reserve(sequence)
+        self._round.emit(
+            commands.Piggyback(gang=sequence.decode.id, sequence_id=sequence.id, budget=ride.budget)
+        )
+
+    def _reserve(self, sequence: Sequence) -> None:
+        request, limits = sequence.request, self._deadlines
+        wait_ns = limits.reserve_ns + limits.reserve_token_ns * request.prompt_tokens
+        self._round.emit(
+            Reserve(
+                request_id=request.id,
+                sequence_id=sequence.id,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=request.output_tokens,
+                slices=sequence.slices,
+                master=sequence.master.id,
+                deadline_ns=self._round.now_ns + wait_ns,
+                piggybacked=sequence.piggybacked,
+                answer=sequence.answer,
+                cached=sequence.cached,
+                retain=sequence.retain,
+            )
+        )
+
+    def _launch(
+        self,
+        planned: PlannedStep,
+        sequences: dict[RequestId, Sequence],
+        histories: Histories,
+        slots: dict[InstanceId, int],
+        *,
+        held: bool,
+    ) -> Step:
+        """Give a step its slots and its place in the line.
+
+        Args:
+            held: the ranks hear of it later (`HeldSteps`).
+        """
+        computed = [sequences[it.request_id] for it in planned.chunks]
+        instances = [self._gangs.instances[it] for it in planned.group]
+        step = Step(
+            id=self._gangs.next_id("step"),
+            gang=instances[0].gang,
+            sequences=tuple(computed),
+            high_priority=planned.high_priority,
+            predicted_ns=planned.predicted_ns,
+            launched_ns=self._round.now_ns,
+            undone=dict.fromkeys(planned.group),
+        )
+        ends_ns = self._steps.launch(step, instances, slots)
+        command = RunStep(
+            step_id=step.id,
+            group=planned.group,
+            bounds=planned.bounds,
+            chunks=tuple(
+                [
+                    Chunk(
+                        sequence.id,
+                        it.start,
+                        it.length,
+                        it.rows,
+                        it.placement,
+                        bool(sequence.retained_slices),
+                    )
+                    for sequence, it in zip(computed, planned.chunks, strict=True)
+                ]
+            ),
+            history=histories,
+            strategy=planned.strategy,
+            cls=computed[0].request.cls,
+            high_priority=planned.high_priority,
+            ends_ns=ends_ns,
+        )
+        if held:
+            self._steps.defer(step, command)
+        else:
+            self._round.emit(command)
+        return step

@@ -1,0 +1,414 @@
+"""What plans go on from, and do not compute.
+
+What has to be true of a policy's decisions before any of them is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from operator import attrgetter
+from typing import NamedTuple
+
+from csps.protocols.core.placement import Span
+from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.deciding.decisions import (
+    DecodePlacement,
+    PiggybackPlan,
+    PlannedChunk,
+    PlannedStep,
+    Replan,
+    StartPlan,
+)
+from csps.services.scheduling.deciding.step_layout import (
+    Histories,
+    cut_at_bounds,
+    histories_of,
+    rows_of,
+    slots_of,
+    span_of,
+    stored_by,
+)
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, gang_of
+from csps.services.scheduling.events.slices import (
+    bounds_of,
+    covers_once,
+    outside,
+    own,
+    placed_once,
+    same_placement,
+    tokens_on,
+    within,
+)
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.ledger import coming_slots, decode_slots
+from csps.services.scheduling.state.prefix_cache import PrefixCache
+from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request, Sequence
+
+Live = dict[RequestId, Request]
+Reused = dict[RequestId, Cached]
+"""By request; those that compute all of their prompts are not in it."""
+
+
+def reused_by_plan(plan: StartPlan, pair: GangPair, live: Live, prefix: PrefixCache) -> Reused:
+    """A request whose first piece begins behind its prompt's beginning has the KV before it where
+    it is computed."""
+    begins: dict[RequestId, int] = {}
+    for step in plan.steps:
+        for chunk in step.chunks:
+            begins.setdefault(chunk.request_id, chunk.start)
+    reused = {
+        request_id: _cached(live, request_id, pair.prefill.id, start, prefix)
+        for request_id, start in begins.items()
+        if start
+    }
+    if pair.in_place:
+        for placement in plan.decode:
+            here = reused.get(placement.request_id)
+            _check_named(_named(placement), here.slices if here else ())
+    return reused
+
+
+def decode_reused_by_plan(
+    plan: StartPlan, pair: GangPair, live: Live, prefix: PrefixCache
+) -> Reused:
+    """A gang that decodes only may have kept more of a prompt than the one that computes it, or
+    less: a placement names what is not to be sent. Nothing is read there where nothing is decoded,
+    because the step draws all."""
+    held: Reused = {}
+    for placement in () if pair.in_place else plan.decode:
+        named, request_id = _named(placement), placement.request_id
+        if named and request_id in live and live[request_id].output_tokens > 1:
+            held[request_id] = _cached(live, request_id, pair.decode.id, _tokens(named), prefix)
+            _check_named(named, held[request_id].slices)
+    return held
+
+
+def reused_by_piggyback(ride: PiggybackPlan, live: Live, prefix: PrefixCache) -> Reused:
+    """A rider says itself what it has where it is computed."""
+    placement = ride.placement
+    named = _named(placement)
+    if not named:
+        return {}
+    gang = gang_of(placement.master)
+    cached = _cached(live, placement.request_id, gang, _tokens(named), prefix)
+    _check_named(named, cached.slices)
+    return {placement.request_id: cached}
+
+
+def _check_named(named: tuple[PlacedSlice, ...], lie: tuple[PlacedSlice, ...]) -> None:
+    """A plan of the same round may have cut a segment since the decision was taken."""
+    assert named == lie or same_placement(named, lie), "what is reused lies elsewhere"
+
+
+def _cached(
+    live: Live, request_id: RequestId, gang: GangId, tokens: int, prefix: PrefixCache
+) -> Cached:
+    request = live.get(request_id)
+    assert request is not None, f"request {request_id} is over"
+    cached = prefix.longest(request, gang)
+    assert cached is not None, "pieces out of order: nothing is kept of what comes before"
+    if cached.tokens > tokens:
+        cached = prefix.beginning(request, gang, tokens)
+    assert cached is not None, "pieces out of order: nothing is kept of what comes before"
+    assert cached.tokens == tokens, "pieces out of order: less is kept than is reused"
+    return cached
+
+
+def _named(placement: DecodePlacement) -> tuple[PlacedSlice, ...]:
+    return tuple([it for it in placement.slices if it.source])
+
+
+def _tokens(slices: Iterable[PlacedSlice]) -> int:
+    return sum(it.tokens for it in slices)
+
+
+Slots = dict[InstanceId, int]
+
+
+class CheckedPlan(NamedTuple):
+    """A plan that may be applied, and what was worked out to know that."""
+
+    plan: StartPlan
+    pair: GangPair
+    reused: Reused
+    """Where it is computed."""
+    decode_reused: Reused
+    """Where it is only decoded: what is not sent there."""
+    histories: list[Histories]
+    """Of its steps."""
+    steps: list[Slots]
+    """Slots of its steps; none in place, where those of its placements are theirs."""
+    decode: list[Slots]
+    """Slots of its placements."""
+    needs: Slots
+    """All of them, which have to be empty."""
+
+
+class CheckedReplan(NamedTuple):
+    """The same of the rest of a plan."""
+
+    sequence: Sequence
+    replan: Replan
+    histories: list[Histories]
+    steps: list[Slots]
+    retained_slices: tuple[PlacedSlice, ...]
+    """Where all of its steps leave what they compute."""
+
+    @property
+    def needs(self) -> Slots:
+        """Of all its steps."""
+        return _sum(self.steps)
+
+
+class CheckedPiggyback(NamedTuple):
+    """The same of a ride."""
+
+    piggyback: PiggybackPlan
+    gang: Gang
+    reused: Reused
+    needs: Slots
+
+
+class PlanChecks:
+    """Checks plans that are to be applied together: all are good, or none is applied."""
+
+    def __init__(self, gangs: Gangs, requests: Requests, prefix: PrefixCache) -> None:
+        self._gangs, self._requests, self._prefix = gangs, requests, prefix
+        self._slots: Slots = {}
+        """Of all plans, with those of kept KV that they use."""
+        self._started: dict[RequestId, None] = {}
+        self._replanned: dict[RequestId, None] = {}
+
+    def check(
+        self, plans: Iterable[StartPlan], rides: Iterable[PiggybackPlan] = ()
+    ) -> list[CheckedPlan | CheckedPiggyback]:
+        """Assert that all of them are whole and that their slots are free."""
+        checked: list[CheckedPlan | CheckedPiggyback] = [self._check_plan(it) for it in plans]
+        checked += [self._check_piggyback(it) for it in rides]
+        for instance, count in self._slots.items():
+            it = self._gangs.instances[instance]
+            assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
+        return checked
+
+    def check_replans(self, replans: Iterable[tuple[Sequence, Replan]]) -> list[CheckedReplan]:
+        """Assert that the rests of plans are whole; to be called before `check`, which asserts that
+        their slots are free."""
+        return [self._check_replan(*it) for it in replans]
+
+    def _check_replan(self, sequence: Sequence, replan: Replan) -> CheckedReplan:
+        plan, request = sequence.plan, sequence.request
+        assert plan is not None, "a plan that is not sent step by step"
+        assert not sequence.over, "planned again when it is over"
+        assert plan.version == replan.version, "made from another plan"
+        assert request.id not in self._replanned, "planned again twice"
+        self._replanned[request.id] = None
+        held = [it.command for it in plan.steps if it.command is not None]
+        assert held, "nothing is left to be planned"
+        if not replan.steps:
+            return CheckedReplan(sequence, replan, [], [], sequence.retained_slices)
+        begun = {request.id: held[0].history[0]}
+        whole = StartPlan(steps=replan.steps, decode=())
+        found, slots = list(histories_of(whole, begun, in_place=False)), []
+        pair = GangPair(prefill=sequence.prefill, decode=sequence.decode)
+        stop = held[0].chunks[0].start
+        for step, histories in zip(replan.steps, found, strict=True):
+            assert [it.request_id for it in step.chunks] == [request.id], "another request's"
+            assert step.chunks[0].start == stop, "pieces out of order"
+            stop += step.chunks[0].length
+            self._check_step(step, sequence.prefill.id)
+            slots.append(slots_of(step, histories))
+            self._check_members(step, histories, slots[-1], whole, pair)
+            self._take(slots[-1], sequence.prefill.id)
+        assert stop == request.prompt_tokens, "not the whole prompt"
+        left = stored_by(whole, begun)[request.id] if sequence.retained_slices else ()
+        return CheckedReplan(sequence, replan, found, slots, left)
+
+    def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
+        """Assert that sequences can go where they are to. Returns the slots that each needs."""
+        return [self._check_move(*it) for it in moves]
+
+    def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
+        assert sequence.joined_ns is not None, "moved before it is decoded"
+        assert sequence.first_token_ns is not None, "moved before its prompt is computed"
+        assert sequence.id in sequence.decode.decoding, "moved when it is over"
+        assert not sequence.is_moving, "moved twice at a time"
+        assert not sequence.cached, "what others have computed is moved"
+        start, stop = sequence.answer_span
+        assert covers_once(Span(0, start), placement.slices), "not the prompt's positions"
+        assert covers_once(Span(start, stop), placement.answer), "not the answer's positions"
+        needs = dict.fromkeys(decode_slots(placement, 0), 0) | coming_slots(sequence, placement)
+        self._take(needs, sequence.decode.id)
+        return needs
+
+    def _check_plan(self, plan: StartPlan) -> CheckedPlan:
+        pair = self._pair(plan)
+        reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        held = decode_reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        self._count_reused(reused)
+        self._count_reused(held)
+        begun = {request: cached.slices for request, cached in reused.items()}
+        found = list(histories_of(plan, begun, in_place=pair.in_place))
+        steps, decode = [], []
+        for step, histories in zip(plan.steps, found, strict=True):
+            self._check_step(step, pair.prefill.id)
+            slots = {} if pair.in_place else slots_of(step, histories)
+            self._check_members(step, histories, slots, plan, pair)
+            self._take(slots, pair.prefill.id)
+            steps.append(slots)
+        lengths = _computed(plan.steps, reused)
+        assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
+        for placement in plan.decode:
+            decode.append(self._check_placement(placement, lengths, pair))
+        needs = _sum([*steps, *decode])
+        return CheckedPlan(plan, pair, reused, held, found, steps, decode, needs)
+
+    def _count_reused(self, reused: Reused) -> None:
+        """Kept KV that is reused is nobody's to take."""
+        for cached in reused.values():
+            for instance, count in cached.taken.items():
+                self._slots[instance] = self._slots.get(instance, 0) + count
+
+    def _pair(self, plan: StartPlan) -> GangPair:
+        prefill = gang_of(plan.steps[0].group[0])
+        decode = gang_of(plan.decode[0].master)
+        for pair in self._gangs.pairs:
+            if pair.prefill.id == prefill and pair.decode.id == decode:
+                return pair
+        raise AssertionError(f"gangs {prefill} and {decode} are no pair")
+
+    def _check_step(self, step: PlannedStep, gang: GangId) -> None:
+        bounds, chunks = step.bounds, step.chunks
+        assert len(set(step.group)) == len(step.group) == len(bounds) - 1, "group and bounds"
+        assert bounds[0] == 0, "bounds miss the first token"
+        assert bounds[-1] == sum([it.length for it in chunks]), "bounds miss tokens"
+        assert step.predicted_ns >= 0, "a time before now"
+        cls = self._waiting(chunks[0].request_id).cls
+        for chunk in chunks[1:]:
+            assert self._waiting(chunk.request_id).cls == cls, (
+                "requests of several classes in a step"
+            )
+        assert all(gang_of(it) == gang for it in step.group), "an instance of another gang"
+        if any(it.rows for it in chunks):
+            _check_rows(step)
+
+    def _check_members(
+        self, step: PlannedStep, histories: Histories, slots: Slots, plan: StartPlan, pair: GangPair
+    ) -> None:
+        """Whoever has to do with a piece is in the group, and nobody else."""
+        if pair.in_place or any(histories) or not cut_at_bounds(step):
+            concerned: Set[InstanceId] = self._concerned(step, histories, plan, pair)
+        else:
+            concerned = slots.keys()
+        group = set(step.group)
+        assert concerned <= group, "an instance outside of the group"
+        assert concerned == group, "an empty part"
+
+    def _concerned(
+        self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: GangPair
+    ) -> set[InstanceId]:
+        """Who computes something of a step, or holds or is to hold KV of its pieces."""
+        concerned = {share.instance for rows in rows_of(step) for share in rows}
+        placed = {it.request_id: it.slices for it in plan.decode} if pair.in_place else {}
+        for chunk, history in zip(step.chunks, histories, strict=True):
+            if chunk.placement:
+                assert not pair.in_place, "KV is kept where it is decoded, and nowhere else"
+                _check_chunk_placement(chunk, history)
+            to_lie = chunk.placement or within(placed.get(chunk.request_id, ()), span_of(chunk))
+            concerned.update(it.instance for it in (*history, *to_lie))
+        return concerned
+
+    def _check_piggyback(self, piggyback: PiggybackPlan) -> CheckedPiggyback:
+        gang = gang_of(piggyback.placement.master)
+        pairs = [it for it in self._gangs.pairs if it.decode.id == gang]
+        assert pairs, "a ride on no pair"
+        assert piggyback.budget > 0, "a ride that never moves"
+        request = self._waiting(piggyback.placement.request_id)
+        reused = reused_by_piggyback(piggyback, self._requests.live, self._prefix)
+        self._count_reused(reused)
+        widest = max(pairs, key=attrgetter("max_positions"))
+        lengths = {request.id: request.prompt_tokens}
+        needs = self._check_placement(piggyback.placement, lengths, widest)
+        return CheckedPiggyback(piggyback, widest.decode, reused, needs)
+
+    def _take(self, slots: Mapping[InstanceId, int], gang: GangId) -> None:
+        for instance, count in slots.items():
+            assert gang_of(instance) == gang, "an instance of another gang"
+            self._slots[instance] = self._slots.get(instance, 0) + count
+
+    def _check_placement(
+        self, placement: DecodePlacement, lengths: dict[RequestId, int], pair: GangPair
+    ) -> Slots:
+        request, gang = self._waiting(placement.request_id), pair.decode.id
+        total = request.prompt_tokens + request.output_tokens
+        assert total <= pair.max_positions, f"{total} tokens where {pair.max_positions} may be"
+        assert request.id not in self._started, f"request {request.id} is started twice"
+        self._started[request.id] = None
+        assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"
+        prompt = request.prompt_tokens
+        assert placed_once(0, prompt, placement.slices), "the prompt's KV is not placed once"
+        assert not placement.answer or placed_once(prompt, total, placement.answer), (
+            "the answer's KV is not placed once"
+        )
+        assert gang_of(placement.master) == gang, "an instance of another gang"
+        slots = decode_slots(placement, request.output_tokens)
+        self._take(slots, gang)
+        return slots
+
+    def _waiting(self, request: RequestId) -> Request:
+        found = self._requests.live.get(request)
+        assert found is not None, f"request {request} is over"
+        assert found.waiting or request in self._replanned, f"request {request} has a place already"
+        return found
+
+
+def _check_rows(step: PlannedStep) -> None:
+    counts = dict.fromkeys(step.group, 0)
+    for chunk in step.chunks:
+        assert covers_once(span_of(chunk), chunk.rows), (
+            "rows are not the chunk's positions, each once"
+        )
+        for instance, tokens in tokens_on(chunk.rows).items():
+            assert instance in counts, "an instance outside of the group"
+            counts[instance] += tokens
+    assert step.bounds == bounds_of(list(counts.values())), "bounds are not those of the rows"
+
+
+def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]) -> None:
+    """It has all of the chunk, and may have some of what lies before it."""
+    positions = span_of(chunk)
+    assert covers_once(positions, within(chunk.placement, positions)), (
+        "the chunk's KV is not kept once"
+    )
+    assert not any(it.source for it in chunk.placement), "somebody else's KV is kept"
+    moved = [
+        PlacedSlice.of(it.instance, rest)
+        for it in chunk.placement
+        for rest in it.span.without(positions)
+    ]
+    history = tuple(own(history))
+    once = _total(outside(history, moved)) == _total(history) - _total(moved)
+    assert once, "what moves is not earlier KV, each position once"
+
+
+def _sum(needs: Iterable[Slots]) -> Slots:
+    sums: Slots = {}
+    for slots in needs:
+        for instance, count in slots.items():
+            sums[instance] = sums.get(instance, 0) + count
+    return sums
+
+
+def _total(slices: Iterable[PlacedSlice]) -> int:
+    return sum(it.tokens for it in slices)
+
+
+def _computed(steps: Iterable[PlannedStep], reused: Reused) -> dict[RequestId, int]:
+    """How far each request is computed; its pieces have to follow one upon another."""
+    computed = {request: cached.tokens for request, cached in reused.items()}
+    for step in steps:
+        for chunk in step.chunks:
+            assert chunk.start == computed.get(chunk.request_id, 0), "pieces out of order"
+            assert chunk.length > 0, "an empty piece"
+            computed[chunk.request_id] = chunk.start + chunk.length
+    return computed

@@ -1,0 +1,420 @@
+"""The scheduler: a state machine without I/O and without a clock.
+
+::
+
+    Submitted ─▶ waiting ─▶ prefilling ─▶ landing ─▶ decoding ─▶ Finished
+                   ▲  │  StartPlan:   FirstToken   SetGroup when all   │ Cancelled, deadline
+                   │  ▼  Reserve,                  shares Landed       │
+                   │ Refuse RunStep                                    ▼
+                   └──────────── Restart after a fault ◀── or Fail, when it may not be tried again
+
+A request that *rides* (`decisions.Ride`) is prefilled and decoded in one stream of iterations:
+Reserve and Ride, FirstToken when its prompt is computed, and nothing of it lands.
+
+An executor (router, simulator, test) hands over what has happened in one turn of its loop and
+carries out the commands that come back. The policy is asked once at the end of a turn, and not at
+all when nothing has changed that it decides on. Integers only, and nothing is iterated whose order
+depends on hashes: the same batches give the same commands.
+
+What is told of requests, sequences and steps, and what it leads to.
+
+What is told of gangs and of the connections between them, and what it leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from csps.configurator.costs.cost_table import Costs
+from csps.protocols.core.errors import ProtocolError
+from csps.services.scheduling.core.faults import LivenessMonitor, LivenessTimeouts, Retries
+from csps.services.scheduling.core.invariants import check_invariants
+from csps.services.scheduling.core.launcher import Launcher
+from csps.services.scheduling.core.live_view import LiveView
+from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.sequences import Sequences
+from csps.services.scheduling.core.steps import Steps, UnsentSteps
+from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.commands import AnyCommand
+from csps.services.scheduling.events.events import AnyEvent, WireError
+from csps.services.scheduling.events.limits import (
+    QueueLimits,
+    ReuseSettings,
+    SchedulerDeadlines,
+    Timers,
+)
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.prefix_cache import PrefixCache
+from csps.services.scheduling.state.state import Instance, Round, wire_error
+
+
+class RoundResult(NamedTuple):
+    """What is to be done after a turn."""
+
+    commands: list[AnyCommand]
+    """In this order."""
+    wake_at_ns: int | None
+    """When to hand over a `Wake`, if nothing else happens before."""
+
+
+class SchedulerCounts(NamedTuple):
+    """For metrics."""
+
+    running: int
+    waiting: int
+    prefill_kv: float
+    """Fraction of the KV slots of gangs that may prefill that are taken, but for KV that is kept in
+    case that it is of use; 0 without such a gang."""
+    decode_kv: float
+
+
+class Scheduler:
+    """Takes requests through their states, from `Submitted` to the last token.
+
+    Args:
+        policy: decides what starts where.
+        costs: predictions, shared with the executor that fills in cold buckets.
+        limits: of the line.
+        deadlines: for everything that is waited for.
+        reuse: of the KV of requests that are over.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        costs: Costs,
+        *,
+        limits: QueueLimits | None = None,
+        deadlines: SchedulerDeadlines | None = None,
+        reuse: ReuseSettings | None = None,
+    ) -> None:
+        limits, deadlines = limits or QueueLimits(), deadlines or SchedulerDeadlines()
+        self._policy, self._costs = policy, costs
+        self._round = this_round = Round()
+        self._timers = timers = Timers()
+        self._gangs = gangs = Gangs(this_round)
+        self._steps = steps = Steps(this_round)
+        reuse = reuse or ReuseSettings()
+        self._prefix = prefix = PrefixCache(this_round, gangs, reuse)
+        self._sequences = sequences = Sequences(this_round, timers, gangs, prefix)
+        self._requests = requests = Requests(
+            this_round=this_round,
+            timers=timers,
+            gangs=gangs,
+            sequences=sequences,
+            policy=policy,
+            limits=limits,
+            reuses=reuse.enabled,
+        )
+        retries = Retries(this_round, requests, sequences, limits, deadlines)
+        self._plans = Launcher(
+            this_round=this_round,
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
+            deadlines=deadlines,
+            prefix=prefix,
+        )
+        self._unsent = UnsentSteps(this_round, steps, sequences)
+        silence = LivenessTimeouts(gangs, steps, deadlines)
+        self._watch = LivenessMonitor(this_round, gangs, requests, silence, deadlines)
+        self._view = LiveView(this_round, gangs, requests, costs, prefix, self._unsent)
+        of_requests = RequestEvents(
+            this_round=this_round,
+            timers=timers,
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
+            retries=retries,
+            prefix=prefix,
+        )
+        of_gangs = GangEvents(
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
+            retries=retries,
+            prefix=prefix,
+        )
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            **of_requests.handlers,
+            **of_gangs.handlers,
+            ev.CostTableUpdated: self._calibrated,
+            ev.Wake: self._wake,
+            ev.Drain: self._drain,
+        }
+
+    # --- the executor's side ---
+
+    def handle(self, events: Iterable[AnyEvent], now_ns: int) -> RoundResult:
+        """Take in what has happened since the last turn, and decide.
+
+        Args:
+            events: in the order in which they happened.
+            now_ns: of any clock that does not run backwards.
+        """
+        this_round = self._round
+        this_round.now_ns = max(this_round.now_ns, now_ns)
+        this_round.commands = []
+        self._sequences.closed_now.clear()
+        self._gangs.note_time()
+        for event in events:
+            self._handlers[type(event)](event)
+        self._timers.run_due(this_round.now_ns)
+        self._watch.check()
+        self._sequences.join()
+        self._unsent.send_due()
+        self._ask_again()
+        self._decide()
+        self._unsent.send_due()
+        self._watch.schedule_check()
+        return RoundResult(this_round.commands, self._wake_at_ns())
+
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
+        """Why such a request would be refused now; asks nothing of the state but its answer."""
+        error = self._requests.admission.refusal(prompt_tokens, output_tokens)
+        return None if error is None else wire_error(error)
+
+    def refusal_unread(self) -> WireError | None:
+        """Why a request would be refused of which nothing is known yet: its body need not be
+        read."""
+        error = self._requests.admission.refusal_unread()
+        return None if error is None else wire_error(error)
+
+    @property
+    def capacity(self) -> CapacityCheck:
+        """What fits the present gangs, or those that were there last."""
+        return self._requests.capacity
+
+    @property
+    def policy_name(self) -> str:
+        """As in the settings."""
+        return self._policy.name
+
+    @property
+    def whole_prompts(self) -> bool:
+        """The policy has prompts computed as sparse attention needs it."""
+        return self._policy.whole_prompts
+
+    @property
+    def ready(self) -> bool:
+        """There are gangs to serve with. Requests are accepted all the same while there are not."""
+        return bool(self._gangs.pairs)
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """How much there is of everything."""
+        waiting = self._requests.admission.waiting
+        gangs = list(self._gangs.by_id.values())
+        return SchedulerCounts(
+            running=len(self._requests.live) - waiting,
+            waiting=waiting,
+            prefill_kv=_usage(it for gang in gangs if gang.may_prefill for it in gang.instances),
+            decode_kv=_usage(it for gang in gangs if gang.may_decode for it in gang.instances),
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that no slot, step, sequence or request was lost track of."""
+        check_invariants(self._gangs, self._requests, self._sequences, self._steps, self._prefix)
+
+    # --- turns ---
+
+    def _calibrated(self, event: ev.CostTableUpdated) -> None:
+        self._costs.use(event.digest)
+        self._round.stale = True
+
+    def _wake(self, event: ev.Wake) -> None:
+        """Every turn looks at the time."""
+
+    def _drain(self, event: ev.Drain) -> None:
+        self._requests.admission.draining = True
+
+    def _wake_at_ns(self) -> int | None:
+        this_round = self._round
+        times = (self._timers.next_ns, self._watch.next_ns, this_round.wake_ns, self._unsent.due_ns)
+        return min((it for it in times if it is not None), default=None)
+
+    def _ask_again(self) -> None:
+        """The policy's time may have come: once, even if there is nothing to decide on now."""
+        this_round = self._round
+        if this_round.wake_ns is not None and this_round.wake_ns <= this_round.now_ns:
+            this_round.stale, this_round.wake_ns = True, None
+
+    def _decide(self) -> None:
+        waiting = len(self._requests.queue) or self._steps.unsent
+        nothing = not waiting and not self._policy.regroups
+        if not self._round.stale or not self._gangs.pairs or nothing:
+            return
+        self._plans.apply(self._policy.decide(self._view))
+        self._round.stale = False
+
+
+def _usage(instances: Iterable[Instance]) -> float:
+    used = capacity = 0
+    for it in instances:
+        used += it.capacity - it.free_slots
+        capacity += it.capacity
+    return used / capacity if capacity else 0.0
+
+
+class RequestEvents:
+    """Handlers by the kind of event. What is told of something that is over is ignored, for it may
+    have been on its way when the end was decided."""
+
+    def __init__(
+        self,
+        *,
+        this_round: Round,
+        timers: Timers,
+        gangs: Gangs,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        retries: Retries,
+        prefix: PrefixCache,
+    ) -> None:
+        self._round, self._timers, self._gangs = this_round, timers, gangs
+        self._requests, self._sequences = requests, sequences
+        self._steps, self._retries, self._prefix = steps, retries, prefix
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
+            ev.Submitted: requests.submit,
+            ev.RequestCancelled: self._cancelled,
+            ev.FirstToken: self._first_token,
+            ev.KvReceived: self._received,
+            ev.Moved: self._moved,
+            ev.Freed: self._freed,
+            ev.Retained: self._retained,
+            ev.Finished: self._finished,
+            ev.Failed: self._failed,
+            ev.Progress: self._progress,
+            ev.StepDone: self._step_done,
+        }
+
+    def _cancelled(self, event: ev.RequestCancelled) -> None:
+        if (request := self._requests.live.get(event.request_id)) is not None:
+            self._requests.end(request)
+
+    def _first_token(self, event: ev.FirstToken) -> None:
+        sequence = self._sequences.serving(event.sequence_id)
+        if sequence is None:
+            if (closed := self._sequences.closed_now.get(event.sequence_id)) is not None:
+                self._retries.delivered(closed.id, closed.generated_before + 1)
+            return
+        self._sequences.first_token(sequence)
+        if sequence.unreceived:
+            late_ns = self._round.now_ns + self._retries.transfer_deadline_ns(sequence)
+            late = partial(self._retries.transfer_is_late, sequence)
+            sequence.transfer_timer = self._timers.at(late_ns, late)
+
+    def _received(self, event: ev.KvReceived) -> None:
+        self._gangs.note_heartbeat(event.instance)
+        if (sequence := self._sequences.serving(event.sequence_id)) is not None:
+            wrong = self._sequences.received(sequence, event.instance, event.tokens)
+            if wrong is not None:
+                self._retries.broken(sequence, ProtocolError(wrong))
+
+    def _moved(self, event: ev.Moved) -> None:
+        if (sequence := self._sequences.by_id.get(event.sequence_id)) is not None:
+            self._sequences.moved(sequence)
+
+    def _freed(self, event: ev.Freed) -> None:
+        self._gangs.note_heartbeat(event.instance)
+        if (sequence := self._sequences.by_id.get(event.sequence_id)) is not None:
+            self._sequences.freed(sequence, event.instance)
+
+    def _retained(self, event: ev.Retained) -> None:
+        self._gangs.note_heartbeat(event.instance)
+        self._prefix.retained(event)
+
+    def _finished(self, event: ev.Finished) -> None:
+        if (sequence := self._sequences.serving(event.sequence_id)) is not None:
+            self._sequences.finish(sequence, event.generated_tokens, event.hashes)
+            self._requests.end(sequence.request)
+        else:
+            self._retries.finished_late(event.sequence_id)
+
+    def _failed(self, event: ev.Failed) -> None:
+        self._retries.delivered(event.sequence_id, event.generated_tokens)
+        if (sequence := self._sequences.serving(event.sequence_id)) is not None:
+            self._retries.failed(sequence, event.error, retryable=event.retryable)
+
+    def _progress(self, event: ev.Progress) -> None:
+        for sequence_id, generated_tokens in event.generated_tokens:
+            self._retries.delivered(sequence_id, generated_tokens)
+
+    def _step_done(self, event: ev.StepDone) -> None:
+        self._gangs.note_heartbeat(event.instance)
+        step = self._steps.by_id.get(event.step_id)
+        if step is None or event.instance not in step.undone:
+            return
+        instance = self._gangs.instances[event.instance]
+        computed, leaving = self._steps.done(step, instance, event.took_ns)
+        for sequence in leaving:
+            self._sequences.retain_prefilled(sequence)
+        for sequence in computed:
+            self._sequences.computed(sequence)
+            if not sequence.over and sequence.first_token_ns is None:
+                # The rank that draws says so before it reports, so no token is on its way.
+                error = ProtocolError("a prefill step ended without its first token")
+                self._retries.broken(sequence, error)
+
+
+class GangEvents:
+    """Handlers by the kind of event."""
+
+    def __init__(
+        self,
+        *,
+        gangs: Gangs,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        retries: Retries,
+        prefix: PrefixCache,
+    ) -> None:
+        self._gangs, self._requests, self._prefix = gangs, requests, prefix
+        self._sequences, self._steps, self._retries = sequences, steps, retries
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
+            ev.GangUp: self._gang_up,
+            ev.GangDown: self._gang_down,
+            ev.LinkUp: self._link_up,
+            ev.LinkDown: self._link_down,
+            ev.Heartbeat: self._heartbeat,
+        }
+
+    def _gang_up(self, event: ev.GangUp) -> None:
+        gang = self._gangs.up(event)
+        self._steps.ledger.add(gang)
+        self._sequences.ledger.add(gang)
+        self._prefix.add(gang)
+        self._paired()
+
+    def _gang_down(self, event: ev.GangDown) -> None:
+        if (gang := self._gangs.by_id.get(event.gang)) is None:
+            return
+        self._gangs.down(gang)
+        self._steps.drop(gang)
+        self._prefix.drop(gang)
+        self._retries.gang_lost(gang, event.reason)
+
+    def _link_up(self, event: ev.LinkUp) -> None:
+        self._gangs.link(event.prefill, event.decode)
+        self._paired()
+
+    def _link_down(self, event: ev.LinkDown) -> None:
+        self._gangs.unlink(event.prefill, event.decode)
+        self._retries.link_lost(event.prefill, event.decode, event.reason)
+
+    def _paired(self) -> None:
+        """Requests came before the gangs, or have waited for larger ones than these."""
+        if self._gangs.pairs:
+            self._requests.requeue_all()
+
+    def _heartbeat(self, event: ev.Heartbeat) -> None:
+        for instance in event.instances:
+            self._gangs.note_heartbeat(instance)

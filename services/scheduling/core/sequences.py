@@ -1,0 +1,382 @@
+"""Attempts at requests: from the reservation of slots until the last of them is free again."""
+
+from __future__ import annotations
+
+from csps.services.scheduling.deciding.decisions import DecodePlacement
+from csps.services.scheduling.events.commands import Cancel, MoveKv, PlacedSlice, SetGroup
+from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
+from csps.services.scheduling.events.limits import Timers
+from csps.services.scheduling.events.slices import own, tokens_on
+from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.ledger import Ledger, coming_slots, decode_slots
+from csps.services.scheduling.state.prefix_cache import PrefixCache
+from csps.services.scheduling.state.state import Gang, GangPair, PrefixRef, Request, Round, Sequence
+
+
+class Sequences:
+    """All that still hold slots, or may."""
+
+    def __init__(
+        self, this_round: Round, timers: Timers, gangs: Gangs, prefix: PrefixCache
+    ) -> None:
+        self._round, self._timers, self._gangs = this_round, timers, gangs
+        self._prefix = prefix
+        self._joining: dict[GangId, list[Sequence]] = {}
+        self.ledger = Ledger()
+        self.by_id: dict[SequenceId, Sequence] = {}
+        self.closed_now: dict[SequenceId, Sequence] = {}
+        """Those that ended in this turn: the executor has delivered tokens without knowing it."""
+
+    def serving(self, sequence: SequenceId) -> Sequence | None:
+        """The sequence, if it works for its request."""
+        found = self.by_id.get(sequence)
+        return None if found is None or found.over else found
+
+    # --- the way to decoding ---
+
+    def start(
+        self,
+        request: Request,
+        pair: GangPair,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        use: PrefixRef | None,
+        cached: int,
+        held: PrefixRef | None,
+    ) -> Sequence:
+        """Take the slots for a prompt's KV and for all tokens that may be drawn.
+
+        Args:
+            placement: without shares if the step draws all that there is to draw.
+            slots: that it needs (`decode_slots`).
+            use: of the KV of the prompt's first tokens, so many as are cached.
+            held: of the KV that the placement names, on a gang that decodes only.
+        """
+        unreceived = tokens_on(own(placement.slices))
+        sequence = self._new(request, pair, placement, slots, unreceived)
+        sequence.decode_ref = held
+        return self._reusing(sequence, use, cached)
+
+    def start_piggybacked(
+        self,
+        request: Request,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        use: PrefixRef | None,
+        cached: int,
+    ) -> Sequence:
+        """The same for a sequence that joins at once; its gang owes tokens from now on."""
+        gang = self._gangs.instances[placement.master].gang
+        pair = GangPair(prefill=gang, decode=gang)
+        sequence = self._new(request, pair, placement, slots, {}, piggybacked=True)
+        sequence.joined_ns = self._round.now_ns
+        gang.owing[sequence.id] = self._round.now_ns
+        return self._reusing(sequence, use, cached)
+
+    def _reusing(self, sequence: Sequence, use: PrefixRef | None, cached: int) -> Sequence:
+        sequence.prefill_ref, sequence.cached = use, cached
+        reused = sum(it.tokens for it in sequence.slices if it.source)
+        retain = self._prefix.may_retain(sequence.request, reused)
+        sequence.retain = bool(sequence.slices) and retain
+        return sequence
+
+    def _new(
+        self,
+        request: Request,
+        pair: GangPair,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        unreceived: dict[InstanceId, int],
+        *,
+        piggybacked: bool = False,
+    ) -> Sequence:
+        master = self._gangs.instances[placement.master]
+        sequence = Sequence(
+            id=self._gangs.next_id("sequence"),
+            request=request,
+            prefill=pair.prefill,
+            decode=pair.decode,
+            slices=placement.slices,
+            master=master,
+            answer=placement.answer,
+            generated_before=request.generated_tokens,
+            slots_stop=request.prompt_tokens + request.output_tokens,
+            piggybacked=piggybacked,
+            unreceived=unreceived,
+            unfreed=dict.fromkeys(slots),
+        )
+        self.by_id[sequence.id] = sequence
+        if slots:
+            self.ledger.reserve(sequence.id, slots)
+            pair.decode.decoding[sequence.id] = sequence
+            self._count_master(sequence, 1)
+        return sequence
+
+    def first_token(self, sequence: Sequence) -> None:
+        """Its prompt is computed and has drawn a token, which was delivered."""
+        sequence.first_token_ns = self._round.now_ns
+        sequence.request.note_generated(sequence.generated_before + 1)
+        self._join(sequence)
+
+    def received(self, sequence: Sequence, instance: InstanceId, tokens: int) -> str | None:
+        """A share has arrived. Returns what is wrong with it, if anything."""
+        expected = sequence.unreceived.get(instance)
+        if tokens != expected:
+            wanted = "none" if expected is None else expected
+            return f"KV of {tokens} tokens landed on a decode instance, not {wanted}"
+        del sequence.unreceived[instance]
+        self._join(sequence)
+        return None
+
+    def _join(self, sequence: Sequence) -> None:
+        if sequence.received and not sequence.piggybacked:
+            self._timers.cancel(sequence.transfer_timer)
+            self._joining.setdefault(sequence.decode.id, []).append(sequence)
+
+    def join(self) -> None:
+        """Let decode take over what has landed whole in this turn, with one command a gang."""
+        joining, self._joining = self._joining, {}
+        for gang, sequences in joining.items():
+            ready = [it for it in sequences if not it.over]
+            for sequence in ready:
+                sequence.joined_ns = self._round.now_ns
+                sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
+            if ready:
+                self._round.emit(SetGroup(gang=gang, joined=tuple(it.id for it in ready)))
+                self._round.stale = True
+
+    # --- what is kept ---
+
+    def computed(self, sequence: Sequence) -> None:
+        """Nothing more of it is computed by steps."""
+        if not (sequence.in_place and sequence.unfreed):
+            self._unref_prefill(sequence)
+
+    def retain_prefilled(self, sequence: Sequence) -> None:
+        """All of its KV that is decoded elsewhere lies where it is to stay."""
+        good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
+        hashes = sequence.request.hashes if good else ()
+        self._prefix.prefilled(sequence.prefill, sequence.id, hashes, sequence.retained_slices)
+        self._unref_prefill(sequence)
+
+    def _unref_prefill(self, sequence: Sequence) -> None:
+        use, sequence.prefill_ref = sequence.prefill_ref, None
+        if use is not None:
+            self._prefix.unref(use)
+
+    def _unref_decode(self, sequence: Sequence) -> None:
+        held, sequence.decode_ref = sequence.decode_ref, None
+        if held is not None:
+            self._prefix.unref(held)
+
+    def _retain(self, sequence: Sequence, generated_tokens: int, hashes: tuple[bytes, ...]) -> None:
+        """A sequence is over whose KV stays where it was decoded.
+
+        Args:
+            drawn: tokens that it has drawn, the last of which has no KV.
+            hashes: of blocks that have KV.
+        """
+        gang, prompt = sequence.decode, sum(it.tokens for it in sequence.slices)
+        to_come = sequence.answer or (
+            PlacedSlice(sequence.master.id, prompt, prompt + generated_tokens),
+        )
+        slots = self.ledger.slots_of(sequence.id)
+        # What it has read stays until what follows upon it is kept as well.
+        if sequence.in_place:
+            use, sequence.prefill_ref = sequence.prefill_ref, None
+        else:
+            use, sequence.decode_ref = sequence.decode_ref, None
+        self._mark_over(sequence)
+        for instance in list(sequence.unfreed):
+            self.freed(sequence, instance)
+        slices = (*own(sequence.slices), *to_come)
+        whole = (prompt + generated_tokens - 1) // self._prefix.settings.block_tokens
+        self._prefix.decoded(gang, sequence.id, hashes[:whole], slices, slots)
+        if use is not None:
+            self._prefix.unref(use)
+
+    # --- moving ---
+
+    def move(self, sequence: Sequence, placement: DecodePlacement) -> None:
+        """Have its KV moved; until it is there, it has slots in both places."""
+        slots = self.ledger.slots_of(sequence.id)
+        for instance in decode_slots(placement, 0):
+            slots.setdefault(instance, 0)
+        for instance, count in coming_slots(sequence, placement).items():
+            slots[instance] += count
+        self.ledger.resize(sequence.id, slots)
+        sequence.moving = MoveKv(
+            gang=sequence.decode.id,
+            step_id=self._gangs.next_id("step"),
+            sequence_id=sequence.id,
+            slices=placement.slices,
+            master=placement.master,
+            answer=placement.answer,
+        )
+        sequence.unfreed.update(dict.fromkeys(slots))
+        self._round.emit(sequence.moving)
+
+    def moved(self, sequence: Sequence) -> None:
+        """It goes on where it was moved to. It may have ended since, and been freed by some of
+        those that it concerns from now on."""
+        placement = sequence.moving
+        assert placement is not None, "moved without being asked"
+        slots = decode_slots(placement, 0)
+        self._count_master(sequence, -1)
+        for instance in [it for it in sequence.unfreed if it not in slots]:
+            del sequence.unfreed[instance]
+            self.ledger.free(sequence.id, instance)
+        if sequence.unfreed:
+            self.ledger.resize(sequence.id, {it: slots[it] for it in sequence.unfreed})
+        sequence.slices, sequence.answer = placement.slices, placement.answer
+        sequence.master = self._gangs.instances[placement.master]
+        self._count_master(sequence, 1)
+        sequence.moving = None
+        self._round.stale = True
+        self._finalize(sequence)
+
+    # --- ends ---
+
+    def finish(
+        self, sequence: Sequence, generated_tokens: int, hashes: tuple[bytes, ...] = ()
+    ) -> None:
+        """The last token was drawn. Decode frees what it decoded, not what never joined, unless it
+        is kept.
+
+        Args:
+            hashes: of the answer's blocks.
+        """
+        self._measure(sequence, generated_tokens)
+        sequence.first_token_ns = sequence.first_token_ns or self._round.now_ns
+        if sequence.retain and self._is_resident(sequence):
+            # Where KV lies that is being moved is known only when it is there.
+            known = () if sequence.moving else (*sequence.request.hashes, *hashes)
+            self._retain(sequence, generated_tokens - sequence.generated_before, known)
+            return
+        self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Nobody waits for the rest of the answer; what there is may be of use to others."""
+        good = self._is_resident(sequence) and not sequence.moving and not sequence.over
+        if good and sequence.retain:
+            self._retain(sequence, 1, sequence.request.hashes)
+        else:
+            self.close(sequence)
+
+    @staticmethod
+    def _is_resident(sequence: Sequence) -> bool:
+        """All of its prompt's KV is where it is decoded, or will be when a step ends that nothing
+        can keep from it any more."""
+        return sequence.received or (sequence.in_place and sequence.first_token_ns is not None)
+
+    def close(self, sequence: Sequence) -> None:
+        """Stop all work for the sequence."""
+        if not sequence.over:
+            prefill = [sequence.prefill] if sequence.joined_ns is None else []
+            self._end(sequence, [*prefill, sequence.decode])
+
+    def _end(self, sequence: Sequence, gangs: list[Gang]) -> None:
+        self._mark_over(sequence)
+        if sequence.unfreed:
+            sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
+        holders = dict.fromkeys(it.id for it in gangs if self._may_hold(sequence, it))
+        sequence.prefill_cancelled = sequence.prefill_cancelled or sequence.prefill.id in holders
+        if holders:
+            self._round.emit(Cancel(sequence_id=sequence.id, gangs=tuple(holders)))
+        self._finalize(sequence)
+
+    def _mark_over(self, sequence: Sequence) -> None:
+        sequence.over = True
+        sequence.decode.decoding.pop(sequence.id, None)
+        self._timers.cancel(sequence.transfer_timer)
+        self.closed_now[sequence.id] = sequence
+
+    def _may_hold(self, sequence: Sequence, gang: Gang) -> bool:
+        """An un-joined sequence may have KV on its way from the gang that prefills it; if it was to
+        stay there and is not on its way any more, it stays."""
+        if not self._gangs.lives(gang):
+            return False
+        if gang is sequence.prefill and sequence.retained_slices:
+            return sequence.computing > 0
+        on_its_way = gang is sequence.prefill and not sequence.piggybacked
+        return on_its_way or bool(sequence.unfreed)
+
+    def _measure(self, sequence: Sequence, generated_tokens: int) -> None:
+        """How long an iteration takes, smoothed over answers."""
+        tokens = generated_tokens - sequence.generated_before - 1
+        if tokens < 1 or sequence.joined_ns is None or sequence.first_token_ns is None:
+            return
+        since_ns = max(sequence.joined_ns, sequence.first_token_ns)
+        measured_ns = (self._round.now_ns - since_ns) // tokens
+        gang = sequence.decode
+        before_ns = gang.iteration_ns or measured_ns
+        gang.iteration_ns = (7 * before_ns + measured_ns) // 8
+        took_ns = self._round.now_ns - since_ns
+        gang.decode_ns = (7 * (gang.decode_ns or took_ns) + took_ns) // 8
+
+    def freed(self, sequence: Sequence, instance: InstanceId) -> None:
+        """An instance holds nothing of the sequence any more. So its last token was drawn, of which
+        we may hear later from another instance: nothing of it is moved."""
+        if instance not in sequence.unfreed:
+            return
+        sequence.decode.decoding.pop(sequence.id, None)
+        if instance == sequence.master.id:
+            self._count_master(sequence, -1)
+        del sequence.unfreed[instance]
+        self.ledger.free(sequence.id, instance)
+        self._round.stale = True
+        self._finalize(sequence)
+
+    def _count_master(self, sequence: Sequence, change: int) -> None:
+        """As long as it has not freed the sequence."""
+        if sequence.master.id in sequence.unfreed:
+            sequence.master.mastered += change
+            sequence.decode.mastered += change
+
+    def _finalize(self, sequence: Sequence) -> None:
+        if not sequence.unfreed:
+            sequence.decode.owing.pop(sequence.id, None)
+            self._unref_decode(sequence)
+            if sequence.in_place and not sequence.computing:
+                self._unref_prefill(sequence)
+            if sequence.over:
+                self.by_id.pop(sequence.id, None)
+
+    def inside(self, gang: Gang) -> list[Sequence]:
+        """Those that the gang computes, or holds KV slots for."""
+        return [it for it in self.by_id.values() if _is_inside(it, gang)]
+
+    def drop(self, gang: Gang) -> list[Sequence]:
+        """A gang is gone. Returns the sequences that cannot go on without it."""
+        self.ledger.drop(gang)
+        gang.owing.clear()
+        needing = []
+        for sequence in list(self.by_id.values()):
+            if sequence.decode is gang:
+                sequence.unfreed.clear()
+            if sequence.prefill_ref is not None and sequence.prefill_ref.gang is gang:
+                sequence.prefill_ref = None
+            if sequence.decode_ref is not None and sequence.decode_ref.gang is gang:
+                sequence.decode_ref = None
+            if not sequence.over and _needs(sequence, gang):
+                needing.append(sequence)
+            self._finalize(sequence)
+        return needing
+
+    def between(self, prefill: GangId, decode: GangId) -> list[Sequence]:
+        """Sequences whose KV is still to come from one gang to the other."""
+        return [
+            it
+            for it in self.by_id.values()
+            if not it.over and it.unreceived and (it.prefill.id, it.decode.id) == (prefill, decode)
+        ]
+
+
+def _is_inside(sequence: Sequence, gang: Gang) -> bool:
+    if sequence.decode is gang:
+        return bool(sequence.unfreed)
+    return sequence.prefill is gang and not sequence.received and not sequence.over
+
+
+def _needs(sequence: Sequence, gang: Gang) -> bool:
+    return sequence.decode is gang or (sequence.prefill is gang and not sequence.received)

@@ -1,0 +1,286 @@
+"""Launched steps: who is still computing, and until when as predicted.
+
+Steps of plans that are sent one by one: the ranks hear of each shortly before it begins.
+
+Until then a step is the scheduler's alone, and a plan can be made again without a word to any rank.
+It has its slots and its place in the line of its instances all the while. What is sent is decided
+by predicted times and not by reports: a step is reported when its KV has left, and the next one
+must not wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from csps.services.scheduling.core.sequences import Sequences
+from csps.services.scheduling.events.commands import RunStep
+from csps.services.scheduling.events.events import InstanceId, StepId
+from csps.services.scheduling.events.limits import preemption_delay
+from csps.services.scheduling.state.ledger import Ledger
+from csps.services.scheduling.state.state import Gang, Instance, Round, Sequence, Step
+
+
+class Steps:
+    """Outstanding steps in the order of their launch, which is that of the ranks."""
+
+    def __init__(self, this_round: Round) -> None:
+        self._round = this_round
+        self.ledger = Ledger()
+        self.by_id: dict[StepId, Step] = {}
+        self.unsent: dict[StepId, Step] = {}
+        """Those that the ranks have not heard of."""
+
+    def launch(self, step: Step, instances: list[Instance], slots: dict[InstanceId, int]) -> int:
+        """Take the step's slots. Returns when it ends, as predicted."""
+        self.ledger.reserve(step.id, slots)
+        self.by_id[step.id] = step
+        for sequence in step.sequences:
+            sequence.computing += 1
+        begin_ns = max([self._round.now_ns, *[it.free_at_ns for it in instances]])
+        if not step.high_priority:
+            oldest = step.sequences[0].request
+            since_ns = oldest.waiting_since_ns
+            step.preemption_delay = preemption_delay(
+                oldest.delays_before, since_ns, instances, begin_ns, step.predicted_ns
+            )
+        for instance in instances:
+            if step.high_priority:
+                self._preempt(step, instance)
+            else:
+                step.behind += instance.low_priority_steps > 0
+                instance.low_priority_steps += 1
+                instance.free_at_ns = begin_ns + step.predicted_ns
+            instance.steps[step.id] = step
+        step.begin_ns, step.end_ns = begin_ns, begin_ns + step.predicted_ns
+        if step.high_priority:  # it waits for other urgent ones at most
+            return max(
+                min(it.free_at_ns, self._round.now_ns + it.high_priority_ns) for it in instances
+            )
+        return begin_ns + step.predicted_ns
+
+    def _preempt(self, step: Step, instance: Instance) -> None:
+        """An urgent step goes first: everything that is not urgent ends so much later."""
+        delayed = tuple(it for it in instance.steps.values() if not it.high_priority)
+        for other in delayed:
+            other.delayed_ns += step.predicted_ns
+        step.charged[instance.id] = delayed
+        if delayed:
+            instance.preempted_ns += step.predicted_ns
+            instance.preemption_delay_ns += step.predicted_ns
+        instance.high_priority_ns += step.predicted_ns
+        instance.free_at_ns = max(self._round.now_ns, instance.free_at_ns) + step.predicted_ns
+
+    def done(
+        self, step: Step, instance: Instance, took_ns: int
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """An instance is through with its part.
+
+        Returns:
+            The sequences of which nothing more is computed, if it was the step's last one; and
+            those that leave KV behind, if it was the last one of the step's plan.
+        """
+        first = _first_low_priority(instance) is step
+        del step.undone[instance.id]
+        del instance.steps[step.id]
+        instance.stepped_ns = self._round.now_ns
+        self._true_up(step, instance, took_ns, first=first)
+        self._round.stale = True
+        if not step.plan_steps:
+            self.ledger.free(step.id, instance.id)
+        if step.undone:
+            return [], []
+        del self.by_id[step.id]
+        for sequence in step.sequences:
+            sequence.computing -= 1
+        leaving: list[Sequence] = []
+        if not any(it.undone for it in step.plan_steps):
+            self._free_plan(step)
+            leaving = [
+                it for other in step.plan_steps for it in other.sequences if it.retained_slices
+            ]
+        computed = [it for it in step.sequences if not it.computing]
+        return computed, list(dict.fromkeys(leaving))
+
+    def _free_plan(self, last: Step) -> None:
+        """Chunks are kept until the last one is computed, which attends to them."""
+        for step in last.plan_steps:
+            for instance in last.gang.instances:
+                self.ledger.free(step.id, instance.id)
+
+    def _true_up(self, step: Step, instance: Instance, took_ns: int, *, first: bool) -> None:
+        """Put what was measured in the place of what was predicted.
+
+        Args:
+            first: it was the first of the instance's long steps.
+        """
+        now_ns, error_ns = self._round.now_ns, took_ns - step.predicted_ns
+        if not step.high_priority:
+            instance.low_priority_steps -= 1
+            if not instance.low_priority_steps:
+                instance.preempted_ns = 0
+            ended_ns = self._ended_ns(step, took_ns)
+            if first and (following := _first_low_priority(instance)) is not None:
+                _become_first(following, ended_ns)
+            if (
+                any(it.high_priority or it.delayed_ns for it in self._of(step.gang))
+                or step.delayed_ns
+            ):
+                # How urgent ones fall between long ones is not known: an instance counts its own.
+                left_ns = sum(it.predicted_ns for it in instance.steps.values())
+                instance.free_at_ns = now_ns + left_ns
+            elif ended_ns != step.end_ns:
+                self._predict(step.gang)
+            return
+        instance.high_priority_ns -= step.predicted_ns
+        for other in step.charged[instance.id]:
+            other.delayed_ns += error_ns
+        if step.charged[instance.id]:
+            instance.preemption_delay_ns += error_ns
+        free_at_ns = instance.free_at_ns + error_ns if instance.steps else now_ns
+        instance.free_at_ns = max(now_ns + instance.high_priority_ns, free_at_ns)
+
+    def _ended_ns(self, step: Step, took_ns: int) -> int:
+        """When it was computed: what follows it has begun before it is done, while KV is sent."""
+        now_ns = self._round.now_ns
+        if step.behind or not took_ns:  # withdrawn
+            return now_ns
+        return min(now_ns, step.begin_ns + took_ns)
+
+    def _predict(self, gang: Gang) -> None:
+        """When every instance will be free: steps in the order of their launch, each when all its
+        instances have come to it."""
+        now_ns = self._round.now_ns
+        free_ns = {it.id: now_ns for it in gang.instances}
+        for step in self._of(gang):
+            if step.behind:
+                step.begin_ns = max([free_ns[it] for it in step.undone], default=now_ns)
+            step.end_ns = max(now_ns, step.begin_ns + step.predicted_ns)
+            for instance in step.undone:
+                free_ns[instance] = step.end_ns
+        for it in gang.instances:
+            it.free_at_ns = free_ns[it.id]
+
+    def _of(self, gang: Gang) -> Iterator[Step]:
+        """The outstanding steps of a gang."""
+        return (it for it in self.by_id.values() if it.gang is gang)
+
+    def drop(self, gang: Gang) -> None:
+        """The gang is gone: nothing that it computed comes."""
+        self.ledger.drop(gang)
+        for step in [it for it in self.by_id.values() if it.gang is gang]:
+            del self.by_id[step.id]
+            self.unsent.pop(step.id, None)
+            for sequence in step.sequences:
+                sequence.computing -= 1
+
+    # --- steps that are not sent yet -------------------------------------------------------
+
+    def defer(self, step: Step, command: RunStep) -> None:
+        """A launched step's command is sent later."""
+        assert not step.high_priority, "held, and urgent"
+        step.command = command
+        self.unsent[step.id] = step
+
+    def cancel_unsent(self, step: Step) -> list[Sequence]:
+        """A step that the ranks have not heard of will not be. Returns the sequences that leave KV
+        behind, if it was the last one of its plan that was not done."""
+        del self.by_id[step.id], self.unsent[step.id]
+        for instance in _members(step):
+            del instance.steps[step.id]
+            instance.low_priority_steps -= 1
+            if not instance.low_priority_steps:
+                instance.preempted_ns = 0
+        step.command, step.undone = None, {}
+        for sequence in step.sequences:
+            sequence.computing -= 1
+        self.ledger.free_all(step.id)
+        if any(it.undone for it in step.plan_steps):
+            return []
+        self._free_plan(step)
+        return [it for other in step.plan_steps for it in other.sequences if it.retained_slices]
+
+    def move_to_end(self, step: Step) -> None:
+        """A step that the ranks have not heard of goes behind all others."""
+        for steps in (self.by_id, self.unsent, *(it.steps for it in _members(step))):
+            steps[step.id] = steps.pop(step.id)
+
+    def requeue(self, gang: Gang) -> None:
+        """The order has changed: who is first where, and when everybody is free."""
+        for step in self._of(gang):
+            if step.unsent:
+                step.behind = sum(_first_low_priority(it) is not step for it in _members(step))
+                if not step.behind:
+                    step.begin_ns = self._round.now_ns
+        self._predict(gang)
+
+
+def _members(step: Step) -> list[Instance]:
+    """Instances that have not reported."""
+    return [it for it in step.gang.instances if it.id in step.undone]
+
+
+def _first_low_priority(instance: Instance) -> Step | None:
+    return next((it for it in instance.steps.values() if not it.high_priority), None)
+
+
+def _become_first(step: Step, at_ns: int) -> None:
+    """A step is the first one on another of its instances."""
+    step.behind -= 1
+    step.first_ns = max(step.first_ns, at_ns)
+    if not step.behind:
+        step.begin_ns = max(step.first_ns, step.launched_ns)
+
+
+class UnsentSteps:
+    """Sends them when their time comes, or drops what nobody wants any more."""
+
+    def __init__(self, this_round: Round, steps: Steps, sequences: Sequences) -> None:
+        self._round, self._steps, self._sequences = this_round, steps, sequences
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that have some, in the order of their start."""
+        return list(dict.fromkeys(it.sequences[0] for it in self._steps.unsent.values()))
+
+    @property
+    def due_ns(self) -> int | None:
+        """When the next one is to be sent."""
+        times = [self._send_at_ns(it) for it in self._steps.unsent.values()]
+        return min((it for it in times if it > self._round.now_ns), default=None)
+
+    def send_due(self) -> None:
+        """Send all whose time has come, after those that were launched before them on the same
+        instances."""
+        for step in [it for it in self._steps.unsent.values() if it.sequences[0].over]:
+            self._drop(step)
+        waiting: dict[InstanceId, None] = {}
+        for step in list(self._steps.unsent.values()):
+            due = not step.behind or self._send_at_ns(step) <= self._round.now_ns
+            if due and waiting.keys().isdisjoint(step.undone):
+                self._send(step)
+            else:
+                waiting.update(step.undone)
+
+    def _send_at_ns(self, step: Step) -> int:
+        plan = step.sequences[0].plan
+        assert plan is not None, "held without a plan"
+        return step.begin_ns - plan.ahead_ns
+
+    def _send(self, step: Step) -> None:
+        command, step.command = step.command, None
+        assert command is not None, "sent already"
+        del self._steps.unsent[step.id]
+        step.launched_ns = self._round.now_ns
+        self._round.emit(msgspec.structs.replace(command, ends_ns=step.end_ns))
+
+    def _drop(self, step: Step) -> None:
+        """Its sequence is over."""
+        for sequence in self._steps.cancel_unsent(step):
+            self._sequences.retain_prefilled(sequence)
+        (sequence,) = step.sequences
+        if not sequence.computing:
+            self._sequences.computed(sequence)
+        self._steps.requeue(step.gang)
+        self._round.stale = True

@@ -1,0 +1,119 @@
+"""Who has which of a number of tokens: sizes, bounds, and shares in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter
+
+from csps.protocols.core.placement import Layout, Span, rest_of, rests_of
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId
+
+
+def level_sizes(total: int, limits: Sequence[int]) -> list[int] | None:
+    """Cut `total` into shares as equal as `limits` allow; None if they do not allow it at all.
+
+    Water-filling: the holders with the least room are filled first, the others level what is left.
+
+    >>> level_shares(10, [9, 9, 2])
+    [4, 4, 2]
+    """
+    if sum(limits) < total:
+        return None
+    shares = [0] * len(limits)
+    left = total
+    ascending = sorted(range(len(limits)), key=limits.__getitem__)
+    for holders_left, index in zip(range(len(limits), 0, -1), ascending, strict=True):
+        shares[index] = min(limits[index], -(-left // holders_left))
+        left -= shares[index]
+    return shares
+
+
+def bounds_of(shares: Sequence[int]) -> tuple[int, ...]:
+    """Where contiguous shares begin and end: 0, s0, s0 + s1, ..., the total."""
+    return (0, *accumulate(shares))
+
+
+# --- in any layout -----------------------------------------------------------------------------
+
+
+def laid_out(
+    group: Sequence[InstanceId], layout: Layout, start: int = 0
+) -> tuple[PlacedSlice, ...]:
+    """Tokens from `start` on, on the instances of a group, part by part of a layout
+    (`protocols.placement`)."""
+    return tuple(
+        PlacedSlice.of(instance, span.shifted(start))
+        for instance, spans in zip(group, layout, strict=True)
+        for span in spans
+    )
+
+
+def tokens_on(shares: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
+    """How many tokens each instance has, of whichever origin."""
+    tokens: dict[InstanceId, int] = {}
+    for it in shares:
+        tokens[it.instance] = tokens.get(it.instance, 0) + it.tokens
+    return tokens
+
+
+def own(shares: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
+    """Those that need slots: what other sequences have computed has some."""
+    return (it for it in shares if not it.source)
+
+
+def shifted(shares: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
+    """The same, so many tokens further on."""
+    return tuple(it.cut(it.span.shifted(tokens)) for it in shares)
+
+
+def within(shares: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
+    """Those of the positions that the span has."""
+    cuts = (it.cut(it.span.intersection(span)) for it in shares)
+    return tuple(it for it in cuts if it.tokens)
+
+
+def outside(
+    shares: Iterable[PlacedSlice], others: Iterable[PlacedSlice]
+) -> tuple[PlacedSlice, ...]:
+    """Those of the positions that none of the others has, on whichever instance."""
+    shares = list(shares)
+    rests = rests_of((it.span for it in shares), [it.span for it in others])
+    return tuple(it.cut(rest) for it, left in zip(shares, rests, strict=True) for rest in left)
+
+
+def covers_once(span: Span, shares: Iterable[PlacedSlice]) -> bool:
+    """Whether the shares have each position of a span once, and no others."""
+    if span.step == 1:
+        return placed_once(span.start, span.stop, tuple(shares))
+    return span.partitioned_by([it.span for it in shares])
+
+
+def placed_once(start: int, stop: int, shares: Sequence[PlacedSlice]) -> bool:
+    """The same of positions [start, stop)."""
+    position = start
+    # Mostly one follows upon another, and a span takes microseconds to make.
+    for it in sorted(shares, key=attrgetter("start")):
+        if not (it.start == position < it.stop and it.step == 1):
+            return Span(start, stop).partitioned_by([it.span for it in shares])
+        position = it.stop
+    return position == stop
+
+
+def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -> bool:
+    """Whether both say the same, perhaps in other spans: which positions of which origin lie
+    where."""
+    one, other = _spans_of(some), _spans_of(others)
+    return one.keys() == other.keys() and all(
+        sum(it.length for it in spans) == sum(it.length for it in other[place])
+        and not any(rest_of(it, other[place]) for it in spans)
+        for place, spans in one.items()
+    )
+
+
+def _spans_of(shares: Iterable[PlacedSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
+    spans: dict[tuple[InstanceId, int], list[Span]] = {}
+    for it in shares:
+        spans.setdefault((it.instance, it.source), []).append(it.span)
+    return spans

@@ -1,0 +1,276 @@
+"""A radix tree of the KV that a gang has kept: which prompts begin with it, and where it lies.
+
+A *segment* is a run of blocks that one sequence has computed; what follows upon it in one prompt
+or another are its children. Blocks go by chain hashes, which name all tokens up to their ends, so
+that equal hashes are equal prefixes. Segments are cut where prompts part or a use ends, and nowhere
+else: a million tokens that nobody else has begun like are one segment and not 16,000 blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+
+import msgspec
+
+from csps.protocols.core.placement import Span
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId, SequenceId
+from csps.services.scheduling.events.slices import tokens_on, within
+
+Hashes = tuple[bytes, ...]
+
+
+class Segment(msgspec.Struct, kw_only=True, eq=False):
+    """Blocks in a row."""
+
+    parent: Segment | None
+    """What they follow upon; None begins."""
+    start: int
+    """Position of the first token."""
+    hashes: Hashes
+    source: SequenceId
+    """The sequence that has computed them, under whose name they lie there."""
+    slices: tuple[PlacedSlice, ...]
+    """Where: each position once."""
+    children: dict[bytes, Segment] = msgspec.field(default_factory=dict)
+    """By their first hashes."""
+    refs: int = 0
+    """Sequences that use it, or one behind it."""
+
+
+class PrefixTree:
+    """The segments of one gang.
+
+    Args:
+        block: tokens of one.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._roots: dict[bytes, Segment] = {}
+        self._recent: dict[Segment, None] = {}
+        """All of them, the one whose use is longest ago first: each after all behind it."""
+        self.version = 0
+        """Another one as soon as `match`, `slices` or `unreferenced` may answer otherwise."""
+        self.cached_tokens: dict[InstanceId, int] = {}
+        """Tokens of all segments, by instance."""
+        self.referenced_tokens: dict[InstanceId, int] = {}
+        """Of those that are in use."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        """All segments, the one whose use is longest ago first."""
+        return iter(list(self._recent))
+
+    def stop(self, segment: Segment) -> int:
+        """Behind its last position."""
+        return segment.start + len(segment.hashes) * self._block
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def match(self, hashes: Hashes) -> tuple[list[Segment], int]:
+        """The segments that a prompt begins with, and how many of its blocks they have: of the
+        last one perhaps not all."""
+        path: list[Segment] = []
+        matched, children = 0, self._roots
+        while matched < len(hashes) and (found := children.get(hashes[matched])) is not None:
+            path.append(found)
+            common = _common(found.hashes, hashes, matched)
+            matched += common
+            if common < len(found.hashes):
+                break
+            children = found.children
+        return path, matched
+
+    def slices(self, path: Sequence[Segment], tokens: int) -> tuple[PlacedSlice, ...]:
+        """Where the first tokens of a path lie."""
+        wanted = Span(0, tokens)
+        return tuple(
+            share
+            for it in path
+            if it.start < tokens
+            for share in (it.slices if self.stop(it) <= tokens else within(it.slices, wanted))
+        )
+
+    def unreferenced(self, path: Sequence[Segment], tokens: int) -> dict[InstanceId, int]:
+        """How many of the first tokens of a path nobody uses, by instance."""
+        return tokens_on(self.slices([it for it in path if not it.refs], tokens))
+
+    # --- using ---------------------------------------------------------------------------------
+
+    def ref(self, hashes: Hashes) -> Segment:
+        """Let nobody take the KV of these blocks away until `unref`; all of them are here.
+
+        Returns:
+            The last of them.
+        """
+        path, matched = self.match(hashes)
+        assert matched == len(hashes) > 0, "KV is used that is not kept"
+        last = self._cut(path[-1], matched * self._block)
+        self._add_ref(last, 1)
+        self._touch(last)
+        return last
+
+    def unref(self, segment: Segment) -> None:
+        """Somebody who used it has done so."""
+        self._add_ref(segment, -1)
+
+    def _add_ref(self, last: Segment, change: int) -> None:
+        self.version += 1
+        for it in _upwards(last):
+            before, it.refs = it.refs, it.refs + change
+            if not before or not it.refs:
+                self._count(self.referenced_tokens, it, change)
+
+    def _touch(self, last: Segment) -> None:
+        for it in _upwards(last):
+            self._recent.pop(it, None)
+            self._recent[it] = None
+
+    # --- keeping -------------------------------------------------------------------------------
+
+    def insert(self, hashes: Hashes, start: int, slices: tuple[PlacedSlice, ...]) -> range:
+        """Keep KV that a sequence has computed, under the name that its shares have as origin.
+
+        Args:
+            hashes: of all blocks from the beginning of the prompt.
+            start: the sequence's first own position, at the beginning of a block.
+            shares: where its own positions lie, to the end of the last block.
+
+        Returns:
+            Those of its positions that are kept: others may be here already.
+        """
+        path, matched = self.match(hashes)
+        stop, here = len(hashes) * self._block, matched * self._block
+        if here < start or here == stop:  # without what comes before it is worth nothing
+            if path:
+                self._touch(path[-1])
+            return range(0)
+        parent = self._cut(path[-1], here) if path else None
+        new = Segment(
+            parent=parent,
+            start=here,
+            hashes=hashes[matched:],
+            source=slices[0].source,
+            slices=within(slices, Span(here, stop)),
+        )
+        self.version += 1
+        self._children_of(parent)[new.hashes[0]] = new
+        self._count(self.cached_tokens, new, 1)
+        self._touch(new)
+        return range(here, stop)
+
+    def evict(self, needed: Mapping[InstanceId, int]) -> list[tuple[SequenceId, range]]:
+        """Give up what was not used for longest and is in nobody's use, and all behind it, until
+        so many tokens have gone from these instances, or nothing is left there to go.
+
+        Returns:
+            Whose positions are not kept any more.
+        """
+        left, gone = dict(needed), list[Segment]()
+        for segment in list(self._recent):
+            if not any(count > 0 for count in left.values()):
+                break
+            if segment.refs or segment not in self._recent:
+                continue
+            if any(left.get(share.instance, 0) > 0 for share in segment.slices):
+                for it in self._remove(segment):
+                    gone.append(it)
+                    for instance, tokens in tokens_on(it.slices).items():
+                        left[instance] = left.get(instance, 0) - tokens
+        return [(it.source, range(it.start, self.stop(it))) for it in gone]
+
+    def _remove(self, segment: Segment) -> list[Segment]:
+        """The segment and all behind it."""
+        self.version += 1
+        del self._children_of(segment.parent)[segment.hashes[0]]
+        gone = [segment]
+        for it in gone:
+            gone.extend(it.children.values())
+            del self._recent[it]
+            self._count(self.cached_tokens, it, -1)
+        return gone
+
+    def _cut(self, segment: Segment, at: int) -> Segment:
+        """The part of a segment before a position; what is behind it becomes its child, and stays
+        the same object, which those hold that use all of it."""
+        if at == self.stop(segment):
+            return segment
+        self.version += 1
+        blocks, stop = (at - segment.start) // self._block, self.stop(segment)
+        assert 0 < blocks < len(segment.hashes), "a cut outside of a segment"
+        front = Segment(
+            parent=segment.parent,
+            start=segment.start,
+            hashes=segment.hashes[:blocks],
+            source=segment.source,
+            slices=within(segment.slices, Span(segment.start, at)),
+            refs=segment.refs,
+        )
+        self._children_of(segment.parent)[front.hashes[0]] = front
+        segment.parent, segment.start = front, at
+        segment.hashes = segment.hashes[blocks:]
+        segment.slices = within(segment.slices, Span(at, stop))
+        front.children[segment.hashes[0]] = segment
+        self._touch(front)
+        return front
+
+    def _children_of(self, parent: Segment | None) -> dict[bytes, Segment]:
+        return self._roots if parent is None else parent.children
+
+    @staticmethod
+    def _count(counts: dict[InstanceId, int], segment: Segment, sign: int) -> None:
+        for instance, tokens in tokens_on(segment.slices).items():
+            counts[instance] = counts.get(instance, 0) + sign * tokens
+
+    # --- books ---------------------------------------------------------------------------------
+
+    def check(self, refs: Sequence[Segment]) -> None:
+        """Assert that the tree is one, and its sums are right.
+
+        Args:
+            users: what is in use, once for each who does.
+        """
+        found: list[Segment] = list(self._roots.values())
+        for segment in found:
+            assert segment.hashes, "an empty segment"
+            covers = Span(segment.start, self.stop(segment)).partitioned_by(
+                [it.span for it in segment.slices]
+            )
+            assert covers, "positions of a segment are not there once"
+            assert all(it.source == segment.source for it in segment.slices), "of several origins"
+            for first, child in segment.children.items():
+                assert child.parent is segment, "a child of somebody else"
+                assert child.hashes[0] == first, "a child by a wrong name"
+                assert child.start == self.stop(segment), "a gap in a path"
+                found.append(child)
+        assert set(found) == set(self._recent), "segments and their order"
+        behind = list(self._recent)
+        order = {it: at for at, it in enumerate(behind)}
+        assert all(it.parent is None or order[it] < order[it.parent] for it in found), "order"
+        expected = dict.fromkeys(found, 0)
+        for used in refs:
+            for it in _upwards(used):
+                expected[it] += 1
+        assert all(it.refs == count for it, count in expected.items()), "users"
+        for counts, of in (
+            (self.cached_tokens, found),
+            (self.referenced_tokens, [it for it in found if it.refs]),
+        ):
+            sums = tokens_on(share for it in of for share in it.slices)
+            assert {it: n for it, n in counts.items() if n} == sums, "tokens by instance"
+
+
+def _common(of: Hashes, hashes: Hashes, at: int) -> int:
+    """How many blocks of a segment the prompt has from `at` on."""
+    if of == hashes[at : at + len(of)]:  # at once, where it is all
+        return len(of)
+    pairs = zip(of, hashes[at:], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _upwards(segment: Segment | None) -> Iterator[Segment]:
+    """From a segment to the beginning."""
+    while segment is not None:
+        yield segment
+        segment = segment.parent

@@ -1,0 +1,170 @@
+"""Senders take turns where what receives KV is short: ranks in chunks on growing groups, with one
+backend on each decode rank; what is cancelled gives its turn back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, eventually, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.actors.kv_transfer.reservation import TransferSlot, TransferSlots
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import RankKvReceived
+
+FIRST, LENGTH = 30, 70
+"""Tokens of a prompt's first chunk, which one rank computes, and of all of it."""
+
+
+def request(sequence_id: int, decode: int = 2) -> Request:
+    slices = even_shares(LENGTH, range(decode))
+    return Request(
+        sequence_id=sequence_id,
+        prompt=prompt_of(LENGTH, sequence_id),
+        slices=slices,
+        master=sequence_id % decode,
+    )
+
+
+def begin(cell: ThreadCell, it: Request) -> int:
+    """Its first chunk, on one of two ranks."""
+    return cell.submit(job_of([it.chunk(0, FIRST)], [it.sequence_id % 2]), it.prompt[:FIRST])
+
+
+def go_on(cell: ThreadCell, it: Request) -> int:
+    """The second one, on both."""
+    history = (KvSlice(instance=it.sequence_id % 2, span=Span(start=0, stop=FIRST)),)
+    chunk = it.chunk(FIRST, LENGTH, history=history)
+    return cell.submit(job_of([chunk], [0, 1]), it.prompt[FIRST:])
+
+
+def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
+    return [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens) for it in requests]
+
+
+async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> None:
+    """All of them are answered, and nothing is left."""
+    assert await cell.answer(*requests) == expected(model, requests)
+    await cell.freed(*(it.sequence_id for it in requests))
+    await cell.prefilled(*cell.jobs)
+    cell.check_idle()
+
+
+def turns(cell: ThreadCell) -> list[TransferSlots]:
+    """Of both decode ranks."""
+    receivers = [rank._kv_link._receiver for rank in cell.decode_gang.ranks]
+    return [it.transfer_slots for it in receivers if it is not None]
+
+
+@pytest.mark.parametrize(
+    ("decode_tp", "processes"), [(1, ()), (2, ()), pytest.param(1, (1,), marks=pytest.mark.slow)]
+)
+async def test_one_backend_serves_many_requests_in_chunks(
+    tiny_llama: Path, decode_tp: int, processes: Sequence[int]
+) -> None:
+    """Whichever chunk is computed first: second chunks are in line behind others' first ones, and
+    both ranks of a group want the one turn that there is. Small instances prefill, and larger ones
+    may decode; the second rank of each gang may be a process."""
+    rng, decode = random.Random(0), 2 // decode_tp
+    async with thread_cell(
+        tiny_llama,
+        prefill=2,
+        decode=decode,
+        decode_tp=decode_tp,
+        kv_receiving_backends=1,
+        prefill_processes=processes,
+        decode_processes=processes,
+    ) as cell:
+        requests = [request(sequence_id, decode) for sequence_id in range(5)]
+        for it in requests:
+            await cell.reserve(it)
+        left = [it for it in requests for _ in range(2)]
+        rng.shuffle(left)
+        for number, it in enumerate(left):
+            (begin if it not in left[:number] else go_on)(cell, it)
+        await whole(cell, tiny_llama, requests)
+
+
+async def test_what_is_cancelled_between_chunks_gives_its_turn_to_the_next(
+    tiny_llama: Path,
+) -> None:
+    """No step waits for it: both are computed while one holds the backends of both ranks."""
+    async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
+        holder, other = request(0), request(1)
+        for it in (holder, other):
+            await cell.reserve(it)
+        begin(cell, holder)
+        await eventually(lambda: not turns(cell)[0]._backends.free)
+        await cell.prefilled(*cell.jobs)
+        begin(cell, other)
+        go_on(cell, other)
+        await cell.until(lambda: cell.tokens(other.sequence_id))
+        await cell.told(
+            1, RankKvReceived, sequence_id=other.sequence_id, rank=1
+        )  # nothing of the first one goes there
+        assert not cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
+        cell.cancel(holder.sequence_id)
+        await whole(cell, tiny_llama, [other])
+        (landed,) = cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
+        assert landed.waited > 0
+
+
+@pytest.fixture
+def told() -> list[tuple[int, TransferSlot, bool]]:
+    return []
+
+
+@pytest.fixture
+def expecting(
+    told: list[tuple[int, TransferSlot, bool]],
+) -> tuple[TransferSlots, dict[int, object]]:
+    """One backend, and the requests that are expected."""
+    found: dict[int, object] = {
+        sequence_id: SimpleNamespace(closed=False, waited=0.0, release_transfer_slots=None)
+        for sequence_id in (1, 2)
+    }
+    made = TransferSlots(1, found.get, lambda *word: told.append(word))  # type: ignore[arg-type]
+    return made, found
+
+
+def test_what_nobody_expects_gets_no_turn(
+    expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
+) -> None:
+    made, _ = expecting
+    made.ask(0, TransferSlot(3, 1))
+    assert told == [(0, TransferSlot(3, 1), False)]
+    made.end(0, TransferSlot(3, 1))
+    assert made.idle
+
+
+def test_who_waits_for_what_has_left_is_told(
+    expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
+) -> None:
+    """And whoever is next has the turn."""
+    made, found = expecting
+    for peer, sequence_id in ((0, 1), (1, 1), (2, 2)):
+        made.ask(peer, TransferSlot(sequence_id, 7))
+    assert told == [(0, TransferSlot(1, 7), True)]
+    left = found.pop(1)
+    left.release_transfer_slots()  # type: ignore[attr-defined]
+    assert told[1:] == [(1, TransferSlot(1, 7), False), (2, TransferSlot(2, 7), True)]
+    made.end(0, TransferSlot(1, 7))
+    made.release(2)
+    assert made.idle
+
+
+def test_a_sender_that_gives_up_waiting_leaves_the_line(
+    expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
+) -> None:
+    made, _ = expecting
+    made.ask(0, TransferSlot(1, 1))
+    made.ask(1, TransferSlot(2, 1))
+    made.end(1, TransferSlot(2, 1))
+    made.release(1)
+    assert told == [(0, TransferSlot(1, 1), True)]
+    assert made.idle

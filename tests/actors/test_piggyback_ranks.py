@@ -1,0 +1,141 @@
+"""Requests that ride: their prompts are computed in the iterations in which others decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_driver import Request, job_of, prompt_of, shares_at
+from gang_threads import thread_cell
+from greedy_reference import greedy_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from piggyback_requests import reserve_riding, ride
+from property_examples import examples
+
+from csps.protocols.gang.messages import Sampling
+
+
+def greedy(tokens: int) -> Sampling:
+    return Sampling(temperature=0, max_tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Rider:
+    """A prompt, how it is cut over the instances, and how long its answer is."""
+
+    length: int
+    cuts: tuple[int, ...]
+    """Bounds of the shares, as percentages of the prompt."""
+    master: int
+    tokens: int
+    rides: bool
+    generated_tokens: int = 0
+    """Tokens of its answer that an earlier attempt has drawn."""
+
+    def request(self, sequence_id: int, instances: int) -> Request:
+        bounds = sorted(cut * self.length // 100 for cut in self.cuts[: instances - 1])
+        prompt = prompt_of(self.length, sequence_id)
+        return Request(
+            sequence_id=sequence_id,
+            prompt=prompt,
+            slices=shares_at([0, *bounds, self.length], range(instances)),
+            master=self.master % instances,
+            sampling=greedy(self.tokens + self.generated_tokens),
+            generated_tokens=tuple(prompt[self.length - self.generated_tokens :].tolist())
+            if self.generated_tokens
+            else (),
+        )
+
+
+async def check_answers(
+    model: Path, riders: Sequence[Rider], *, instances: int, tp: int, budget: int
+) -> None:
+    async with thread_cell(model, prefill=1, decode=instances, decode_tp=tp) as cell:
+        requests = [it.request(sequence_id, instances) for sequence_id, it in enumerate(riders, 1)]
+        for rider, request in zip(riders, requests, strict=True):
+            if rider.rides:
+                await reserve_riding(cell, request)
+                ride(cell, request, budget)
+            else:
+                await cell.reserve(request)
+                cell.submit(job_of([request.chunk()], [0]), request.prompt)
+                await cell.join(request)
+        for rider, request in zip(riders, requests, strict=True):
+            await cell.until(lambda sequence_id=request.sequence_id: cell.finished(sequence_id))
+            first = cell.draws(request.sequence_id)[0].index
+            assert first == rider.generated_tokens
+            expected = greedy_tokens(model, request.prompt.tolist(), rider.tokens)
+            assert cell.tokens(request.sequence_id) == expected
+        await cell.freed(*(it.sequence_id for it in requests))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+RIDERS = st.builds(
+    Rider,
+    length=st.integers(2, 60),
+    cuts=st.tuples(*[st.integers(0, 100)] * 2),
+    master=st.integers(0, 2),
+    tokens=st.integers(1, 6),
+    rides=st.booleans(),
+)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_any_mixture_gives_the_tokens_of_the_model(tiny_llama: Path, tp: int) -> None:
+    @settings(max_examples=examples(6))
+    @given(st.lists(RIDERS, min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 40))
+    def check(riders: list[Rider], instances: int, budget: int) -> None:
+        asyncio.run(check_answers(tiny_llama, riders, instances=instances, tp=tp, budget=budget))
+
+    check()
+
+
+async def test_a_prompt_that_lies_elsewhere_than_its_master(tiny_llama: Path) -> None:
+    rider = Rider(50, (100, 100), master=1, tokens=5, rides=True)
+    await check_answers(tiny_llama, [rider], instances=3, tp=1, budget=7)
+
+
+async def test_a_rider_goes_on_with_an_answer(tiny_llama: Path) -> None:
+    """After a fault the drawn tokens are a part of the prompt."""
+    rider = Rider(30, (50, 50), master=0, tokens=4, rides=True, generated_tokens=3)
+    await check_answers(tiny_llama, [rider], instances=2, tp=1, budget=8)
+
+
+async def test_a_rider_delays_nobody_by_more_than_the_budget(tiny_llama: Path) -> None:
+    """Its neighbour draws a token in every iteration that computes a piece."""
+    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
+        neighbour = Rider(10, (50,), master=1, tokens=400, rides=True).request(1, 2)
+        long = Rider(300, (50,), master=0, tokens=2, rides=True).request(2, 2)
+        await reserve_riding(cell, neighbour)
+        await reserve_riding(cell, long)
+        ride(cell, neighbour, 16)
+        await cell.until(lambda: cell.tokens(1))
+        ride(cell, long, 16)
+        await cell.until(lambda: cell.tokens(2))
+        order = [it.sequence_id for it in cell.order if hasattr(it, "index")]
+        assert order[: order.index(2)].count(1) >= 300 // 15
+        cell.cancel(1)
+        await cell.freed(1, 2)
+        cell.check_idle()
+
+
+async def test_a_rider_that_is_cancelled_leaves_nothing(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
+        victim = Rider(500, (50,), master=0, tokens=5, rides=True).request(1, 2)
+        other = Rider(40, (50,), master=1, tokens=5, rides=True).request(2, 2)
+        for it in (victim, other):
+            await reserve_riding(cell, it)
+            ride(cell, it, 2)
+        cell.cancel(1)
+        await cell.freed(1)
+        await cell.until(lambda: cell.finished(2))
+        assert cell.tokens(2) == greedy_tokens(tiny_llama, np.asarray(other.prompt).tolist(), 5)
+        assert not cell.tokens(1)
+        await cell.freed(2)
+        cell.check_idle()

@@ -1,0 +1,262 @@
+"""Parts of a step: whatever number all are told to stand still at, all have begun the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from small_blocks import blocks_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
+from test_cancelled_steps import BOUNDS, CASES, LENGTHS
+from test_history import STRATEGIES, jobs, on_gangs
+from torch import Tensor
+from uniform_plan import uniform_plan
+
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
+from csps.actors.attention.base.strategy import Strategy
+from csps.actors.attention.base.yield_points import StepPoints, YieldPoints
+from csps.actors.attention.choice import strategy_of
+from csps.actors.attention.step_points import ModelShape, step_points
+from csps.actors.comm.mesh import Mesh, Tag
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.step_messages import PrefillStep
+
+several = settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
+
+PASSED_ON = {Tag.RELAYED_ROWS, Tag.SUMS_TO_RELAY, Tag.ROW_SUMS}
+"""Through gates, with gloo whenever what they pass on has arrived: `YieldPoints.before_pause` is for it."""
+
+Message = tuple[int, int, Tag]
+"""(sender, receiver, tag)."""
+
+
+class Watch:
+    """Which part every rank had passed last when it began its end of each message."""
+
+    def __init__(self, gang: StrategyRanks) -> None:
+        self._gang = gang
+        self.passed: dict[int, list[int]] = defaultdict(list)
+        self.sent: dict[Message, list[int]] = defaultdict(list)
+        self.received: dict[Message, list[int]] = defaultdict(list)
+
+    def part(self, rank: int, number: int) -> None:
+        self.passed[rank].append(number)
+
+    def check(self, job: PrefillStep) -> None:
+        parts = self._gang.points(job, 0, self.part)._step_points
+        assert parts is not None
+        for passed in self.passed.values():
+            assert all(one <= other for one, other in pairwise(passed))
+            assert passed[-1] < parts.total
+        for message, at in self.sent.items():
+            assert len(at) == len(self.received[message])
+            passed_on = job.strategy == "sp_tp" and message[2] in PASSED_ON
+            if self._gang.engines[0].mesh.in_order or not passed_on:
+                assert at == self.received[message], message
+
+    @contextmanager
+    def on_meshes(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for engine in self._gang.engines:
+                patch.setattr(engine.mesh, "start_exchange", self._noting(engine.mesh))
+            yield
+
+    def _noting(self, mesh: Mesh) -> Callable[..., Any]:
+        start = mesh.start_exchange
+
+        def noting(
+            sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
+        ) -> Any:
+            last = self.passed[mesh.rank][-1]
+            for peer, tensor in sends:
+                if tensor.numel():
+                    self.sent[mesh.rank, peer, tag].append(last)
+            for peer, tensor in recvs:
+                if tensor.numel():
+                    self.received[peer, mesh.rank, tag].append(last)
+            return start(sends, recvs, tag)
+
+        return noting
+
+
+def run(gang: StrategyRanks, job: PrefillStep) -> Watch:
+    watch, forwards = Watch(gang), gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        with watch.on_meshes():
+            gang.check(job, gang.run(job, strategy_of, watch.part), forwards)
+    finally:
+        for engine in gang.engines:
+            for chunk in job.chunks:
+                engine.pool.slots.free_request(chunk.sequence_id)
+    return watch
+
+
+@pytest.fixture(scope="module", params=["strict", pytest.param("gloo", marks=pytest.mark.slow)])
+def gangs(request: pytest.FixtureRequest, gangs: Gangs, gloo_gangs: Gangs) -> Gangs:
+    return gangs if request.param == "strict" else gloo_gangs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "members", "tp"), on_gangs((1, 1), (3, 1), (4, 1), (2, 2), rings=((3, 1), (2, 2)))
+)
+@several
+@given(data=st.data())
+def test_both_ends_of_a_message_are_begun_between_the_same_parts(
+    gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
+) -> None:
+    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    with blocks_of(data.draw(st.integers(3, 30))):
+        run(gang, job).check(job)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "planned"),
+    [
+        ("ulysses", False),
+        ("levels", True),
+        ("sp_tp", True),
+        ("sp_tp", False),
+        ("sp_tp_flat", True),
+        ("sp_tp_flat", False),
+    ],
+)
+def test_the_same_with_members_that_have_no_heads(
+    gangs: Gangs, strategy: str, planned: bool
+) -> None:
+    places = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
+    plan = uniform_plan(places, levels=2, layers=LAYERS, micro_partitions=2)
+    slices = [KvSlice(instance=5, span=Span(start=0, stop=9))]
+    job = job_of(
+        [0, 9, 14, 30, 30, 40, 48],
+        [48],
+        starts=[9],
+        history=[slices],
+        strategy=strategy,
+        csa=plan if planned else None,
+    )
+    with blocks_of(4):
+        run(gangs("gqa", 6, 1), job).check(job)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "sparse" in name or "csa" in name])
+def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
+    strategy, plan = CASES[case]
+    gang, job = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
+    watch = Watch(gang)
+    with blocks_of(4), watch.on_meshes():
+        gang.run(job, strategy_of, watch.part, cancelled=(2,))
+        watch.check(job)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "members", "tp"),
+    [("ulysses", 3, 1), ("gathered_weights", 2, 2), ("ring_kv", 3, 1), ("ring_q", 3, 1)],
+)
+def test_who_has_most_blocks_has_a_number_for_each(
+    gangs: Gangs, strategy: str, members: int, tp: int
+) -> None:
+    gang = gangs("gqa", members, tp)
+    bounds = [0, *[20] * (members - 1), 48]
+    job = job_of(bounds, [5, 40, 3], strategy=strategy)
+    with blocks_of(4):
+        passed = run(gang, job).passed[0]
+    assert max(map(passed.count, passed)) <= 2, "the last block's, and the end of its phase"
+
+
+class Stopped(Exception):
+    """The log has given the step up."""
+
+
+class Stopping:
+    """A strategy that all members leave where they come to a number."""
+
+    def __init__(self, inner: AbstractContextManager[Strategy]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> Strategy:
+        return self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        stopped = kind is Stopped
+        self._inner.__exit__(*((None, None, None) if stopped else (kind, error, trace)))
+        return stopped
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("members", "tp"), [(3, 1), (2, 2)])
+@several
+@given(data=st.data())
+def test_a_step_may_be_stopped_at_any_number(
+    gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
+) -> None:
+    """And the next one finds nothing of it on its way."""
+    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    points: dict[int, YieldPoints] = {}
+
+    def make(group: SpGroup, engine: Engine) -> Stopping:
+        points[engine.rank] = group.points
+        return Stopping(strategy_of(group, engine))
+
+    def part(rank: int, number: int) -> None:
+        if rank in points and number >= last:
+            points[rank].before_pause()
+            raise Stopped
+
+    forwards = gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        with blocks_of(data.draw(st.integers(3, 30))):
+            parts = gang.points(job, 0, part)._step_points
+            assert parts is not None
+            last = data.draw(st.integers(1, parts.total))
+            gang.run(job, make, part)
+            gang.check(job, gang.run(job, strategy_of), forwards)
+    finally:
+        for engine in gang.engines:
+            for chunk in job.chunks:
+                engine.pool.slots.free_request(chunk.sequence_id)
+
+
+def test_a_member_of_none_knows_the_number_of_parts() -> None:
+    shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1)
+    with blocks_of(4):
+        parts = step_points(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
+    assert parts == StepPoints(((1, 5, 1), (1, 5, 1), (1,)))
+    assert parts.total == 15
+    assert parts.numbers(1, 1) == range(8, 13)
+    assert (
+        step_points(
+            job_of([0, 20], [20]),
+            ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1, whole=True),
+        ).total
+        == 7
+    )
+
+
+def test_a_layer_ends_in_its_mlp() -> None:
+    points = YieldPoints(StepPoints(((1, 2, 1), (1,))))
+    points.begin_layer(0)
+    points.point()
+    with pytest.raises(AssertionError, match="layer 0 ends in phase 1"):
+        points.begin_layer(1)
+
+
+def test_points_without_a_number_of_their_own_pass_the_last_one() -> None:
+    passed: list[int] = []
+    points = YieldPoints(StepPoints(((1, 2, 1), (1,))), passed.append)
+    points.begin_layer(0)
+    for _ in range(4):
+        points.point()
+    points.close()
+    points.begin_layer(1)
+    assert passed == [0, 1, 2, 2, 2, 2, 4]

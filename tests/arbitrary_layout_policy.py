@@ -1,0 +1,325 @@
+"""A policy that lays rows, KV and answers out anyhow, and counts position by position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from csps.protocols.core.placement import LAYOUTS, Span, contiguous, round_robin
+from csps.services.scheduling.deciding.decisions import (
+    Blocked,
+    Decision,
+    DecodePlacement,
+    IdleCapacity,
+    MovePlan,
+    PlannedChunk,
+    PlannedStep,
+    StartPlan,
+    WakeAt,
+)
+from csps.services.scheduling.deciding.view import GangView, PairView, RequestView, View
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.events.slices import bounds_of, laid_out, own, tokens_on, within
+
+Free = dict[InstanceId, int]
+SOON_NS = 2_000_000
+"""Until what is decoded may move again."""
+
+
+class Kept(NamedTuple):
+    """What a plan goes on from."""
+
+    slices: tuple[PlacedSlice, ...]
+    tokens: int
+    taken: Mapping[InstanceId, int]
+
+
+class AnyLayout:
+    """A policy that plans whatever is allowed, and on one instance what finds no room so."""
+
+    name = "any_layout"
+    whole_prompts = False
+
+    def __init__(self, seed: int, *, block: int = 0, moves: bool = False) -> None:
+        """`block`: goes on from kept KV, in multiples of it. `moves`: what is decoded goes on
+        elsewhere all the time, of an elastic gang."""
+        self._random, self._block, self.regroups = random.Random(seed), block, moves
+
+    def priority(self, prompt_tokens: int, pairs: object) -> str:
+        return "low"
+
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
+        return _OnOne(pair)
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        pair = view.pairs[0]
+        gangs = (*pair.prefill.instances, *pair.decode.instances)
+        free = {it.id: it.free_slots for it in gangs}
+        decisions: list[Decision] = []
+        if self.regroups:
+            decisions += self._wandering(pair.decode, free)
+            if pair.decode.decoding:
+                decisions.append(WakeAt(at_ns=view.now_ns + SOON_NS))
+        waiting = list(view.waiting("low"))
+        while waiting:
+            together = [waiting.pop(0)]
+            if waiting and waiting[0].cls == together[0].cls and self._random.random() < 0.3:
+                together.append(waiting.pop(0))
+            plan = self._plan(together, pair, free, view)
+            if plan is None and len(together) > 1:
+                waiting.insert(0, together.pop())
+                plan = self._plan(together, pair, free, view)
+            if plan is None:
+                decisions.append(Blocked(request_id=together[0].id))
+                break
+            decisions.append(plan)
+        return decisions
+
+    def _wandering(self, gang: GangView, free: Free) -> Iterator[MovePlan]:
+        """All that is decoded goes on elsewhere, if there is room for it twice."""
+        for it in gang.decoding.values():
+            if it.joined_ns is None or it.is_moving:
+                continue
+            start, stop = it.answer_span
+            slices, answer = self._laid(gang, 0, start), self._laid(gang, start, stop - start)
+            coming = tokens_on((*slices, *answer))
+            if all(n <= free[instance] for instance, n in coming.items()):
+                for instance, n in coming.items():
+                    free[instance] -= n
+                master = self._random.choice(gang.instances).id
+                placement = DecodePlacement(it.request_id, slices, master, answer)
+                yield MovePlan(sequence_id=it.id, placement=placement)
+
+    def _plan(
+        self, requests: list[RequestView], pair: PairView, free: Free, view: View
+    ) -> StartPlan | None:
+        for attempt in range(4):
+            in_place = pair.prefill is pair.decode
+            kept = self._kept(requests, pair.prefill, view) if attempt < 3 else None
+            apart = attempt < 3 and not in_place
+            held = self._kept(requests, pair.decode, view) if apart else None
+            if attempt < 3:
+                plan = self._any(requests, pair, kept, kept if in_place else held)
+            else:
+                plan = _on_one(requests, pair, free)
+            needed = _needed(plan, requests, kept, held, in_place=in_place)
+            if all(n <= free[it] for it, n in needed.items()):
+                for instance, n in needed.items():
+                    free[instance] -= n
+                return plan
+        return None
+
+    def _kept(self, requests: list[RequestView], gang: GangView, view: View) -> Kept | None:
+        """Of a prompt, some blocks that can be reused."""
+        if len(requests) > 1 or not self._block or self._random.random() < 0.2:
+            return None
+        cached = view.cached(requests[0], gang.id)
+        if cached is None:
+            return None
+        tokens = self._block * self._random.randint(1, cached.tokens // self._block)
+        return Kept(within(cached.slices, Span(0, tokens)), tokens, cached.taken)
+
+    def _any(
+        self, requests: list[RequestView], pair: PairView, kept: Kept | None, held: Kept | None
+    ) -> StartPlan:
+        """`kept` where it is computed, `held` where it is decoded."""
+        in_place = pair.prefill is pair.decode
+        placements = tuple(self._placement(it, pair.decode, held) for it in requests)
+        if len(requests) == 2:
+            lengths = [it.prompt_tokens for it in requests]
+            steps = [self._step([(it, 0, n) for it, n in zip(requests, lengths, strict=True)],
+                                pair, placements if in_place else (), [(), ()])]  # fmt: skip
+            return StartPlan(steps=tuple(steps), decode=placements)
+        (request,) = requests
+        first = kept.tokens if kept else 0
+        some = (it for it in self._some_of(request.prompt_tokens) if it > first)
+        cuts = sorted({first, request.prompt_tokens, *some})
+        steps, lies = [], lies_of(kept.slices if kept else ())
+        for start, stop in pairwise(cuts):
+            held = tuple(PlacedSlice(lies[p], p, p + 1) for p in range(start))
+            extent = [(request, start, stop - start)]
+            steps.append(self._step(extent, pair, placements if in_place else (), [held], first))
+            lay(lies, steps[-1].chunks[0], steps[-1], placements[0] if in_place else None)
+        return StartPlan(steps=tuple(steps), decode=placements)
+
+    def _some_of(self, tokens: int) -> list[int]:
+        return [self._random.randrange(tokens) for _ in range(self._random.randint(0, 2))]
+
+    def _group(self, gang: GangView) -> list[InstanceId]:
+        ids = [it.id for it in gang.instances]
+        return self._random.sample(ids, self._random.randint(1, len(ids)))
+
+    def _laid(self, gang: GangView, start: int, length: int) -> tuple[PlacedSlice, ...]:
+        group = self._group(gang)
+        layout = self._random.choice(list(LAYOUTS.values()))
+        return laid_out(group, layout(length, len(group)), start)
+
+    def _placement(
+        self, request: RequestView, gang: GangView, kept: Kept | None
+    ) -> DecodePlacement:
+        master = self._random.choice(gang.instances).id
+        prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
+        first = kept.tokens if kept else 0
+        slices, answer = self._laid(gang, first, prompt - first), tuple[PlacedSlice, ...]()
+        slices = (*(kept.slices if kept else ()), *slices)
+        if self._random.random() < 0.5:
+            turns = round_robin(prompt, total, self._group(gang))
+            answer = tuple(PlacedSlice.of(it, span) for it, span in turns.items() if span.length)
+        return DecodePlacement(request.id, slices, master, answer)
+
+    def _step(
+        self,
+        extents: list[tuple[RequestView, int, int]],
+        pair: PairView,
+        in_place: Sequence[DecodePlacement],
+        held: list[tuple[PlacedSlice, ...]],
+        first: int = 0,
+    ) -> PlannedStep:
+        with_rows = self._random.random() < 0.7
+        chunks = []
+        for request, start, length in extents:
+            rows = self._laid(pair.prefill, start, length) if with_rows else ()
+            keep: tuple[PlacedSlice, ...] = ()
+            if not in_place and self._random.random() < 0.5:
+                since = self._random.choice([first, start])  # with what lies there, or without
+                keep = self._laid(pair.prefill, since, start + length - since)
+            chunks.append(PlannedChunk(request.id, start, length, rows, keep))
+        total = sum(length for _, _, length in extents)
+        kept = [share for it in chunks for share in (*it.rows, *it.placement)]
+        chunk_of = {it.id: range(start, start + length) for it, start, length in extents}
+        kept += [share for slices in held for share in slices]
+        kept += [
+            share
+            for it in in_place
+            for share in it.slices
+            if set(share.span.positions) & set(chunk_of[it.request_id])
+        ]
+        concerned = list(dict.fromkeys(it.instance for it in kept))
+        if with_rows:
+            counts = tokens_on(share for it in chunks for share in it.rows)
+            bounds = bounds_of([counts.get(it, 0) for it in concerned])
+        else:
+            computing = self._group(pair.prefill)[:total]
+            concerned = [*computing, *(it for it in concerned if it not in computing)]
+            cuts = [total * i // len(computing) for i in range(len(computing) + 1)]
+            bounds = (*cuts, *[total] * (len(concerned) - len(computing)))
+        return PlannedStep(
+            group=tuple(concerned),
+            bounds=tuple(bounds),
+            chunks=tuple(chunks),
+            strategy="ulysses",
+            predicted_ns=1000,
+        )
+
+
+class _OnOne:
+    """What fits on the largest instance of each gang."""
+
+    def __init__(self, pair: PairView) -> None:
+        self._pair = pair
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        most = self._pair.decode.largest
+        return prompt_tokens <= self._pair.prefill.largest and prompt_tokens + output_tokens <= most
+
+
+def _on_one(requests: list[RequestView], pair: PairView, free: Free) -> StartPlan:
+    prefill, decode = (
+        max(gang.instances, key=lambda it: free[it.id]).id for gang in (pair.prefill, pair.decode)
+    )
+    lengths = [it.prompt_tokens for it in requests]
+    step = PlannedStep(
+        group=(prefill,),
+        bounds=(0, sum(lengths)),
+        chunks=tuple(PlannedChunk(it.id, 0, it.prompt_tokens) for it in requests),
+        strategy="ulysses",
+        predicted_ns=1000,
+    )
+    placements = (
+        DecodePlacement(it.id, (PlacedSlice(decode, 0, it.prompt_tokens),), decode)
+        for it in requests
+    )
+    return StartPlan(steps=(step,), decode=tuple(placements))
+
+
+# --- position by position ----------------------------------------------------------------------
+
+
+def rows_of(
+    step: PlannedStep | cmd.RunStep, chunk: PlannedChunk | cmd.Chunk
+) -> Iterator[tuple[int, InstanceId]]:
+    """(position, who computes it)."""
+    if chunk.rows:
+        for share in chunk.rows:
+            yield from ((p, share.instance) for p in range(share.start, share.stop, share.step))
+        return
+    begin = 0
+    for other in step.chunks:
+        if other == chunk:
+            break
+        begin += other.length
+    for member, spans in enumerate(contiguous(step.bounds)):
+        for token in (p for span in spans for p in span.positions):
+            if begin <= token < begin + chunk.length:
+                yield token - begin + chunk.start, step.group[member]
+
+
+def lay(
+    lies: dict[int, InstanceId],
+    chunk: PlannedChunk | cmd.Chunk,
+    step: PlannedStep | cmd.RunStep,
+    in_place: DecodePlacement | cmd.Reserve | None,
+) -> None:
+    """Where the KV of a sequence lies after a step."""
+    lies.update(rows_of(step, chunk))
+    kept = chunk.placement if in_place is None else in_place.slices
+    extent = range(chunk.start, chunk.start + chunk.length)
+    for share in kept:
+        for p in range(share.start, share.stop, share.step):
+            if in_place is None or p in extent:
+                lies[p] = share.instance
+
+
+def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
+    """Where each position lies."""
+    return {p: it.instance for it in slices for p in range(it.start, it.stop, it.step)}
+
+
+def _needed(
+    plan: StartPlan,
+    requests: list[RequestView],
+    kept: Kept | None,
+    held: Kept | None,
+    *,
+    in_place: bool,
+) -> dict[InstanceId, int]:
+    """Slots: of what an instance computes or is to keep, and does not have; and of what is reused,
+    which are nobody's to take."""
+    needed = {**(kept.taken if kept else {}), **(held.taken if held else {})}
+    had: dict[int, dict[int, InstanceId]] = {}
+    for step in () if in_place else plan.steps:
+        for chunk in step.chunks:
+            before = had.setdefault(chunk.request_id, lies_of(kept.slices if kept else ()))
+            rows = set(rows_of(step, chunk))
+            keeps = {
+                (p, it.instance)
+                for it in chunk.placement
+                for p in range(it.start, it.stop, it.step)
+            }
+            for _, instance in rows | (keeps - set(before.items())):
+                needed[instance] = needed.get(instance, 0) + 1
+            lay(before, chunk, step, None)
+    output = {it.id: it.output_tokens for it in requests}
+    for placement in plan.decode:
+        for share in (*own(placement.slices), *placement.answer):
+            tokens = len(range(share.start, share.stop, share.step))
+            needed[share.instance] = needed.get(share.instance, 0) + tokens
+        if not placement.answer:
+            needed[placement.master] = (
+                needed.get(placement.master, 0) + output[placement.request_id]
+            )
+    return needed

@@ -1,0 +1,160 @@
+"""What is chosen was measured: nothing vouches for more than it has shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.configurator.regressors.accuracy import train_accuracy
+from csps.configurator.regressors.samples import AccuracySample, Setting, eligible_pairs, places_of
+from csps.configurator.regressors.support import ENOUGH, UNKNOWN, Support
+from csps.protocols.attention.csa import CsaSettings, halving, kept_tokens
+from csps.protocols.core.errors import ConfigError
+
+SHAPES = ("2", "4", "2+2", "4+4", "8+8")
+
+
+def setting(ratio: float, tokens: int = 4_096, shape: str = "2+2", **csa: object) -> Setting:
+    asked = {"importance_layer": "same", "drop_ratios": ((ratio,),), **csa}
+    return Setting(
+        tokens=tokens,
+        locations=places_of(shape),
+        layers=4,
+        csa=CsaSettings(**asked),  # type: ignore[arg-type]
+    )
+
+
+def sample(it: Setting, loss: float, questions: int = ENOUGH) -> AccuracySample:
+    right = questions - round(loss * questions)
+    return AccuracySample(setting=it, questions=questions, right_exact=questions, right=right)
+
+
+def planted(it: Setting) -> float:
+    """All is lost where only sinks are kept; else some, with what may be dropped and is."""
+    ((ratio,),) = it.csa.drop_ratios
+    farthest = halving(ratio, it.levels)[-1][0]
+    if kept_tokens(it.tokens // len(it.locations), farthest) <= it.csa.sinks:
+        return 1.0
+    return round(eligible_pairs(it.locations, it.levels) * max(0.0, ratio - 0.5), 2)
+
+
+settings = st.builds(
+    setting,
+    st.sampled_from([0.3, 0.5, 0.6, 0.75, 0.9, 0.96, 0.98]),
+    st.sampled_from([512, 1_000, 1_024, 4_096, 9_000]),
+    st.sampled_from(SHAPES),
+    levels=st.sampled_from([2, 3, None]),
+    strategy=st.sampled_from(["ntp", "tp"]),
+)
+
+
+@given(st.lists(settings, min_size=1, max_size=12, unique=True), settings)
+def test_no_less_is_said_to_be_lost_than_is(measured: list[Setting], asked: Setting) -> None:
+    evidence = Support.of([sample(it, planted(it)) for it in measured])
+    longest = max(it.tokens for it in measured)
+    if asked.tokens <= longest:
+        assert evidence.losses([asked])[0] >= planted(asked) - 1e-9
+    for it in measured:
+        assert evidence.losses([it])[0] <= planted(it) + 1e-9
+    again = Support.of_rows(evidence.rows())
+    assert again.losses([asked]) == evidence.losses([asked])
+
+
+def test_what_no_measurement_has_dropped_is_not_chosen_whatever_is_predicted() -> None:
+    safe = [sample(setting(ratio / 100), 0.0) for ratio in range(40, 81, 4)]
+    model = train_accuracy(safe, {})
+    less, most, beyond = setting(0.42), setting(0.8), setting(0.9)
+    assert model.loss([less, most, beyond]).tolist() == [0.0, 0.0, 0.0]
+    assert model.surely([less, most, beyond]).tolist() == [0.0, 0.0, UNKNOWN]
+
+
+def test_few_questions_vouch_for_wide_bounds_only() -> None:
+    evidence = Support.of([sample(setting(0.9), 0.0, questions=80), sample(setting(0.8), 0.0)])
+    assert evidence.losses([setting(0.8), setting(0.85)]) == pytest.approx([0.0, 0.0458], abs=1e-4)
+
+
+def test_few_questions_about_what_is_harder_make_up_for_no_loss() -> None:
+    measured = [sample(setting(0.8), 0.06), sample(setting(0.9), 0.0, questions=80)]
+    losses = Support.of(measured).losses([setting(0.7), setting(0.8), setting(0.85)])
+    assert losses == pytest.approx([0.06, 0.06, 0.06], abs=1e-4)
+
+
+def test_what_is_harder_still_makes_up_for_no_loss() -> None:
+    """Whichever was asked more questions, and of another group it says nothing at all."""
+    measured = [sample(setting(0.8), 0.01), sample(setting(0.9), 0.0, questions=4 * ENOUGH)]
+    asked = [setting(ratio) for ratio in (0.7, 0.8, 0.85, 0.9)]
+    assert Support.of(measured).losses(asked).tolist() == [0.01, 0.01, 0.01, 0.01]
+    smaller = [setting(ratio, shape="2") for ratio in (0.7, 0.9)]
+    assert Support.of(measured).losses(smaller).tolist() == [0.01, 0.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 19), st.sampled_from([0.0, 0.01, 0.06, 0.5]), st.booleans())),
+    st.sampled_from(["2", "2+2"]),
+)
+def test_no_ratio_is_said_to_lose_less_than_a_smaller_one(
+    measured: list[tuple[int, float, bool]], shape: str
+) -> None:
+    """Whatever was measured of the same prompts and group, and of how many questions."""
+    evidence = Support.of(
+        [
+            sample(setting(ratio / 20, shape=shape), loss, questions=ENOUGH if enough else 80)
+            for ratio, loss, enough in measured
+        ]
+    )
+    losses = evidence.losses([setting(ratio / 40, shape=shape) for ratio in range(1, 40)])
+    surely = [number for number, (_, _, enough) in enumerate(measured) if enough]
+    assert (losses[1:] >= losses[:-1]).all() or len(surely) < len(measured)
+    for number in surely:
+        ratio, loss, _ = measured[number]
+        assert (losses[2 * ratio - 1 :] >= loss).all()
+
+
+def test_smaller_groups_are_easier_and_larger_ones_are_not() -> None:
+    evidence = Support.of([sample(setting(0.9, shape="4+4"), 0.0)])
+    losses = evidence.losses([setting(0.9, shape=it) for it in SHAPES])
+    assert losses.tolist() == [0.0, 0.0, 0.0, 0.0, UNKNOWN]
+
+
+def test_neither_a_longer_nor_a_shorter_prompt_vouches_where_fewer_tokens_are_kept() -> None:
+    evidence = Support.of([sample(setting(0.98, 8_192), 0.0), sample(setting(0.9, 1_024), 0.0)])
+    shorter, between = setting(0.98, 4_096), setting(0.9, 2_048)
+    assert evidence.losses([shorter, between]).tolist() == [UNKNOWN, 0.0]
+
+
+def test_prompts_longer_than_any_count_as_the_longest() -> None:
+    evidence = Support.of([sample(setting(0.9), 0.0)])
+    assert evidence.losses([setting(0.9, 1 << 17), setting(0.92, 1 << 17)]).tolist() == [0, UNKNOWN]
+    assert evidence.longest == 4_096
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tail": 16},
+        {"sinks": 0},
+        {"nested": True},
+        {"decode_kept_only": True},
+        {"importance_layer": "previous"},
+        {"importance_window": 16},
+        {"strategy": "tp"},
+    ],
+    ids=str,
+)
+def test_what_is_otherwise_than_measured_is_not_vouched_for(other: dict[str, object]) -> None:
+    evidence = Support.of([sample(setting(0.9), 0.0)])
+    asked = [setting(0.5), setting(0.5, sinks=8, tail=100), setting(0.5, **other)]
+    assert evidence.losses(asked).tolist() == [0.0, 0.0, UNKNOWN]
+
+
+def test_without_measurements_nothing_is_vouched_for() -> None:
+    assert Support.of([]).losses([setting(0.5)]).tolist() == [UNKNOWN]
+    assert Support.of([]).losses([]).tolist() == []
+    assert Support.of([]).longest == 0
+
+
+@pytest.mark.parametrize("rows", [None, "x", ["1.0 2.0"], [1.0], ["a"]])
+def test_what_is_no_evidence_is_refused(rows: object) -> None:
+    with pytest.raises(ConfigError, match="run `csps train`"):
+        Support.of_rows(rows)

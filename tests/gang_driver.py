@@ -1,0 +1,486 @@
+"""A prefill gang and a decode gang as a test drives them: a stand-in for the router.
+
+It talks to the ranks directly, so that a test names every group, bound and placement itself; the
+dispatcher has tests of its own. Gangs come from `gang_threads` or `gang_processes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from csps.actors.comm.layout import computed_by
+from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
+from csps.protocols.gang.messages import (
+    CancelSequence,
+    ConnectKv,
+    EvictKv,
+    JoinBatch,
+    KvRetained,
+    LinkBroken,
+    PrefillDone,
+    PrefillProgress,
+    RankKvReceived,
+    RequestFailed,
+    ReserveKv,
+    RetainKv,
+    Role,
+    SampledToken,
+    SampledTokens,
+    Sampling,
+    SlotsFreed,
+)
+from csps.protocols.gang.step_messages import (
+    MoveSequence,
+    PrefillChunk,
+    PrefillStep,
+    SequenceMoved,
+    SequencePlacement,
+)
+from csps.protocols.rpc import schema
+
+LAYOUTS = ("zigzag", "striped")
+"""Besides contiguous parts."""
+SECRET = b"only for tests"
+START_S = 90.0
+"""For a rank to come up and to answer its first calls."""
+ANSWER_S = 60.0
+"""For anything that a test waits for."""
+
+Prompt = npt.NDArray[np.int32]
+M = TypeVar("M")
+T = TypeVar("T")
+GREEDY = Sampling(temperature=0, max_tokens=6)
+
+_MESSAGES: dict[str, type[Any]] = {
+    "tokens": SampledTokens,
+    "prefill_progress": PrefillProgress,
+    "prefill_done": PrefillDone,
+    "received": RankKvReceived,
+    "freed": SlotsFreed,
+    "retained": KvRetained,
+    "moved": SequenceMoved,
+    "failed": RequestFailed,
+    "link_broken": LinkBroken,
+}
+_epochs, _gangs = itertools.count(), itertools.count()
+_routers, _generations = itertools.count(), itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangPlan:
+    """A gang to be started."""
+
+    model_dir: str
+    role: Role
+    instances: int
+    tp: int = 1
+    kv_slots: int = 4096
+    kv_in_flight_bytes: int = 2**20
+    kv_receiving_backends: int = 16
+    kv_checksum: float = 0.0
+    quantum_ms: float = 50.0
+    gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
+
+    def rank_fields(self, rank: int) -> dict[str, Any]:
+        """Arguments of the rank's `RankConfig`."""
+        return {
+            "model_dir": self.model_dir,
+            "role": self.role,
+            "rank": rank,
+            "world_size": self.instances * self.tp,
+            "tp": self.tp,
+            "gang_id": self.gang_id,
+            "location": f"0-0-{rank}",
+            "kv_slots": self.kv_slots,
+            "kv_in_flight_bytes": self.kv_in_flight_bytes,
+            "kv_receiving_backends": self.kv_receiving_backends,
+            "kv_checksum": self.kv_checksum,
+            "quantum_ms": self.quantum_ms,
+        }
+
+
+class Cell:
+    """What a router knows: its gangs, and what they have said."""
+
+    prefill: GangClient
+    decode: GangClient
+
+    def __init__(self) -> None:
+        self.heard: dict[type[Any], list[Any]] = defaultdict(list)
+        self.order: list[Any] = []
+        """All notifications as they came, tokens one by one."""
+        self.failures_expected = False
+        self.generation = next(_generations)
+        self.jobs: dict[int, PrefillStep] = {}
+        self._slots: list[tuple[GangClient, KvRetained | SlotsFreed]] = []
+        """What ranks said of the slots of sequences that are over, with their gangs."""
+        self._moved: set[int] = set()
+        """Rows that may have had several masters."""
+        self._news = asyncio.Event()
+        self._job_ids = itertools.count(1)
+
+    # --- gangs -----------------------------------------------------------------------------
+
+    async def attach(self, members: GangMembers, role: GangRole) -> GangClient:
+        """Take a gang over, under a router name of its own."""
+        gang = GangClient(role, members, self._hear, deadline_s=START_S)
+        await gang.connect(secret=SECRET, router_id=f"router{next(_routers)}")
+        await gang.attach(self.generation)
+        return gang
+
+    def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        if method in ("freed", "retained"):
+            self._slots.append((gang, schema.unpack(_MESSAGES[method], payload)))
+        self.notified(method, payload)
+
+    async def connect(self) -> None:
+        """Link the two gangs."""
+        self.epoch = f"epoch{next(_epochs)}"
+        first = self.decode.descriptions[0]
+        message = schema.pack(
+            ConnectKv(
+                epoch=self.epoch,
+                store_host=first.store_host,
+                store_port=first.store_port,
+                prefill_ranks=self.prefill.world_size,
+                decode_ranks=self.decode.world_size,
+                prefill_tp=self.prefill.tp,
+                decode_tp=self.decode.tp,
+            )
+        )
+        await asyncio.gather(
+            self.prefill.call_all("connect_kv", message),
+            self.decode.call_all("connect_kv", message),
+        )
+
+    async def disconnect(self) -> None:
+        """Leave both gangs, as a router that ends does."""
+        await self.prefill.close()
+        await self.decode.close()
+
+    # --- what ranks say --------------------------------------------------------------------
+
+    def notified(self, method: str, payload: Any) -> None:
+        """A rank has told something; may be replaced on one cell."""
+        message = schema.unpack(_MESSAGES[method], payload)
+        for it in message.each() if isinstance(message, SampledTokens) else [message]:
+            self.heard[type(it)].append(it)
+            self.order.append(it)
+        self._news.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until it is true. Failures that nobody expects end the wait."""
+        async with asyncio.timeout(ANSWER_S):
+            while not condition():
+                assert self.failures_expected or not self.heard[RequestFailed], self.order
+                self._news.clear()
+                await self._news.wait()
+
+    def about(self, kind: type[M], **fields: Any) -> list[M]:
+        """Messages of a kind whose fields have these values."""
+        return [
+            message
+            for message in self.heard[kind]
+            if all(getattr(message, name) == value for name, value in fields.items())
+        ]
+
+    async def told(self, count: int, kind: type[Any], **fields: Any) -> None:
+        """Wait for so many messages of a kind whose fields have these values."""
+        await self.until(lambda: len(self.about(kind, **fields)) >= count)
+        assert len(self.about(kind, **fields)) == count
+
+    def draws(self, sequence_id: int) -> list[SampledToken]:
+        """A request's tokens so far, which must have come in order and without a gap; of several
+        masters, whose connections have no common order, those without a gap before them."""
+        generated_tokens = self.about(SampledToken, sequence_id=sequence_id)
+        if sequence_id in self._moved:
+            generated_tokens = sorted(generated_tokens, key=lambda it: it.index)
+            generated_tokens = [
+                it
+                for at, it in enumerate(generated_tokens)
+                if it.index == generated_tokens[0].index + at
+            ]
+        first = generated_tokens[0].index if generated_tokens else 0
+        assert [it.index for it in generated_tokens] == list(
+            range(first, first + len(generated_tokens))
+        )
+        return generated_tokens
+
+    def tokens(self, sequence_id: int) -> list[int]:
+        """Ids of the request's tokens so far."""
+        return [it.token for it in self.draws(sequence_id)]
+
+    def finished(self, sequence_id: int) -> bool:
+        """Whether the last token has come."""
+        return any(it.finish_reason for it in self.about(SampledToken, sequence_id=sequence_id))
+
+    # --- requests --------------------------------------------------------------------------
+
+    async def reserve(self, request: Request) -> None:
+        """Set slots aside on every decode rank."""
+        await self.decode.call_all("reserve", schema.pack(request.reserve(self.epoch)))
+
+    def submit(
+        self, job: PrefillStep, tokens: Prompt, *, ranks: Sequence[int] | None = None
+    ) -> int:
+        """Send a job to all prefill ranks (or some), each with its own share; returns its id."""
+        if job.step_id == 0:
+            job = replace(job, step_id=next(self._job_ids))
+        self.jobs[job.step_id] = job
+        for rank in range(self.prefill.world_size):
+            if ranks is None or rank in ranks:
+                own = replace(job, tokens=self._share(job, tokens, rank // self.prefill.tp))
+                self.prefill.notify(rank, "prefill", schema.pack(own))
+        return job.step_id
+
+    def _share(self, job: PrefillStep, tokens: Prompt, instance: int) -> bytes:
+        if instance not in job.group:
+            return b""
+        member = job.group.index(instance)
+        starts = itertools.accumulate((chunk.length for chunk in job.chunks), initial=0)
+        at = {
+            chunk.sequence_id: start - chunk.start
+            for chunk, start in zip(job.chunks, starts, strict=False)
+        }
+        rows = [
+            at[it.chunk.sequence_id] + np.array(it.span.positions)
+            for it in computed_by(job, member)
+        ]
+        own = tokens[np.concatenate(rows)] if rows else tokens[:0]
+        return own.astype("<i4").tobytes()
+
+    async def prefilled(self, *job_ids: int) -> None:
+        """Wait until every rank of the jobs' groups is done with them."""
+        for step_id in job_ids:
+            ranks = len(self.jobs[step_id].group) * self.prefill.tp
+            await self.told(ranks, PrefillDone, step_id=step_id)
+
+    async def join(self, request: Request) -> None:
+        """Decode a request as soon as its KV has landed, unless its first token was the last."""
+        holders = {share.instance for share in request.slices}
+        landing = {share.instance for share in request.slices if share.source is None}
+        if request.chunk().decoded:
+            await self.told(
+                len(landing) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id
+            )
+        await self.until(lambda: self.tokens(request.sequence_id))
+        if self.finished(request.sequence_id):
+            self.decode.notify_all(
+                "cancel", schema.pack(CancelSequence(sequence_id=request.sequence_id))
+            )
+            return
+        concerned = {request.master, *holders, *(it.instance for it in request.answer)}
+        join = JoinBatch(
+            sequence_id=request.sequence_id,
+            first_token=self.tokens(request.sequence_id)[0],
+            instances=tuple(sorted(concerned)) if self.prefill is self.decode else (),
+        )
+        self.decode.notify(0, "join", schema.pack(join))
+
+    def move(self, request: Request, before: SequencePlacement, after: SequencePlacement) -> int:
+        """Have a row go on elsewhere; returns the move's number."""
+        self._moved.add(request.sequence_id)
+        number = next(self._job_ids)
+        length = len(request.prompt)
+        message = MoveSequence(
+            step_id=number,
+            sequence_id=request.sequence_id,
+            prompt_length=length,
+            stop=length + request.sampling.max_tokens - 1,
+            before=before,
+            after=after,
+        )
+        self.decode.notify_all("move", schema.pack(message))
+        return number
+
+    def cancel(self, sequence_id: int) -> None:
+        """Withdraw a request everywhere."""
+        for gang in (self.prefill, self.decode):
+            gang.notify_all("cancel", schema.pack(CancelSequence(sequence_id=sequence_id)))
+
+    async def keep(self, gang: GangClient, message: RetainKv | EvictKv) -> int:
+        """Say what of a sequence a gang keeps; returns how many tokens its ranks have then."""
+        before = len(self._held(gang, message.sequence_id))
+        method = "retain" if isinstance(message, RetainKv) else "evict"
+        gang.notify(0, method, schema.pack(message))
+        await self.until(
+            lambda: len(self._held(gang, message.sequence_id)) >= before + gang.world_size
+        )
+        told = self._held(gang, message.sequence_id)[before:]
+        assert sorted(it.rank for it in told) == list(range(gang.world_size))
+        return sum(it.tokens for it in told if isinstance(it, KvRetained))
+
+    def _held(self, gang: GangClient, sequence_id: int) -> list[KvRetained | SlotsFreed]:
+        return [it for whose, it in self._slots if whose is gang and it.sequence_id == sequence_id]
+
+    async def answer(self, *requests: Request) -> list[list[int]]:
+        """Join requests whose prefill is under way and wait for their last tokens."""
+        await asyncio.gather(*map(self.join, requests))
+        for request in requests:
+            await self.until(partial(self.finished, request.sequence_id))
+        return [self.tokens(request.sequence_id) for request in requests]
+
+    async def generate(
+        self, *requests: Request, group: Sequence[int], bounds: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """One prefill job for whole prompts, then decode them to the end."""
+        await asyncio.gather(*map(self.reserve, requests))
+        tokens = np.concatenate([request.prompt for request in requests])
+        chunks = tuple(request.chunk() for request in requests)
+        self.submit(job_of(chunks, group, bounds), tokens)
+        return await self.answer(*requests)
+
+    async def freed(self, *sequence_ids: int) -> None:
+        """Wait until every decode rank has given back what it held of the requests."""
+        for sequence_id in sequence_ids:
+            await self.until(partial(self._freed_everywhere, sequence_id))
+
+    def _freed_everywhere(self, sequence_id: int) -> bool:
+        told = self._held(self.decode, sequence_id)
+        freed = {it.rank for it in told if isinstance(it, SlotsFreed)}
+        return freed == set(range(self.decode.world_size))
+
+    async def used_slots(self) -> set[int]:
+        """Numbers of slots in use on the ranks."""
+        stats = await self.prefill.stats() + await self.decode.stats()
+        return {it.kv_used for it in stats}
+
+
+def members_of(plan: GangPlan, addresses: Sequence[tuple[str, int]]) -> GangMembers:
+    """What a registry would say of a gang that has started."""
+    ranks = (
+        RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(addresses)
+    )
+    return GangMembers(gang_id=plan.gang_id, ranks=tuple(ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request and where its KV is to lie in the decode gang."""
+
+    sequence_id: int
+    prompt: Prompt
+    slices: tuple[KvSlice, ...]
+    master: int = 0
+    sampling: Sampling = GREEDY
+    kept_only: bool = False
+    answer: tuple[KvSlice, ...] = ()
+    """Who keeps the answer's KV; empty: its master."""
+    generated_tokens: tuple[int, ...] = ()
+    """The last tokens of `prompt`, if an earlier attempt has drawn them."""
+    retain: bool = False
+    trace: dict[str, str] = field(default_factory=dict)
+
+    def reserve(self, epoch: str) -> ReserveKv:
+        """The message to every decode rank."""
+        return ReserveKv(
+            sequence_id=self.sequence_id,
+            epoch=epoch,
+            slices=self.slices,
+            master=self.master,
+            prompt_length=len(self.prompt),
+            sampling=self.sampling,
+            prompt_tokens=self._asked.astype("<i4").tobytes(),
+            generated_tokens=np.array(self.generated_tokens, "<i4").tobytes(),
+            answer=self.answer,
+            kept_only=self.kept_only,
+            retain=self.retain,
+            trace=self.trace,
+        )
+
+    def chunk(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillChunk:
+        """A chunk of the prompt; the whole prompt by default."""
+        stop = len(self.prompt) if stop is None else stop
+        return PrefillChunk(
+            sequence_id=self.sequence_id,
+            start=start,
+            length=stop - start,
+            last=stop == len(self.prompt),
+            destinations=self.slices,
+            retain=self.retain,
+            sampling=self.sampling,
+            prompt_tokens=self._asked.astype("<i4").tobytes(),
+            generated_tokens=np.array(self.generated_tokens, "<i4").tobytes(),
+            **fields,
+        )
+
+    @property
+    def _asked(self) -> Prompt:
+        """The client's part of the prompt."""
+        return self.prompt[: len(self.prompt) - len(self.generated_tokens)]
+
+
+async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
+    """Run functions that wait for each other, each in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        running = [loop.run_in_executor(threads, body) for body in bodies]
+        return await asyncio.wait_for(asyncio.gather(*running), START_S)
+
+
+def job_of(
+    chunks: Sequence[PrefillChunk],
+    group: Sequence[int],
+    bounds: Sequence[int] | None = None,
+    **fields: Any,
+) -> PrefillStep:
+    """A job that the cell will number."""
+    total = sum(chunk.length for chunk in chunks)
+    if bounds is None:
+        bounds = even_bounds(total, len(group))
+    if any(chunk.rows for chunk in chunks):
+        bounds = bounds_of_rows(chunks, group)
+    return PrefillStep(
+        step_id=0, group=tuple(group), bounds=tuple(bounds), chunks=tuple(chunks), **fields
+    )
+
+
+def laid_out(layout: str, start: int, stop: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
+    """Positions over instances in one of the layouts."""
+    cut = {"zigzag": zigzag, "striped": striped}[layout]
+    return place(instances, cut(stop - start, len(instances)), start=start)
+
+
+def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list[int]:
+    """How many rows the members have, one after the other."""
+    counts = (
+        sum(it.span.length for chunk in chunks for it in chunk.rows if it.instance == instance)
+        for instance in group
+    )
+    return list(itertools.accumulate(counts, initial=0))
+
+
+def prompt_of(length: int, seed: int = 0) -> Prompt:
+    """Token ids that every tiny vocabulary has."""
+    return np.random.default_rng(seed).integers(0, 256, length).astype("<i4")
+
+
+def even_bounds(total: int, parts: int) -> list[int]:
+    """Cut points of parts that differ by one at most."""
+    return [index * total // parts for index in range(parts + 1)]
+
+
+def even_shares(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
+    """A prompt laid over instances in equal spans."""
+    return shares_at(even_bounds(length, len(instances)), instances)
+
+
+def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
+    """A prompt laid over instances, cut at the bounds; empty shares are left out."""
+    return tuple(
+        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        for instance, (start, stop) in zip(instances, itertools.pairwise(bounds), strict=True)
+        if start < stop
+    )

@@ -1,0 +1,30 @@
+"""Requests that ride, as a router sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from gang_driver import Cell, Request
+
+from csps.protocols.gang.messages import JoinBatch
+from csps.protocols.rpc.schema import pack
+
+
+async def reserve_riding(cell: Cell, request: Request) -> None:
+    """Only the ranks of the master are given the prompt."""
+    message = request.reserve(cell.epoch)
+    tokens = replace(message, prompt=request.prompt.astype("<i4").tobytes())
+    master = range(request.master * cell.decode.tp, (request.master + 1) * cell.decode.tp)
+    await asyncio.gather(
+        *(
+            cell.decode.call(rank, "reserve", pack(tokens if rank in master else message))
+            for rank in range(cell.decode.world_size)
+        )
+    )
+
+
+def ride(cell: Cell, request: Request, budget: int) -> None:
+    """Let its prompt be computed from the next iteration on."""
+    join = JoinBatch(sequence_id=request.sequence_id, first_token=None, budget=budget)
+    cell.decode.notify(0, "join", pack(join))

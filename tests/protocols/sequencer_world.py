@@ -1,0 +1,590 @@
+"""A gang in events of discrete time: ranks that execute their projections of a log, in rendezvous.
+
+`Ranks` knows nothing of the conductor. Members of a step wait for each other at every part, those
+of a stream at every iteration; a rank does one thing at a time, and nests steps in a stack as a
+rank's one thread does. `World` puts a conductor before them and delays all that is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from csps.protocols.sequencer.log_entries import (
+    Abort,
+    Change,
+    EndOwner,
+    Entry,
+    Iterate,
+    Iterated,
+    PlaceSequence,
+    Prepared,
+    RanQuantum,
+    Report,
+    RunQuantum,
+    Shutdown,
+    pack_entries,
+    pack_reports,
+    unpack_entries,
+    unpack_reports,
+)
+from csps.protocols.sequencer.sequencer import Sequencer
+from csps.protocols.sequencer.steps import StepSpec
+
+QUANTUM = 50
+"""Times are in milliseconds."""
+NS = 1_000_000
+DEEPEST = 3
+
+
+class Deadlock(AssertionError):
+    """Nothing is under way, and something is not done."""
+
+
+class Clock:
+    """What happens when; of one time, in the order in which it was planned."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._planned = count()
+
+    def after(self, delay: int, then: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay, next(self._planned), then))
+
+    def run(self) -> None:
+        """Until nothing is planned."""
+        while self._heap:
+            self.now, _, then = heapq.heappop(self._heap)
+            then()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step and how long each of its parts takes at each member."""
+
+    task: StepSpec
+    part_time: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A stream: its ranks, and how long an iteration takes."""
+
+    ranks: tuple[int, ...]
+    iteration_time: int
+
+
+@dataclass
+class Frame:
+    """A step on a rank's stack."""
+
+    job: Job
+    part: int = 0
+    aborted: bool = False
+
+
+@dataclass
+class Rank:
+    """What one rank has and does."""
+
+    queue: deque[Entry] = field(default_factory=deque)
+    busy: bool = False
+    stack: list[Frame] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    prepared: set[int] = field(default_factory=set)
+    versions: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Per stream: sequence -> iterations that it had."""
+    placed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks that rows concern which were moved."""
+    closed: bool = False
+
+
+class Ranks:
+    """Execute what is delivered to them."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        jobs: dict[int, Job],
+        lines: dict[int, Line],
+        lives: dict[int, int | None],
+        size: int,
+        concerns: dict[int, tuple[int, ...]],
+    ) -> None:
+        """`lives`: iterations after which a sequence's row is finished; None: it never is.
+        `concerns`: the ranks that a row concerns, where that is not all of its stream's."""
+        self._clock, self._jobs, self._lines, self._lives = clock, jobs, lines, lives
+        self._concerns = concerns
+        self.each = [Rank() for _ in range(size)]
+        self.send: Callable[[int, Report], None] = lambda _rank, _report: None
+        self.cancelled: dict[tuple[int, int], list[int]] = {}
+        """(step, sequence) -> the part at which each member was told."""
+        self.iterations: dict[int, list[tuple[int, int]]] = {}
+        """Per stream: (entry, end) of each iteration at its leader."""
+        self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
+
+    def deliver(self, rank: int, entries: Iterable[Entry]) -> None:
+        self.each[rank].queue.extend(entries)
+        self._go_on(rank)
+
+    def check_idle(self) -> None:
+        """Nothing is left to do, or to be told of."""
+        stuck = [r for r, rank in enumerate(self.each) if rank.busy or rank.queue or rank.stack]
+        if stuck:
+            raise Deadlock(f"ranks {stuck} hang, meeting at {sorted(self._meeting)}")
+
+    def _go_on(self, r: int) -> None:
+        rank = self.each[r]
+        while rank.queue and not rank.busy:
+            entry = rank.queue.popleft()
+            assert not rank.closed, f"{entry} follows the last entry"
+            rank.executed.append(entry.seq)
+            match entry.op:
+                case RunQuantum():
+                    self._run(r, entry, entry.op)
+                case Iterate():
+                    self._iterate(r, entry, entry.op)
+                case Change():
+                    self._change(rank, entry.op)
+                case Abort(step):
+                    self._abort(rank, step)
+                case PlaceSequence() as place:
+                    self._place(r, place)
+                case EndOwner(owner):
+                    rank.prepared -= {s for s in rank.prepared if self._jobs[s].task.owner == owner}
+                case Shutdown():
+                    rank.closed = True
+
+    def _meet(
+        self, key: tuple[str, int, int], ranks: tuple[int, ...], r: int, then: Callable[[], None]
+    ) -> None:
+        here = self._meeting.setdefault(key, {})
+        here[r] = then
+        if len(here) == len(ranks):
+            del self._meeting[key]
+            for go_on in here.values():
+                go_on()
+
+    def _run(self, r: int, entry: Entry, run: RunQuantum) -> None:
+        rank, job = self.each[r], self._jobs[run.step]
+        if not rank.stack or rank.stack[-1].job is not job:
+            self._push(rank, job)
+        frame = rank.stack[-1]
+        assert not frame.aborted
+        assert frame.part < run.until <= job.task.yield_points
+        for sequence in run.cancelled:
+            self.cancelled.setdefault((run.step, sequence), []).append(frame.part)
+        rank.busy = True
+        self._part(r, frame, entry, run, self._clock.now)
+
+    def _push(self, rank: Rank, job: Job) -> None:
+        step = job.task.id
+        assert step in rank.prepared, f"step {step} has no slots"
+        assert step not in rank.finished + rank.aborted, f"step {step} is over"
+        assert all(f.job is not job for f in rank.stack), f"step {step} is not on top of the stack"
+        assert not rank.stack or (
+            job.task.high_priority and not rank.stack[-1].job.task.high_priority
+        ), f"step {step} begins over one that it may not interrupt"
+        rank.stack.append(Frame(job))
+        assert len(rank.stack) < DEEPEST
+
+    def _part(self, r: int, frame: Frame, entry: Entry, run: RunQuantum, since: int) -> None:
+        if frame.part == run.until:
+            self._suspend(r, frame, entry, since)
+            return
+
+        def reached() -> None:
+            frame.part += 1
+            self._part(r, frame, entry, run, since)
+
+        task = frame.job.task
+        self._meet(
+            ("part", run.step, frame.part),
+            task.ranks,
+            r,
+            lambda: self._clock.after(frame.job.part_time, reached),
+        )
+
+    def _suspend(self, r: int, frame: Frame, entry: Entry, since: int) -> None:
+        rank, task = self.each[r], frame.job.task
+        if frame.part == task.yield_points:
+            rank.finished.append(task.id)
+            assert rank.stack.pop() is frame
+            self._unwind(rank)
+        if r == task.leader:
+            took = (self._clock.now - since) * NS
+            self.send(r, RanQuantum(r, entry.seq, task.id, frame.part, took))
+        self._free(r)
+
+    def _abort(self, rank: Rank, step: int) -> None:
+        assert step not in rank.finished + rank.aborted
+        rank.aborted.append(step)
+        for frame in rank.stack:
+            frame.aborted = frame.aborted or frame.job.task.id == step
+        self._unwind(rank)
+
+    def _unwind(self, rank: Rank) -> None:
+        while rank.stack and rank.stack[-1].aborted:
+            rank.stack.pop()
+
+    def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
+        rank = self.each[r]
+        assert self._rows(r, op), f"{entry} iterates no rows"
+        members = set(self._members(op))
+        assert all(
+            it <= members or it.isdisjoint(members)
+            for it in map(self._ranks_of(r, op.batch), rank.rows[op.batch])
+        ), f"{entry} iterates rows in part"
+        assert rank.versions[op.batch] == op.version
+        rank.busy = True
+        self._iteration(r, entry, op, 0, self._clock.now)
+
+    def _ranks_of(self, r: int, stream: int) -> Callable[[int], set[int]]:
+        return lambda sequence: set(self._concerned(r, sequence, stream))
+
+    def _concerned(self, r: int, sequence: int, stream: int) -> tuple[int, ...]:
+        before = self._concerns.get(sequence, self._lines[stream].ranks)
+        return self.each[r].placed.get(sequence, before)
+
+    def _place(self, r: int, place: PlaceSequence) -> None:
+        """Members have moved all of a row's KV; who has it now knows how far it is."""
+        rank = self.each[r]
+        (moved,) = (
+            step
+            for step, job in self._jobs.items()
+            if job.task.places and job.task.sequences == (place.sequence,)
+        )
+        assert r not in self._jobs[moved].task.ranks or moved in rank.finished
+        rank.placed[place.sequence] = place.ranks
+        stream = next(it for it, rows in rank.rows.items() if place.sequence in rows)
+        rank.rows[stream][place.sequence] = max(
+            other.rows.get(stream, {}).get(place.sequence, 0) for other in self.each
+        )
+
+    def _members(self, op: Iterate) -> tuple[int, ...]:
+        return op.group or self._lines[op.batch].ranks
+
+    def _rows(self, r: int, op: Iterate) -> list[int]:
+        """Sequences that an entry iterates, as a rank knows them."""
+        ranks, members = self._ranks_of(r, op.batch), set(self._members(op))
+        return [it for it in self.each[r].rows.get(op.batch, ()) if ranks(it) <= members]
+
+    def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
+        line, members = self._lines[op.batch], self._members(op)
+        if i == op.iterations:
+            self._end_lease(r, entry, op, since)
+            return
+
+        def ended() -> None:
+            rows = self.each[r].rows[op.batch]
+            for sequence in self._rows(r, op):
+                rows[sequence] += 1
+            if r == members[0]:
+                ends = self.iterations.setdefault(op.batch, [])
+                ends.append((entry.seq, self._clock.now))
+            self._iteration(r, entry, op, i + 1, since)
+
+        self._meet(
+            ("iteration", entry.seq, i),
+            members,
+            r,
+            lambda: self._clock.after(line.iteration_time, ended),
+        )
+
+    def _end_lease(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
+        """Every rank is the master of some rows."""
+        rows = self.each[r].rows[op.batch]
+        finished = tuple(
+            sequence
+            for sequence in self._rows(r, op)
+            if (life := self._lives[sequence]) is not None
+            and rows[sequence] - op.iterations < life <= rows[sequence]
+            and self._master(r, sequence, op.batch) == r
+        )
+        took = (self._clock.now - since) * NS
+        self.send(r, Iterated(r, entry.seq, op.batch, took, finished))
+        self._free(r)
+
+    def _master(self, r: int, sequence: int, stream: int) -> int:
+        ranks = self._concerned(r, sequence, stream)
+        return ranks[sequence % len(ranks)]
+
+    def _change(self, rank: Rank, change: Change) -> None:
+        rows = rank.rows.setdefault(change.batch, {})
+        for sequence in change.left:
+            rows.pop(sequence, None)
+        for sequence, _ in change.joined:
+            assert sequence not in rows
+            rows[sequence] = 0
+        rank.versions[change.batch] = rank.versions.get(change.batch, 0) + 1
+        assert rank.versions[change.batch] == change.version
+
+    def _free(self, r: int) -> None:
+        self.each[r].busy = False
+        self._clock.after(0, lambda: self._go_on(r))
+
+
+@dataclass
+class Scenario:
+    """What the scheduler asks for, and when."""
+
+    size: int
+    jobs: dict[int, Job]
+    lines: dict[int, Line]
+    lives: dict[int, int | None]
+    submits: list[tuple[int, int]] = field(default_factory=list)
+    """(time, step)."""
+    joins: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(time, stream, sequence, owner)."""
+    cancels: list[tuple[int, int]] = field(default_factory=list)
+    """(time, sequence)."""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """(time, owner)."""
+    concerns: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks of rows that concern some of their stream's only."""
+
+
+ROWS = 1000
+"""Sequences from here on are rows; those below are prefilled."""
+
+
+def random_scenario(
+    rng: Random, *, troubled: bool = True, apart: bool = False, moved: bool = False
+) -> Scenario:
+    """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`,
+    rows that concern some of their stream's ranks where `apart`, and others later where `moved`."""
+    size, span = rng.randint(1, 6), rng.choice((100, 1000, 4000))
+
+    def group() -> tuple[int, ...]:
+        return tuple(rng.sample(range(size), rng.randint(1, size)))
+
+    def time() -> int:
+        return rng.randrange(span)
+
+    jobs = {
+        step: Job(
+            StepSpec(
+                id=step,
+                ranks=group(),
+                high_priority=rng.random() < 0.5,
+                yield_points=rng.randint(1, 12),
+                sequences=tuple(rng.sample(range(8), rng.choice((0, 1, 1, 2)))),
+                owner=rng.randint(1, 2),
+            ),
+            rng.randint(1, QUANTUM),
+        )
+        for step in range(rng.randint(1, 12))
+    }
+    lines = {s: Line(tuple(sorted(group())), rng.randint(1, 12)) for s in range(rng.randint(0, 3))}
+    rows = range(ROWS, ROWS + rng.randint(1, 6)) if lines else range(0)
+    scenario = Scenario(
+        size, jobs, lines, {s: rng.choice((None, rng.randint(1, 60))) for s in rows}
+    )
+    scenario.submits = sorted((time(), step) for step in jobs)
+    scenario.joins = sorted(
+        (time(), rng.choice(list(lines)), sequence, rng.randint(1, 2)) for sequence in rows
+    )
+    if apart:
+        for _, stream, sequence, _ in scenario.joins:
+            whole = lines[stream].ranks
+            scenario.concerns[sequence] = tuple(
+                sorted(rng.sample(whole, rng.randint(1, len(whole))))
+            )
+    if moved:
+        _add_moves(scenario, rng, span)
+    if troubled:
+        known = [*range(8), *rows]
+        scenario.cancels = [(time(), rng.choice(known)) for _ in range(rng.randint(0, 4))]
+        scenario.ends = [(time(), 2)] if rng.random() < 0.3 else []
+    return scenario
+
+
+def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
+    """One of a row at most: the next begins when the last one is over."""
+    for time, stream, sequence, owner in scenario.joins:
+        if rng.random() < 0.3:
+            continue
+        whole, step = scenario.lines[stream].ranks, len(scenario.jobs)
+        after = rng.sample(whole, rng.randint(1, len(whole)))
+        members = tuple({*scenario.concerns.get(sequence, whole), *after})
+        task = StepSpec(
+            id=step,
+            ranks=members,
+            high_priority=True,
+            yield_points=rng.randint(1, 12),
+            sequences=(sequence,),
+            owner=owner,
+            led_by=rng.choice(members),
+            places=tuple(after),
+        )
+        scenario.jobs[step] = Job(task, rng.randint(1, QUANTUM))
+        scenario.submits.append((max(0, time + rng.randrange(-10, span)), step))
+    scenario.submits.sort()
+
+
+@dataclass(frozen=True)
+class Delays:
+    """The longest that a message is under way, by kind."""
+
+    entries: int = 0
+    steps: int = 0
+    """Reports of steps."""
+    streams: int = 0
+    """Reports of streams."""
+    prepares: int = 0
+
+
+class World:
+    """A conductor, its ranks, and what is under way between them."""
+
+    def __init__(self, scenario: Scenario, delays: Delays, rng: Random) -> None:
+        self.scenario, self._delays, self._rng = scenario, delays, rng
+        self.clock = Clock()
+        self.ranks = Ranks(
+            self.clock,
+            scenario.jobs,
+            scenario.lines,
+            scenario.lives,
+            scenario.size,
+            scenario.concerns,
+        )
+        self.ranks.send = self._report
+        self.sequencer = Sequencer(scenario.size, quantum_ns=QUANTUM * NS)
+        self.log: list[tuple[Entry, tuple[int, ...]]] = []
+        self._arrives: dict[tuple[str, int], int] = {}
+
+    def run(self) -> None:
+        """Until all is done.
+
+        Raises:
+            Deadlock: it never will be.
+        """
+        scenario, sequencer = self.scenario, self.sequencer
+        for stream, line in scenario.lines.items():
+            sequencer.open_batch(stream, line.ranks, masters=line.ranks)
+        for time, step in scenario.submits:
+            self._submit(time, scenario.jobs[step].task)
+        for time, stream, sequence, owner in scenario.joins:
+            ranks = scenario.concerns.get(sequence, ())
+            self._at(time, sequencer.join, stream, sequence, 0, owner, 0, ranks)
+        for time, sequence in scenario.cancels:
+            self._at(time, sequencer.cancel, sequence)
+        for time, owner in scenario.ends:
+            self._at(time, sequencer.end_owner, owner)
+        self._at(0, self._end_endless_rows)
+        self.clock.run()
+        self.ranks.check_idle()
+
+    def _at(self, delay: int, event: Callable[..., None], *args: object) -> None:
+        def happens() -> None:
+            event(*args)
+            self._take()
+
+        self.clock.after(delay, happens)
+
+    def _submit(self, time: int, task: StepSpec) -> None:
+        """To the conductor and to each member on ways of their own."""
+        self._at(time, self.sequencer.submit, task)
+        for rank in task.ranks:
+            self.clock.after(
+                time + self._rng.randint(0, self._delays.prepares),
+                lambda rank=rank: self._prepare(rank, task),  # type: ignore[misc]
+            )
+
+    def _prepare(self, rank: int, task: StepSpec) -> None:
+        self.ranks.each[rank].prepared.add(task.id)
+        delay = self._rng.randint(0, self._delays.prepares)
+        self._at(delay, self.sequencer.prepared, task.id, rank)
+
+    def _end_endless_rows(self) -> None:
+        """Rows without an end are there to starve steps, and end when no step is left."""
+        if any(not self.is_over(step) for step in self.scenario.jobs):
+            self._at(QUANTUM, self._end_endless_rows)
+            assert self.clock.now < 10**6, "a step starves"
+        elif any(time > self.clock.now for time, *_ in self.scenario.joins):
+            self._at(QUANTUM, self._end_endless_rows)
+        else:
+            for sequence, life in self.scenario.lives.items():
+                if life is None:
+                    self.sequencer.cancel(sequence)
+
+    def is_over(self, step: int) -> bool:
+        """Finished or aborted at all members, or never begun for an owner that has ended."""
+        task = self.scenario.jobs[step].task
+        members = [self.ranks.each[rank] for rank in task.ranks]
+        ended = any(
+            owner == task.owner and time <= self.clock.now for time, owner in self.scenario.ends
+        )
+        return all(
+            (ended and all(f.job.task.id != step for f in rank.stack))
+            or step in rank.finished + rank.aborted
+            for rank in members
+        )
+
+    def _take(self) -> None:
+        entries = self.sequencer.take()
+        self.log += entries
+        for rank in range(self.scenario.size):
+            mine = [entry for entry, ranks in entries if rank in ranks]
+            if mine:
+                frame = pack_entries(mine)
+                self._in_order(
+                    ("entries", rank),
+                    self._delays.entries,
+                    lambda rank=rank, frame=frame: self.ranks.deliver(  # type: ignore[misc]
+                        rank, unpack_entries(frame)
+                    ),
+                )
+
+    def _report(self, rank: int, report: Report) -> None:
+        assert not isinstance(report, Prepared)
+        kind, delay = (
+            ("steps", self._delays.steps)
+            if isinstance(report, RanQuantum)
+            else ("streams", self._delays.streams)
+        )
+        frame = pack_reports((report,))
+
+        def arrives() -> None:
+            for arrived in unpack_reports(frame):
+                self.sequencer.report(arrived)
+            self._take()
+
+        self._in_order((kind, rank), delay, arrives)
+
+    def _in_order(self, way: tuple[str, int], longest: int, then: Callable[[], None]) -> None:
+        """Nothing overtakes on a way, as on a connection."""
+        arrives = self.clock.now + self._rng.randint(0, longest)
+        arrives = self._arrives[way] = max(arrives, self._arrives.get(way, 0))
+        self.clock.after(arrives - self.clock.now, then)
+
+
+def replay(
+    scenario: Scenario, projections: list[list[Entry]], longest_delay: int, rng: Random
+) -> Ranks:
+    """Ranks that are handed a log without a conductor, each entry when a delay has passed.
+
+    Raises:
+        Deadlock: they wait for each other.
+    """
+    clock = Clock()
+    ranks = Ranks(
+        clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size, scenario.concerns
+    )
+    for r, projection in enumerate(projections):
+        ranks.each[r].prepared.update(scenario.jobs)
+        arrives = 0
+        for entry in projection:
+            arrives += rng.randint(0, longest_delay)
+            clock.after(arrives, lambda r=r, entry=entry: ranks.deliver(r, (entry,)))  # type: ignore[misc]
+    clock.run()
+    ranks.check_idle()
+    return ranks

@@ -1,0 +1,555 @@
+"""A cell of gangs made of random decisions: an executor of the scheduler that keeps to the protocol
+and to nothing else. It also checks what it is told to do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from csps.protocols.core.placement import rest_of
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.step_layout import slots_of
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import gang_of, instance_id
+from csps.services.scheduling.events.slices import own, placed_once, tokens_on
+from csps.services.scheduling.state.ledger import decode_slots
+
+MS = 1_000_000
+
+
+def gang_up(
+    gang: int,
+    slots: list[int],
+    *,
+    prefill: bool = False,
+    decode: bool = False,
+    places: list[str] | None = None,
+    generation: int = 1,
+    tp: int = 1,
+    max_positions: int = 1 << 30,
+    kv_bytes_per_token: int = 0,
+) -> ev.GangUp:
+    """A gang of instances with so many slots, all on one server unless told otherwise."""
+    at = places or [f"0-{int(decode)}-{index * tp}" for index in range(len(slots))]
+    return ev.GangUp(
+        gang=gang,
+        generation=generation,
+        may_prefill=prefill,
+        may_decode=decode,
+        tp=tp,
+        instances=tuple(
+            ev.InstanceUp(location=place, kv_slots=n) for place, n in zip(at, slots, strict=True)
+        ),
+        max_positions=max_positions,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+
+
+@dataclass
+class SentSequence:
+    """A sequence as the ranks know it."""
+
+    reserve: cmd.Reserve
+    prefill: int = 0
+    steps: list[int] = field(default_factory=list)
+    computed: int = 0
+    first_token: bool = False
+    unlanded: dict[int, int] = field(default_factory=dict)
+    unfreed: list[int] = field(default_factory=list)
+    joined: bool = False
+    silent: bool = False
+    """Cancelled, failed or restarted: no token comes any more."""
+    freeing: bool = False
+    """The decode gang frees it."""
+    freed_in: int = -1
+    """The turn in which an instance freed it last."""
+    move: cmd.MoveKv | None = None
+    """To where it is on its way."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """On each instance, those included that what moves takes there."""
+
+    moved: cmd.MoveKv | None = None
+    """To where it lies now."""
+
+    @property
+    def placed(self) -> cmd.Reserve | cmd.MoveKv:
+        """Where it lies."""
+        return self.moved or self.reserve
+
+
+@dataclass
+class SentRequest:
+    """A client's request as the executor knows it."""
+
+    prompt: int
+    output: int
+    drawn: int = 0
+    sequence: int | None = None
+    ended: str = ""
+    ended_in: int = -1
+    """The turn in which it was cancelled or drew its last token."""
+
+
+class RandomCell:
+    """One pair of gangs at a time, or one elastic gang, whose ranks do everything that they may do,
+    in any order."""
+
+    PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
+    KV_BYTES = 1000
+    """Of a token."""
+
+    def __init__(
+        self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
+    ) -> None:
+        self.random = random.Random(seed)
+        self.scheduler, self.faults = scheduler, faults
+        self._wanted = 1 if elastic else 2
+        self.now_ns = 0
+        self.turns = 0
+        self.wake_at_ns: int | None = None
+        self.requests: dict[int, SentRequest] = {}
+        self.sequences: dict[int, SentSequence] = {}
+        self.steps: dict[int, tuple[cmd.RunStep, list[int]]] = {}
+        self.gangs: dict[int, ev.GangUp] = {}
+        self.dead: set[int] = set()
+        self.linked = False
+        self.commands: list[cmd.AnyCommand] = []
+        self._gang_number = 0
+        self._doomed: list[int] = []
+        self._pending: list[ev.AnyEvent] = []
+        self._carry_out = {
+            cmd.Reserve: self._reserve,
+            cmd.RunStep: self._run_step,
+            cmd.SetGroup: self._set_group,
+            cmd.Piggyback: self._ride,
+            cmd.MoveKv: self._move,
+            cmd.Retain: self._keep,
+            cmd.Evict: self._release,
+            cmd.Cancel: self._cancel,
+            cmd.Restart: self._restart,
+            cmd.Refuse: self._refuse,
+            cmd.Fail: self._fail,
+            cmd.ResetGang: self._reset,
+        }
+
+    # --- the turns ---
+
+    def play(self, requests: int, turns: int) -> None:
+        """Random turns, and after them as many as it takes for everything to end."""
+        for _ in range(turns):
+            for _ in range(self.random.randint(0, 3)):
+                self._something(requests)
+            self.turn()
+        self.faults = 0.0
+        for _ in range(50 * (requests + 20)):
+            if self.over:
+                break
+            self._progress_only()
+            self.turn()
+        assert self.over, f"still open: {self._open()}"
+
+    @property
+    def over(self) -> bool:
+        return (
+            not self._open()
+            and not self.steps
+            and not any(it.unfreed for it in self.sequences.values())
+        )
+
+    def _open(self) -> dict[int, SentRequest]:
+        return {number: it for number, it in self.requests.items() if not it.ended}
+
+    def turn(self) -> None:
+        """Hand over what has happened, carry out what comes back."""
+        self.now_ns += self.random.choice([0, 1000, MS, 30 * MS, 400 * MS])
+        events, self._pending = self._pending, []
+        if self.wake_at_ns is not None and self.now_ns >= self.wake_at_ns:
+            events.append(ev.Wake())
+        outcome = self.scheduler.handle(events, self.now_ns)
+        self.wake_at_ns = outcome.wake_at_ns
+        self.commands += outcome.commands
+        for command in outcome.commands:
+            self._carry_out[type(command)](command)
+        self.turns += 1
+        self.scheduler.check_invariants()
+        self._check_slots()
+
+    def _check_slots(self) -> None:
+        """What the ranks hold never exceeds what they have."""
+        used: Counter[int] = Counter()
+        for sequence in self.sequences.values():
+            used.update({it: sequence.slots[it] for it in sequence.unfreed})
+        for step, undone in self.steps.values():
+            sizes = {} if self._wanted == 1 else slots_of(step, step.history)
+            used.update({it: sizes.get(it, 0) for it in undone})
+        for gang in self.gangs.values():
+            for index, instance in enumerate(gang.instances):
+                assert used[instance_id(gang.gang, index)] <= instance.kv_slots
+
+    # --- what happens ---
+
+    def _something(self, requests: int) -> None:
+        if self.random.random() < self.faults:
+            self._fault()
+        elif len(self.requests) < requests and self.random.random() < 0.3:
+            self._submit()
+        else:
+            self._progress_only()
+
+    def _submit(self) -> None:
+        number = len(self.requests) + 1
+        prompt = self.random.choice(self.PROMPTS)
+        output = self.random.choice([1, 1, 2, 50, 300])
+        deadline = self.now_ns + self.random.choice([5, 500, 50_000]) * MS
+        self.requests[number] = SentRequest(prompt, output)
+        self._pending.append(
+            ev.Submitted(
+                request_id=number,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                cls=self.random.choice(["exact", "exact", "fast"]),
+                deadline_ns=deadline if self.random.random() < 0.2 else None,
+                hashes=self._hashes(number),
+            )
+        )
+
+    def _hashes(self, number: int) -> tuple[bytes, ...]:
+        """Of a request's prompt: for those cells whose gangs keep KV."""
+        return ()
+
+    def _answer_hashes(self, number: int) -> tuple[bytes, ...]:
+        """Of the answer's blocks."""
+        return ()
+
+    def _progress_only(self) -> None:
+        missing = len(self.gangs) < self._wanted
+        if not self.gangs or (missing and self.random.random() < 0.5):
+            self._bring_up()
+            return
+        choices = [self._attach]
+        choices += [self._step_done] * 4 * bool(self.steps)
+        choices += [self._land, self._draw, self._free, self._finish, self._hear]
+        choices += [self._moved] * 2 * (self._some("moving") is not None)
+        choices += [self._prompt_computed] * 4 * (self._some("riding") is not None)
+        self.random.choice(choices)()
+
+    def _bring_up(self) -> None:
+        self._gang_number += 1
+        has = {it.may_prefill for it in self.gangs.values()}
+        elastic = self._wanted == 1
+        prefill = True not in has
+        sizes = [800, 1200, 4000] if prefill and not elastic else [500, 5000]
+        slots = [self.random.choice(sizes) for _ in range(self.random.randint(1, 4))]
+        decode = elastic or not prefill
+        number, kv = self._gang_number, self.KV_BYTES
+        up = gang_up(number, slots, prefill=prefill, decode=decode, kv_bytes_per_token=kv)
+        self.gangs[up.gang] = up
+        self._pending.append(up)
+
+    def _attach(self) -> None:
+        if len(self.gangs) < self._wanted:
+            self._bring_up()
+        elif not self.linked and self._wanted == 2:
+            self.linked = True
+            self._pending.append(ev.LinkUp(prefill=self._gang(True), decode=self._gang(False)))
+
+    def _gang(self, prefill: bool) -> int:
+        return next(it.gang for it in self.gangs.values() if it.may_prefill == prefill)
+
+    def _hear(self) -> None:
+        living = [
+            instance_id(gang.gang, index)
+            for gang in self.gangs.values()
+            for index in range(len(gang.instances))
+        ]
+        self._pending.append(ev.Heartbeat(instances=tuple(living)))
+
+    def _step_done(self) -> None:
+        number = self.random.choice(list(self.steps))
+        step, undone = self.steps[number]
+        instance = self.random.choice(undone)
+        undone.remove(instance)
+        if not undone:
+            del self.steps[number]
+            self._computed(step)
+        took_ns = self.random.randint(0, 50 * MS)
+        self._pending.append(ev.StepDone(step_id=number, instance=instance, took_ns=took_ns))
+
+    def _computed(self, step: cmd.RunStep) -> None:
+        """The rank that draws says so before it reports."""
+        for chunk in step.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            sequence.steps.remove(step.step_id)
+            sequence.computed += chunk.length
+            if sequence.computed == sequence.reserve.prompt_tokens and not sequence.silent:
+                self._first_token(chunk.sequence_id)
+
+    def _first_token(self, number: int) -> None:
+        sequence = self.sequences[number]
+        request = self.requests[sequence.reserve.request_id]
+        sequence.first_token = True
+        request.drawn += 1
+        self._pending.append(ev.FirstToken(sequence_id=number))
+        if request.drawn == request.output:
+            self._finished(number)
+
+    def _prompt_computed(self) -> None:
+        """Of a rider."""
+        if (number := self._some("riding")) is not None:
+            self._first_token(number)
+
+    def _finished(self, number: int) -> None:
+        sequence = self.sequences[number]
+        sequence.silent = True
+        request = self.requests[sequence.reserve.request_id]
+        request.ended, request.ended_in = request.ended or "finished", self.turns
+        request.sequence = None
+        if sequence.joined and not sequence.reserve.retain:
+            sequence.freeing = True
+        hashes = self._answer_hashes(number)
+        self._pending.append(
+            ev.Finished(sequence_id=number, generated_tokens=request.drawn, hashes=hashes)
+        )
+
+    def _some(self, wanted: str) -> int | None:
+        found = []
+        for number, it in self.sequences.items():
+            fits = {
+                "landing": bool(it.unlanded) and not it.silent,
+                "decoding": it.joined and it.first_token and not it.silent,
+                "riding": it.joined and not it.first_token and not it.silent,
+                "freeing": it.freeing and bool(it.unfreed),
+                "working": not it.silent,
+                "moving": it.move is not None and not it.silent,
+            }
+            if fits[wanted]:
+                found.append(number)
+        return self.random.choice(found) if found else None
+
+    def _land(self) -> None:
+        if (number := self._some("landing")) is not None:
+            sequence = self.sequences[number]
+            instance = self.random.choice(list(sequence.unlanded))
+            tokens = sequence.unlanded.pop(instance)
+            if self.random.random() < self.faults / 4:
+                tokens += 1
+            self._pending.append(
+                ev.KvReceived(sequence_id=number, instance=instance, tokens=tokens)
+            )
+
+    def _draw(self) -> None:
+        if (number := self._some("decoding")) is not None:
+            request = self.requests[self.sequences[number].reserve.request_id]
+            if request.drawn < request.output - 1:
+                request.drawn += self.random.randint(1, request.output - 1 - request.drawn)
+
+    def _finish(self) -> None:
+        if (number := self._some("decoding")) is not None:
+            request = self.requests[self.sequences[number].reserve.request_id]
+            request.drawn += 1
+            self._finished(number)
+
+    def _free(self) -> None:
+        if (number := self._some("freeing")) is not None:
+            sequence = self.sequences[number]
+            instance = self.random.choice(sequence.unfreed)
+            sequence.unfreed.remove(instance)
+            sequence.freed_in = self.turns
+            self._pending.append(ev.Freed(sequence_id=number, instance=instance))
+
+    # --- faults ---
+
+    def _fault(self) -> None:
+        faults = [self._gang_dies, self._link_breaks, self._sequence_fails, self._client_leaves]
+        self.random.choice([*faults, self._client_leaves, self._sequence_fails])()
+
+    def _gang_dies(self, gang: int | None = None) -> None:
+        if not self.gangs:
+            return
+        gang = self.random.choice(list(self.gangs)) if gang is None else gang
+        drawn = tuple(
+            (number, self.requests[it.reserve.request_id].drawn)
+            for number, it in self.sequences.items()
+            if not it.silent
+        )
+        self._pending += [
+            ev.Progress(generated_tokens=drawn),
+            ev.GangDown(gang=gang, reason="killed"),
+        ]
+        del self.gangs[gang]
+        self.linked = False
+        for number in [
+            it for it, (step, _) in self.steps.items() if gang_of(step.group[0]) == gang
+        ]:
+            for chunk in self.steps.pop(number)[0].chunks:
+                self.sequences[chunk.sequence_id].steps.remove(number)
+        for sequence in self.sequences.values():
+            if gang_of(sequence.reserve.master) == gang:
+                sequence.unfreed, sequence.silent = [], True
+            elif sequence.prefill == gang and not (sequence.first_token and not sequence.unlanded):
+                sequence.silent = True
+
+    def _link_breaks(self) -> None:
+        if self.linked:
+            self.linked = False
+            prefill, decode = self._gang(True), self._gang(False)
+            self._pending.append(ev.LinkDown(prefill=prefill, decode=decode, reason="cut"))
+            for sequence in self.sequences.values():
+                if not sequence.silent and sequence.unlanded:
+                    sequence.silent = True
+
+    def _sequence_fails(self) -> None:
+        if (number := self._some("working")) is None:
+            return
+        sequence = self.sequences[number]
+        sequence.silent = True
+        if not sequence.steps and not sequence.joined and self.random.random() < 0.5:
+            refused = sequence.unfreed[: self.random.randint(0, len(sequence.unfreed))]
+            for instance in refused:
+                sequence.unfreed.remove(instance)
+                sequence.freed_in = self.turns
+                self._pending.append(ev.Freed(sequence_id=number, instance=instance))
+        self._pending.append(
+            ev.Failed(
+                sequence_id=number,
+                generated_tokens=self.requests[sequence.reserve.request_id].drawn,
+                error=ev.WireError("TransferError", "bad"),
+                retryable=self.random.random() < 0.7,
+            )
+        )
+
+    def _client_leaves(self) -> None:
+        if open_requests := list(self._open()):
+            number = self.random.choice(open_requests)
+            request = self.requests[number]
+            request.ended, request.ended_in = "cancelled", self.turns
+            if request.sequence is not None:
+                self.sequences[request.sequence].silent = True
+            self._pending.append(ev.RequestCancelled(request_id=number))
+
+    # --- carrying out ---
+
+    def _reserve(self, command: cmd.Reserve) -> None:
+        request = self.requests[command.request_id]
+        assert not request.ended, "placed, but over"
+        assert request.sequence is None, "placed twice"
+        assert command.sequence_id not in self.sequences, "an id came again"
+        assert command.prompt_tokens == request.prompt + request.drawn
+        assert command.output_tokens == request.output - request.drawn > 0
+        gang = gang_of(command.master)
+        assert gang in self.gangs, "reserved on a dead gang"
+        assert self.gangs[gang].may_decode
+        request.sequence = command.sequence_id
+        self.sequences[command.sequence_id] = SentSequence(
+            reserve=command,
+            unlanded={} if command.piggybacked else tokens_on(own(command.slices)),
+            slots=decode_slots(command, command.output_tokens),
+            unfreed=list(decode_slots(command, command.output_tokens)),
+        )
+
+    def _run_step(self, command: cmd.RunStep) -> None:
+        gang = gang_of(command.group[0])
+        assert gang in self.gangs, "launched on a dead gang"
+        assert self.gangs[gang].may_prefill
+        assert command.step_id not in self.steps
+        assert sum(_sizes(command)) == sum(it.length for it in command.chunks)
+        self.steps[command.step_id] = command, list(command.group)
+        for chunk in command.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            sequence.prefill = gang
+            sequence.steps.append(command.step_id)
+
+    def _set_group(self, command: cmd.SetGroup) -> None:
+        assert command.gang in self.gangs, "joined on a dead gang"
+        for number in command.joined:
+            sequence = self.sequences[number]
+            assert sequence.first_token, "joined without its first token"
+            assert not sequence.unlanded, "joined before its KV"
+            assert not sequence.joined, "joined twice"
+            sequence.joined = True
+
+    def _ride(self, command: cmd.Piggyback) -> None:
+        assert command.gang in self.gangs, "rides on a dead gang"
+        assert command.budget > 0
+        sequence = self.sequences[command.sequence_id]
+        assert sequence.reserve.piggybacked, "rides without its prompt"
+        assert gang_of(sequence.reserve.master) == command.gang
+        assert not sequence.joined, "joined twice"
+        sequence.joined = True
+
+    def _move(self, command: cmd.MoveKv) -> None:
+        sequence = self.sequences[command.sequence_id]
+        assert command.gang in self.gangs, "moved on a dead gang"
+        assert sequence.joined, "moved before it is decoded"
+        assert sequence.move is None, "moved twice at a time"
+        before, reserve = sequence.placed, sequence.reserve
+        stop = reserve.prompt_tokens + reserve.output_tokens
+        span = (reserve.prompt_tokens, stop)
+        assert placed_once(0, span[0], command.slices), "not the prompt's positions"
+        assert placed_once(*span, command.answer), "not the answer's positions"
+        lies = [*before.slices, *before.answer]
+        if not before.answer:
+            lies.append(cmd.PlacedSlice(before.master, *span))
+        for it in decode_slots(command, 0):
+            if it not in sequence.slots:
+                sequence.slots[it] = 0
+                sequence.unfreed.append(it)
+        for share in (*command.slices, *command.answer):
+            here = [it.span for it in lies if it.instance == share.instance]
+            coming = sum(it.length for it in rest_of(share.span, here))
+            sequence.slots[share.instance] += coming
+        sequence.move = command
+
+    def _moved(self) -> None:
+        """A row goes on elsewhere, and what it has left is free."""
+        if (number := self._some("moving")) is not None:
+            sequence = self.sequences[number]
+            assert sequence.move is not None
+            sequence.moved, sequence.move = sequence.move, None
+            sequence.slots = decode_slots(sequence.moved, 0)
+            sequence.unfreed = [it for it in sequence.unfreed if it in sequence.slots]
+            self._pending.append(ev.Moved(sequence_id=number))
+
+    def _keep(self, command: cmd.Retain) -> None:
+        raise AssertionError("nothing stays here")
+
+    def _release(self, command: cmd.Evict) -> None:
+        raise AssertionError("nothing stays here")
+
+    def _cancel(self, command: cmd.Cancel) -> None:
+        sequence = self.sequences[command.sequence_id]
+        sequence.silent = True
+        for gang in command.gangs:
+            assert gang in self.gangs, "cancelled on a dead gang"
+            if gang == gang_of(sequence.reserve.master):
+                late = sequence.freed_in == self.turns
+                assert sequence.unfreed or late, "cancelled where nothing is held"
+                sequence.freeing = True
+
+    def _restart(self, command: cmd.Restart) -> None:
+        request = self.requests[command.request_id]
+        assert not request.ended or request.ended_in == self.turns, "restarted, but over"
+        assert request.sequence in (None, command.sequence_id)
+        request.sequence = None
+
+    def _refuse(self, command: cmd.Refuse) -> None:
+        self._end(command.request_id, "refused")
+
+    def _fail(self, command: cmd.Fail) -> None:
+        self._end(command.request_id, f"failed: {command.error.message}")
+
+    def _end(self, number: int, how: str) -> None:
+        request = self.requests[number]
+        late = request.ended_in == self.turns
+        assert not request.ended or late, f"{how}, but {request.ended}"
+        request.ended, request.sequence = how, None
+
+    def _reset(self, command: cmd.ResetGang) -> None:
+        assert command.gang in self.gangs, "reset a dead gang"
+        self._gang_dies(command.gang)
+
+
+def _sizes(step: cmd.RunStep) -> list[int]:
+    return [stop - start for start, stop in zip(step.bounds, step.bounds[1:], strict=False)]

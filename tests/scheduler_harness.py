@@ -1,0 +1,160 @@
+"""A scheduler on a desk: events in, commands out, one line of a test each."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TypeVar
+
+from random_executor import gang_up
+
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Policy
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
+from csps.services.scheduling.events.slices import tokens_on
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.ledger import decode_slots
+
+MS = 1_000_000
+SECOND = 1000 * MS
+SMALL = {"spt_tokens": 1000, "short_tokens": 100, "spread_tokens": 2000}
+
+Kind = TypeVar("Kind", bound=cmd.Command)
+
+
+class Desk:
+    """Hands events over a millisecond apart, unless told the time, and checks the books."""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        limits: QueueLimits | None = None,
+        deadlines: SchedulerDeadlines | None = None,
+        table: CostTable | None = None,
+    ) -> None:
+        costs = Costs(table or CostTable(latencies=Unmeasured()))
+        self.scheduler = Scheduler(
+            policy or make_policy("csps", SMALL), costs, limits=limits, deadlines=deadlines
+        )
+        self.now_ns = 0
+        self.wake_at_ns: int | None = None
+        self._requests = itertools.count(1)
+
+    def turn(self, *events: ev.AnyEvent, after_ns: int = MS) -> list[cmd.AnyCommand]:
+        """The commands that follow upon the events."""
+        self.now_ns += after_ns
+        outcome = self.scheduler.handle(events, self.now_ns)
+        self.wake_at_ns = outcome.wake_at_ns
+        self.scheduler.check_invariants()
+        return outcome.commands
+
+    def wait(self, *, until_ns: int | None = None) -> list[cmd.AnyCommand]:
+        """Wake the scheduler when it asks for it: once, or until a time has come."""
+        if until_ns is None:
+            assert self.wake_at_ns is not None, "nothing is waited for"
+            return self.turn(ev.Wake(), after_ns=max(0, self.wake_at_ns - self.now_ns))
+        commands: list[cmd.AnyCommand] = []
+        while self.wake_at_ns is not None and self.wake_at_ns <= until_ns:
+            commands += self.wait()
+        self.now_ns = until_ns
+        return commands
+
+    # --- gangs ---
+
+    def prefill(self, gang: int = 1, *slots: int, **options: object) -> ev.GangUp:
+        """A gang that prefills comes up."""
+        return gang_up(gang, list(slots or (4000, 4000)), prefill=True, **options)  # type: ignore[arg-type]
+
+    def decode(self, gang: int = 2, *slots: int, **options: object) -> ev.GangUp:
+        """A gang that decodes comes up."""
+        return gang_up(gang, list(slots or (9000, 9000)), decode=True, **options)  # type: ignore[arg-type]
+
+    def ready(self) -> Desk:
+        """Gangs 1 and 2 are there and connected."""
+        self.turn(self.prefill(), self.decode(), LINK)
+        return self
+
+    # --- requests ---
+
+    def submit(
+        self, prompt: int = 500, output: int = 10, *, cls: str = "exact", **more: int
+    ) -> ev.Submitted:
+        """The next request."""
+        return ev.Submitted(
+            request_id=next(self._requests),
+            prompt_tokens=prompt,
+            output_tokens=output,
+            cls=cls,
+            deadline_ns=more.get("deadline_ns"),
+        )
+
+    def start(self, prompt: int = 500, output: int = 10) -> Sent:
+        """Submit a request that starts at once."""
+        return sent(self.turn(self.submit(prompt, output)))
+
+
+LINK = ev.LinkUp(prefill=1, decode=2)
+
+
+class Sent:
+    """A plan of one request and one step, and the events that can follow."""
+
+    def __init__(self, reserve: cmd.Reserve, step: cmd.RunStep) -> None:
+        self.reserve, self.step = reserve, step
+        self.request, self.sequence = reserve.request_id, reserve.sequence_id
+
+    @property
+    def first_token(self) -> ev.FirstToken:
+        return ev.FirstToken(sequence_id=self.sequence)
+
+    def landed(self, more: int = 0) -> list[ev.AnyEvent]:
+        """All shares."""
+        return [
+            ev.KvReceived(sequence_id=self.sequence, instance=instance, tokens=tokens + more)
+            for instance, tokens in tokens_on(self.reserve.slices).items()
+        ]
+
+    def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:
+        """On all instances."""
+        return [
+            ev.StepDone(step_id=self.step.step_id, instance=it, took_ns=took_ns)
+            for it in self.step.group
+        ]
+
+    @property
+    def holders(self) -> list[int]:
+        return sorted(decode_slots(self.reserve, self.reserve.output_tokens))
+
+    def freed(self) -> list[ev.AnyEvent]:
+        """By all decode instances."""
+        return [ev.Freed(sequence_id=self.sequence, instance=it) for it in self.holders]
+
+    def finished(self, drawn: int = 10) -> ev.Finished:
+        return ev.Finished(sequence_id=self.sequence, generated_tokens=drawn)
+
+    def failed(self, drawn: int = 0, *, retryable: bool = True) -> ev.Failed:
+        error = ev.WireError("TransferError", "bad KV")
+        return ev.Failed(
+            sequence_id=self.sequence, generated_tokens=drawn, error=error, retryable=retryable
+        )
+
+    def prefilled(self) -> list[ev.AnyEvent]:
+        return [self.first_token, *self.steps_done()]
+
+    def joined(self) -> list[ev.AnyEvent]:
+        """All that is needed for decoding."""
+        return [*self.prefilled(), *self.landed()]
+
+
+def sent(commands: list[cmd.AnyCommand]) -> Sent:
+    """The only plan among commands."""
+    (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+    return Sent(reserve, step)
+
+
+def only(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
+    """The commands of a kind."""
+    return [it for it in commands if isinstance(it, kind)]

@@ -1,0 +1,96 @@
+"""A policy that does as it is told.
+
+A policy that moves the KV of what is decoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from csps.services.scheduling.deciding.decisions import (
+    Decision,
+    DecodePlacement,
+    IdleCapacity,
+    MovePlan,
+    PlannedChunk,
+    PlannedStep,
+    StartPlan,
+)
+from csps.services.scheduling.deciding.view import PairView, View
+from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.policies.registry import make_policy
+
+
+class Scripted:
+    """A policy that decides what it is told, once."""
+
+    name = "scripted"
+    whole_prompts = True
+    regroups = False
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions: Sequence[Decision] = decisions
+        self._real = make_policy("csps")
+
+    def priority(self, prompt_tokens: int, pairs: object) -> str:
+        return "low"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        decisions, self.decisions = self.decisions, ()
+        return decisions
+
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
+        return self._real.idle_capacity(pair)
+
+
+class OneMove:
+    """The first request is decoded by instances 0 and 1 of three, and goes on on 1 and 2 when
+    another one waits."""
+
+    name = "one_move"
+    whole_prompts = False
+    regroups = False
+
+    def __init__(self) -> None:
+        self._started = self._moved = False
+
+    def priority(self, prompt_tokens: int, pairs: object) -> str:
+        return "low"
+
+    def idle_capacity(self, pair: PairView) -> IdleCapacity:
+        return self
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        return True
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        return list(self._move(view) if self._started else self._start(view))
+
+    def _start(self, view: View) -> Iterator[Decision]:
+        first, second, _ = [it.id for it in view.pairs[0].decode.instances]
+        for it in islice(view.waiting("low"), 1):
+            self._started = True
+            length, half = it.prompt_tokens, it.prompt_tokens // 2
+            step = PlannedStep(
+                group=(first, second),
+                bounds=(0, half, length),
+                chunks=(PlannedChunk(it.id, 0, length),),
+                strategy="ulysses",
+                predicted_ns=1_000_000,
+            )
+            slices = (PlacedSlice(first, 0, half), PlacedSlice(second, half, length))
+            answer = (PlacedSlice(first, length, length + it.output_tokens),)
+            yield StartPlan(steps=(step,), decode=(DecodePlacement(it.id, slices, first, answer),))
+
+    def _move(self, view: View) -> Iterator[Decision]:
+        gang = view.pairs[0].decode
+        _, second, third = [it.id for it in gang.instances]
+        for it in gang.decoding.values():
+            if it.joined_ns is None or self._moved:
+                continue
+            self._moved = True
+            start, stop = it.answer_span
+            slices, answer = (PlacedSlice(second, 0, start),), (PlacedSlice(third, start, stop),)
+            placement = DecodePlacement(it.request_id, slices, third, answer)
+            yield MovePlan(sequence_id=it.id, placement=placement)

@@ -1,0 +1,191 @@
+"""Riders: from the decision of `chunked_prefill` to the last slot."""
+
+from __future__ import annotations
+
+import pytest
+from policy_view import Busy, Picture, waiting
+from random_executor import gang_up
+from scheduler_harness import LINK, MS, SECOND, Desk, only
+
+from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, PiggybackPlan
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import index_of, instance_id
+from csps.services.scheduling.events.limits import SchedulerDeadlines
+from csps.services.scheduling.policies.registry import make_policy
+
+GANG = 1
+
+
+def riding(**options: object) -> Desk:
+    """An elastic gang of two instances."""
+    desk = Desk(make_policy("chunked_prefill", {"spread_tokens": 1000, **options}))
+    desk.turn(gang_up(GANG, [4000, 4000], prefill=True, decode=True))
+    return desk
+
+
+def rides(desk: Desk, prompt: int = 500, output: int = 10) -> cmd.Reserve:
+    commands = desk.turn(desk.submit(prompt, output))
+    (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.Piggyback)
+    assert commands == [reserve, ride], "and nothing else"
+    assert ride == cmd.Piggyback(gang=GANG, sequence_id=reserve.sequence_id, budget=128)
+    return reserve
+
+
+def freed(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
+    holders = sorted({it.instance for it in reserve.slices} | {reserve.master})
+    return [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders]
+
+
+def ask(requests: list[object], decode: list[Busy], **options: object) -> list[Decision]:
+    picture = Picture(requests, decode=decode)  # type: ignore[arg-type]
+    return picture.ask(make_policy("chunked_prefill", {"spread_tokens": 1000, **options}))
+
+
+# --- the policy ------------------------------------------------------------------------------
+
+
+def test_whoever_has_room_rides_at_once_in_order_of_admission() -> None:
+    requests = [waiting(1, 3000), waiting(2, 50), waiting(3, 200)]
+    decisions = ask(requests, [Busy(5000), Busy(5000)], token_budget=100)
+    assert [type(it) for it in decisions] == [PiggybackPlan] * 3
+    first = decisions[0]
+    assert isinstance(first, PiggybackPlan)
+    assert first.budget == 100
+    assert [it.stop - it.start for it in first.placement.slices] == [1500, 1500]
+    masters = [index_of(it.placement.master) for it in decisions if isinstance(it, PiggybackPlan)]
+    assert masters.count(0) in (1, 2), "masters take turns"
+
+
+def test_when_the_oldest_finds_no_slots_all_wait() -> None:
+    decisions = ask([waiting(1, 2000), waiting(2, 50)], [Busy(1000)])
+    assert decisions == [Blocked(request_id=1)]
+
+
+def test_a_batch_is_as_large_as_it_may_be() -> None:
+    decisions = ask([waiting(n, 10) for n in range(1, 9)], [Busy(requests=2)], max_batch=5)
+    assert [type(it) for it in decisions] == [PiggybackPlan] * 3 + [Blocked]
+
+
+def test_a_budget_that_rows_use_up_is_refused() -> None:
+    make_policy("chunked_prefill", {"token_budget": 8, "max_batch": 8})
+    with pytest.raises(ConfigError, match="token_budget must be at least max_batch, 9, not 8"):
+        make_policy("chunked_prefill", {"token_budget": 8, "max_batch": 9})
+    with pytest.raises(ConfigError, match="token_budget must be at least 1, not 0"):
+        make_policy("chunked_prefill", {"token_budget": 0})
+    with pytest.raises(ConfigError, match="did you mean 'token_budget'"):
+        make_policy("chunked_prefill", {"token_budgets": 8})
+
+
+# --- the life of a rider ---------------------------------------------------------------------
+
+
+def test_a_rider_is_reserved_with_its_prompt_and_joins_at_once() -> None:
+    desk = riding()
+    reserve = rides(desk, 1500)
+    assert reserve.piggybacked
+    assert [it.stop - it.start for it in reserve.slices] == [750, 750]
+    assert desk.scheduler.counts.decode_kv == (1500 + 10) / 8000
+    assert desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id)) == []
+    assert desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10)) == []
+    assert desk.scheduler.counts.decode_kv > 0
+    desk.turn(*freed(reserve))
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+def test_a_rider_on_a_pair_needs_only_the_gang_that_decodes() -> None:
+    desk = Desk(make_policy("chunked_prefill"))
+    desk.turn(desk.prefill(), desk.decode(), LINK)
+    (reserve,) = only(desk.turn(desk.submit()), cmd.Reserve)
+    assert desk.turn(ev.GangDown(gang=1, reason="died")) == []
+    desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
+    desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), *freed(reserve))
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_a_cancelled_rider_is_cancelled_on_its_gang(drawn: int) -> None:
+    desk = riding()
+    reserve = rides(desk)
+    if drawn:
+        desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
+    assert desk.turn(ev.RequestCancelled(request_id=reserve.request_id)) == [
+        cmd.Cancel(sequence_id=reserve.sequence_id, gangs=(GANG,))
+    ]
+    desk.turn(*freed(reserve))
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
+    desk = riding()
+    drawing, computing = rides(desk), rides(desk)
+    desk.turn(ev.FirstToken(sequence_id=drawing.sequence_id))
+    progress = ev.Progress(generated_tokens=((drawing.sequence_id, 4), (computing.sequence_id, 0)))
+    commands = desk.turn(progress, ev.GangDown(gang=GANG, reason="died"))
+    assert [it.sequence_id for it in only(commands, cmd.Restart)] == [
+        drawing.sequence_id,
+        computing.sequence_id,
+    ]
+    commands = desk.turn(gang_up(2, [4000], prefill=True, decode=True))
+    again = only(commands, cmd.Reserve)
+    assert [(it.prompt_tokens, it.output_tokens) for it in again] == [(504, 6), (500, 10)]
+    assert [it.gang for it in only(commands, cmd.Piggyback)] == [2, 2]
+
+
+def test_a_rider_alone_in_two_dying_gangs_fails() -> None:
+    desk = riding()
+    reserve = rides(desk)
+    desk.turn(ev.GangDown(gang=GANG, reason="died"))
+    desk.turn(gang_up(2, [4000], prefill=True, decode=True))
+    (fail,) = only(desk.turn(ev.GangDown(gang=2, reason="died")), cmd.Fail)
+    assert fail.request_id == reserve.request_id
+
+
+def test_a_refused_rider_is_tried_again() -> None:
+    desk = Desk(make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(retry_pause_ns=SECOND))
+    desk.turn(gang_up(GANG, [4000], prefill=True, decode=True))
+    (reserve,) = only(desk.turn(desk.submit()), cmd.Reserve)
+    error = ev.WireError("OutOfSlots", "full")
+    failed = ev.Failed(
+        sequence_id=reserve.sequence_id, generated_tokens=0, error=error, retryable=True
+    )
+    free = ev.Freed(sequence_id=reserve.sequence_id, instance=instance_id(GANG, 0))
+    desk.turn(free, failed)
+    (again,) = only(desk.wait(until_ns=desk.now_ns + 2 * SECOND), cmd.Piggyback)
+    assert again.sequence_id != reserve.sequence_id
+
+
+def test_a_gang_that_owes_a_rider_its_token_and_is_silent_is_reset() -> None:
+    desk = Desk(
+        make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(decode_liveness_ns=3 * SECOND)
+    )
+    desk.turn(gang_up(GANG, [4000], prefill=True, decode=True))
+    desk.turn(desk.submit())
+    assert desk.wait(until_ns=desk.now_ns + 2 * SECOND) == []
+    desk.turn(ev.Heartbeat(instances=(instance_id(GANG, 0),)))
+    assert desk.wait(until_ns=desk.now_ns + 2 * SECOND) == []
+    (reset,) = only(desk.wait(until_ns=desk.now_ns + 3 * SECOND), cmd.ResetGang)
+    assert reset.gang == GANG
+
+
+def test_what_an_iteration_takes_is_measured_from_the_first_token_on() -> None:
+    desk = riding()
+    reserve = rides(desk)
+    desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id), after_ns=SECOND)
+    desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), after_ns=90 * MS)
+    (pair,) = desk.scheduler._gangs.pairs
+    assert pair.decode.iteration_ns == 10 * MS
+
+
+def test_the_line_moves_when_a_rider_has_left() -> None:
+    desk = riding(max_batch=1)
+    first = rides(desk)
+    second = desk.submit()
+    assert desk.turn(second) == []
+    commands = desk.turn(
+        ev.FirstToken(sequence_id=first.sequence_id),
+        ev.Finished(sequence_id=first.sequence_id, generated_tokens=10),
+        *freed(first),
+    )
+    assert [it.request_id for it in only(commands, cmd.Reserve)] == [second.request_id]

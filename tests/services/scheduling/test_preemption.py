@@ -1,0 +1,213 @@
+"""Nobody starves, counted in seconds: what passes whom, played in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from timed_gangs import MS, TimedCell
+
+from csps.configurator.costs.cost_table import Unmeasured
+from csps.services.scheduling.policies.registry import make_policy
+
+PATIENT = settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns=5 * MS)
+OVERTAKING_NS = 300 * MS
+
+
+def cell(
+    prefill: list[int], decode: list[int], *, measured: float = 1.0, block: int = 0
+) -> TimedCell:
+    options: dict[str, object] = {
+        "spt_tokens": 400,
+        "short_tokens": 50,
+        "urgent_batch_tokens": 100,
+        "spread_tokens": 500,
+        "overtaking_s": OVERTAKING_NS / 1e9,
+    }
+    policy = make_policy("csps", options)
+    return TimedCell(policy, prefill, decode, LATENCIES, measured=measured, block=block)
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 20).map(lambda gap: gap * MS),
+        st.one_of(st.integers(1, 50), st.integers(1, 50), st.integers(51, 900)),
+        st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=40,
+).map(lambda gaps: _absolute(gaps))
+
+
+def _absolute(gaps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    at_ns, arrivals = 0, []
+    for gap_ns, prompt, output in gaps:
+        at_ns += gap_ns
+        arrivals.append((at_ns, prompt, output))
+    return arrivals
+
+
+def hold_ups(played: TimedCell, came_ns: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Of each request that is not urgent: how long younger ones that were urgent ran on an instance
+    of its step until that ended, on the one that was held up most; and how long it took without."""
+    high_priority = [it for it in played.ended_steps if it.command.high_priority]
+    found = {}
+    for step in played.ended_steps:
+        if step.command.high_priority:
+            continue
+        request = played.requests_of(step)[0]
+        held_ns = max(
+            sum(
+                played.predicted_ns(it.command)
+                for it in high_priority
+                if instance in it.command.group
+                and min(played.requests_of(it)) > request
+                and it.ended_ns <= step.ended_ns
+            )
+            for instance in step.command.group
+        )
+        found[request] = held_ns, step.ended_ns - came_ns[request] - held_ns
+    return found
+
+
+@given(ARRIVALS, st.lists(st.integers(450, 1200), min_size=2, max_size=4))
+@PATIENT
+def test_a_long_step_is_delayed_no_longer_than_the_bound(
+    arrivals: list[tuple[int, int, int]], prefill: list[int]
+) -> None:
+    played = cell(prefill, [2000, 2000])
+    played.play(arrivals)
+    assert len(played.finished) == len(arrivals)
+    for step in played.ended_steps:
+        if not step.command.high_priority:
+            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
+            assert step.delayed_ns <= bound_ns
+
+
+LINES = st.lists(
+    st.tuples(
+        st.integers(0, 30).map(lambda gap: gap * MS),
+        st.one_of(st.integers(1, 50), st.integers(20, 50), st.integers(51, 300)),
+        st.just(1),
+    ),
+    min_size=10,
+    max_size=120,
+).map(_absolute)
+"""More than an instance can compute, so that several long prompts stand in line."""
+
+
+def check_altogether(played: TimedCell, arrivals: list[tuple[int, int, int]]) -> None:
+    """Nobody is held up longer than the bound, or than somebody takes without that who came no
+    later; bounds of those in line do not add up."""
+    assert len(played.finished) == len(arrivals)
+    came_ns = {number: at_ns for number, (at_ns, *_) in enumerate(arrivals, 1)}
+    bound_ns = OVERTAKING_NS
+    for held_ns, alone_ns in (it for _, it in sorted(hold_ups(played, came_ns).items())):
+        bound_ns = max(bound_ns, alone_ns)
+        assert held_ns <= bound_ns
+
+
+@given(LINES)
+@PATIENT
+def test_the_bounds_of_several_long_steps_in_line_do_not_add_up(
+    arrivals: list[tuple[int, int, int]],
+) -> None:
+    played = cell([4000], [100_000])
+    played.play(arrivals)
+    check_altogether(played, arrivals)
+
+
+def test_a_prompt_behind_many_long_steps_is_held_up_by_one_bound() -> None:
+    """Six long prompts of 53 ms at once, and short ones without end."""
+    longs, shorts = [(0, 51, 1)] * 6, [(n * 10 * MS, 40, 1) for n in range(1, 100)]
+    played = cell([4000], [100_000])
+    played.play([*longs, *shorts])
+    check_altogether(played, [*longs, *shorts])
+    held = hold_ups(played, dict.fromkeys(range(1, 7), 0))
+    alone_ns = 6 * 53 * MS
+    assert max(alone_ns, OVERTAKING_NS) - 42 * MS < held[6][0] <= max(alone_ns, OVERTAKING_NS)
+
+
+def test_short_prompts_do_not_wait_for_a_whole_line_of_long_ones() -> None:
+    """Whoever has waited may be held up for as long again: a step of 302 ms ends, or two."""
+    longs = [(0, 300, 1)] * 12
+    shorts = [(MS + n * 120 * MS, 40, 1) for n in range(30)]
+    arrivals = sorted([*longs, *shorts])
+    played = cell([8000], [100_000])
+    played.play(arrivals)
+    waits = [
+        played.finished[number] - at_ns
+        for number, (at_ns, prompt, _) in enumerate(arrivals, 1)
+        if prompt == 40
+    ]
+    assert max(waits) < 2 * 302 * MS
+
+
+@given(ARRIVALS, st.lists(st.integers(500, 1000), min_size=1, max_size=3))
+@PATIENT
+def test_nobody_waits_for_overtakers_longer_than_the_bound(
+    arrivals: list[tuple[int, int, int]], decode: list[int]
+) -> None:
+    """Whoever passes a blocked request has drawn its last token when the bound is over."""
+    sizes = [it for it in arrivals if it[1] + it[2] <= sum(decode)]
+    played = cell([900, 900], decode)
+    played.play(sizes)
+    assert len(played.finished) == len(sizes)
+    for blocked, since_ns in played.policy.blocked.items():
+        for other, started_ns in played.policy.started.items():
+            if other > blocked and since_ns <= started_ns < played.policy.started[blocked]:
+                assert played.finished[other] <= since_ns + OVERTAKING_NS
+
+
+def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
+    """Three long prompts that need all slots, one after the other, under a stream of short ones:
+    each of them may be passed for the bound, but not for the bound again for each before it."""
+    played = cell([2000, 2000], [1000])
+    longs = [(0, 50, 60)] + [(MS, 800, 150)] * 3
+    shorts = [(MS + n * 10 * MS, 40, 20) for n in range(600)]
+    played.play(sorted([*longs, *shorts], key=lambda it: it[0]))
+    numbers = [
+        number
+        for number, it in enumerate(sorted([*longs, *shorts], key=lambda it: it[0]), 1)
+        if it[1] == 800
+    ]
+    first, *_, last = numbers
+    blocked_ns = played.policy.blocked[first]
+    passed = [
+        other
+        for other, at_ns in played.policy.started.items()
+        if other > last and blocked_ns <= at_ns < played.policy.started[last]
+    ]
+    assert passed, "nobody passed: the bound was not tried"
+    assert max(played.finished[it] for it in passed) <= blocked_ns + OVERTAKING_NS
+
+
+def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    """It waits for decode slots, while short ones keep coming as others leave."""
+    played = cell([4000], [2500])
+    older = [(0, 4, 80 + 2 * n) for n in range(20)]
+    arrivals = [*older, (MS, 2000, 300), *((2 * MS * n, 4, 10) for n in range(1, 1000))]
+    played.play(arrivals)
+    long = len(older) + 1
+    blocked_ns, started_ns = played.policy.blocked[long], played.policy.started[long]
+    last_of_older_ns = max(played.finished[it] for it in range(1, long))
+    passed = [it for it, at_ns in played.policy.started.items() if it > long and at_ns < started_ns]
+    assert len(passed) > 20
+    assert started_ns <= max(blocked_ns + OVERTAKING_NS, last_of_older_ns)
+
+
+@pytest.mark.parametrize("measured", [0.5, 1.0, 2.0])
+def test_what_was_measured_takes_the_place_of_what_was_predicted(measured: float) -> None:
+    """Short prompts of 42 ms pass a step of 350 ms until its own time is used up: as many more as
+    they took less. Each comes when the one before it is over."""
+    played = cell([4000], [100_000], measured=measured)
+    played.play([(0, 348, 1)] + [(MS + n * 85 * MS, 40, 1) for n in range(60)])
+    (long,) = (it for it in played.ended_steps if not it.command.high_priority)
+    passing_ns = 42 * MS * measured
+    allowed = (350 * MS - 42 * MS) // passing_ns + 1
+    came = (long.delayed_ns + 350 * MS * measured) // (85 * MS) + 1
+    assert long.delayed_ns == passing_ns * min(allowed, came)

@@ -1,0 +1,76 @@
+"""A submitted request as the HTTP layer reads it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from csps.protocols.core.errors import GangLost
+from csps.protocols.gang.messages import SampledToken, Sampling
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def handle() -> RequestHandle:
+    spec = RequestSpec(
+        client_request_id="r", prompt=np.array([1], np.int32), sampling=Sampling(max_tokens=9)
+    )
+    return RequestHandle(spec, request_id=1, on_cancel=lambda it: it.finish("cancelled"))
+
+
+def deliver(handle: RequestHandle, *indices: int) -> None:
+    for index in indices:
+        handle.deliver(SampledToken(sequence_id=1, index=index, token=7))
+
+
+async def pending(handle: RequestHandle) -> list[int]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [token.index for token in await handle.pending()]
+
+
+async def test_all_that_has_come_is_taken_at_once(handle: RequestHandle) -> None:
+    deliver(handle, 0, 1, 2)
+    assert await pending(handle) == [0, 1, 2]
+    deliver(handle, 3)
+    assert await pending(handle) == [3]
+
+
+async def test_a_reader_waits_for_one_token_and_no_longer(handle: RequestHandle) -> None:
+    reading = asyncio.ensure_future(pending(handle))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    deliver(handle, 0)
+    assert await reading == [0]
+
+
+async def test_what_has_come_is_read_before_the_end(handle: RequestHandle) -> None:
+    deliver(handle, 0, 1)
+    handle.finish("stop")
+    assert await pending(handle) == [0, 1]
+    assert await pending(handle) == []
+
+
+async def test_what_has_come_is_read_before_the_failure(handle: RequestHandle) -> None:
+    deliver(handle, 0)
+    handle.fail(GangLost("gone"))
+    assert await pending(handle) == [0]
+    with pytest.raises(GangLost):
+        await pending(handle)
+
+
+async def test_an_end_wakes_a_waiting_reader(handle: RequestHandle) -> None:
+    reading = asyncio.ensure_future(pending(handle))
+    await asyncio.sleep(0)
+    handle.cancel()
+    assert await reading == []
+
+
+async def test_one_reader_may_take_tokens_singly(handle: RequestHandle) -> None:
+    deliver(handle, 0, 1, 2)
+    assert (await anext(handle)).index == 0
+    assert await pending(handle) == [1, 2]

@@ -1,0 +1,214 @@
+"""HAProxy as Serve starts it, in front of an HTTP server of the test, without Ray.
+
+Clients that stop in the middle of a request get an answer, and do not keep their connection.
+
+Real sockets: before HAProxy on the configuration that Serve gives it, and before uvicorn alone, as
+Serve's own proxies and the router's port are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn.config
+from fake_service import FakeService
+from free_ports import free_ports
+from live_server import serving
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+from stalled_clients import HALF_SENT, HEADERS, IN_THE_BODY, IN_THE_HEADERS, outcome
+
+from csps.protocols.core.errors import ConfigError
+from csps.services.http import header_deadline
+from csps.services.http.api import HttpApi
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch import reverse_proxy as http_front
+from csps.services.launch.reverse_proxy import reverse_proxy_environment
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import HttpSettings, Settings
+from csps.services.telemetry.metrics import Metrics
+
+START_DEADLINE_S = 60.0
+LOOPBACK = "127.0.0.1"
+
+
+@asynccontextmanager
+async def haproxy(
+    folder: Path, router: tuple[str, int], *, client_silence_s: int
+) -> AsyncIterator[tuple[str, int]]:
+    """Runs it on Serve's own configuration; yields its address.
+
+    Args:
+        folder: with a path short enough for a socket.
+        router: what it passes requests on to.
+        client_silence_s: instead of `http_front.CLIENT_SILENCE_S`.
+    """
+    port, *others = free_ports(4)
+    variables = reverse_proxy_environment(folder, folder, ports=others, host=LOOPBACK)
+    config = _config(folder, port, others, client_silence_s)
+    api = _api(config, folder, router)
+    api._generate_config_file_internal()
+    launcher = variables["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    process = await asyncio.create_subprocess_exec(launcher, "-db", "-f", api.config_file_path)
+    try:
+        await asyncio.wait_for(_serving(port, process), START_DEADLINE_S)
+        yield LOOPBACK, port
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def _config(folder: Path, port: int, others: list[int], client_silence_s: int) -> HAProxyConfig:
+    return HAProxyConfig(
+        http_options=HTTPOptions(host=LOOPBACK, port=port),
+        socket_path=str(folder / "admin.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "server-state"),
+        metrics_socket_path=str(folder / "metrics.sock"),
+        stats_port=others[0],
+        metrics_port=others[1],
+        timeout_client_s=client_silence_s,
+        nbthread=1,
+        is_head=True,
+    )
+
+
+def _api(config: HAProxyConfig, folder: Path, router: tuple[str, int]) -> HAProxyApi:
+    host, port = router
+    backend = BackendConfig(
+        name="http-csps",
+        path_prefix="/",
+        app_name="csps",
+        servers=[ServerConfig(name="router", host=host, port=port)],
+        http_health_check_path="/health",
+    )
+    api = HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
+    api.set_backend_configs({backend.name: backend})
+    return api
+
+
+async def _serving(port: int, process: asyncio.subprocess.Process) -> None:
+    """Until a request passes through."""
+    while process.returncode is None:
+        try:
+            reader, writer = await asyncio.open_connection(LOOPBACK, port)
+            writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+            if b" 200 " in status:
+                return
+        except OSError:
+            pass
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"HAProxy ended with status {process.returncode}")
+
+
+PATIENCE_S = 0.3
+"""For headers and for the next byte of a body."""
+HAPROXY_S = 2
+"""Longer, as by default: it would answer in the place of the router, and with 400."""
+DEADLINE_S = 60.0
+STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
+    "unknown path": 404,
+    "too long": 413,
+}
+
+
+@pytest.fixture
+def patience_s(request: pytest.FixtureRequest) -> float:
+    """The default, if a test does not ask for another."""
+    asked: float = getattr(request, "param", PATIENCE_S)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    monkeypatch.setenv(header_deadline.VARIABLE, str(patience_s))
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    assert header_deadline.install() == []
+
+
+@pytest.fixture
+async def router(tiny_llama: Path, patience_s: float) -> AsyncIterator[tuple[str, int]]:
+    patience = HttpSettings(body_silence_s=patience_s)
+    settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
+    parser = RequestParser(settings)
+    api = HttpApi(
+        parser=parser,
+        service=FakeService(parser.tokenizer, "Yes."),
+        keys=ApiKeys([]),
+        metrics=Metrics("tiny"),
+        max_body_bytes=1_000_000,
+    )
+    async with serving(api.app()) as url:
+        yield "127.0.0.1", int(url.rpartition(":")[2])
+
+
+@pytest.fixture
+async def front(router: tuple[str, int]) -> AsyncIterator[tuple[str, int]]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with haproxy(Path(folder), router, client_silence_s=HAPROXY_S) as address:
+            yield address
+
+
+async def test_haproxy_answers_and_hangs_up(front: tuple[str, int]) -> None:
+    await check_all(front)
+
+
+async def test_uvicorn_answers_and_hangs_up(router: tuple[str, int]) -> None:
+    await check_all(router)
+
+
+async def check_all(address: tuple[str, int]) -> None:
+    clients = (outcome(*address, sent, deadline_s=DEADLINE_S) for sent in HALF_SENT.values())
+    seen = dict(zip(HALF_SENT, await asyncio.gather(*clients), strict=True))
+    assert {name: it.status for name, it in seen.items()} == STATUS
+    assert all(it.open_s >= PATIENCE_S for it in seen.values())
+
+
+async def test_a_silent_connection_is_closed_without_a_word(router: tuple[str, int]) -> None:
+    """There was no request that could be answered."""
+    reader, writer = await asyncio.open_connection(*router)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+WHOLE = HEADERS + b"content-length: 2\r\n\r\n{}"
+
+
+async def test_the_next_request_of_a_connection_has_the_same_time(router: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*router)
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(WHOLE)
+        assert b" 400 " in await reader.readline()
+        writer.write(HEADERS)
+        rest = await reader.read()
+    assert b"HTTP/1.1 408 " in rest
+    writer.close()
+
+
+@pytest.mark.parametrize("patience_s", [DEADLINE_S], indirect=True)
+async def test_a_request_in_time_is_served_through_haproxy(front: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*front)
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(HEADERS + b"content-length: %d\r\n\r\n" % len(body) + body[:9])
+        await writer.drain()
+        writer.write(body[9:])
+        assert b" 200 " in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf"])
+def test_a_deadline_that_is_none_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(header_deadline.VARIABLE, text)
+    with pytest.raises(ConfigError, match=rf"^CSPS_HEADER_DEADLINE_S is '{text}'"):
+        http_front.reverse_proxy_environment(tmp_path, tmp_path, ports=[1, 2, 3], host="127.0.0.1")

@@ -1,0 +1,51 @@
+"""Which router goes first: an older one that needs gangs, as long as it shows signs of life."""
+
+from __future__ import annotations
+
+import pytest
+
+from csps.protocols.core.errors import RanksHeld
+from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
+from csps.services.cluster.fencing import MemoryGenerations, TakeoverPriority
+
+
+async def test_an_older_router_goes_first_until_it_steps_back() -> None:
+    shared = MemoryGenerations()
+    older, newer = TakeoverPriority(shared), TakeoverPriority(shared)
+    await newer.check(2, now=0.0)
+    await older.renew(1)
+    for now in (1.0, 50.0, 100.0):
+        with pytest.raises(RanksHeld, match="generation 1"):
+            await newer.check(2, now=now)
+        await older.renew(1)
+    await older.check(1, now=0.0)
+    await older.renew(0)
+    await newer.check(2, now=100.0)
+
+
+async def test_a_newer_router_does_not_go_before_an_older_one() -> None:
+    shared = MemoryGenerations()
+    older, newer = TakeoverPriority(shared), TakeoverPriority(shared)
+    await newer.renew(2)
+    await older.check(1, now=0.0)
+
+
+async def test_a_dead_router_is_waited_for_no_longer_than_its_lease() -> None:
+    shared = MemoryGenerations()
+    await TakeoverPriority(shared).renew(1)
+    newer = TakeoverPriority(shared)
+    for now in (10.0, 10.0 + LIVENESS_TIMEOUT_S):
+        with pytest.raises(RanksHeld):
+            await newer.check(2, now=now)
+    await newer.check(2, now=10.1 + LIVENESS_TIMEOUT_S)
+
+
+async def test_a_router_that_got_a_new_generation_leaves_no_trace_of_the_old_one() -> None:
+    shared = MemoryGenerations()
+    router = TakeoverPriority(shared)
+    await router.renew(1)
+    await router.renew(3)
+    assert list(await shared.priorities()) == [3]
+    await router.renew(0)
+    await router.renew(0)
+    assert not await shared.priorities()

@@ -1,0 +1,74 @@
+"""What Perfetto draws on one row: slices one after the other, or one inside another.
+
+A rank's phases as slices, as a timeline of their spans draws them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from csps.actors.timing.timeline import TRANSFERS, Event
+from csps.services.telemetry.traces import perfetto as slices
+from csps.services.telemetry.traces.perfetto import Slice, process_trace
+
+PerfettoEvent = dict[str, Any]
+
+
+def by_row(trace: Iterable[PerfettoEvent]) -> dict[tuple[str, str], list[PerfettoEvent]]:
+    """Slices by the names of their process and row. Perfetto confuses row 0 with the row that is
+    numbered like its process."""
+    trace = list(trace)
+    assert not [it for it in trace if it["ph"] in "XM" and it["tid"] == it["pid"]]
+    assert not [it for it in trace if it["ph"] == "X" and it["tid"] == 0]
+    names = {
+        (it["name"], it["pid"], it["tid"]): it["args"]["name"] for it in trace if it["ph"] == "M"
+    }
+    processes = {pid: name for (kind, pid, _), name in names.items() if kind == "process_name"}
+    rows: dict[tuple[str, str], list[PerfettoEvent]] = defaultdict(list)
+    for it in trace:
+        if it["ph"] == "X":
+            rows[processes[it["pid"]], names["thread_name", it["pid"], it["tid"]]].append(it)
+    return dict(rows)
+
+
+def crossings(trace: Iterable[PerfettoEvent]) -> list[tuple[PerfettoEvent, PerfettoEvent]]:
+    """Pairs on one row of which each has time that the other has not, and time in common."""
+    return [
+        (one, other)
+        for slices in by_row(trace).values()
+        for one, other in combinations(slices, 2)
+        if _cross(*_span(one), *_span(other)) or _cross(*_span(other), *_span(one))
+    ]
+
+
+def _cross(begin: int, end: int, later_begin: int, later_end: int) -> bool:
+    return begin < later_begin < end < later_end
+
+
+def _span(it: PerfettoEvent) -> tuple[int, int]:
+    """Nanoseconds, as Perfetto reads microseconds: in floating point, one by one."""
+    begin = int(it["ts"] * 1000.0)
+    return begin, begin + int(it["dur"] * 1000.0)
+
+
+def rank_trace(events: Iterable[Event]) -> list[slices.Event]:
+    """Of one process, from its first event on."""
+    events = list(events)
+    first_ns = min(it.start_ns for it in events)
+    return process_trace(
+        [
+            Slice(
+                it.name if it.name in TRANSFERS else "compute",
+                it.name,
+                it.start_ns - first_ns,
+                it.end_ns - first_ns,
+                {"layer": it.layer, "level": it.level, "micro": it.micro},
+            )
+            for it in events
+        ],
+        pid=700,
+        name="rank 7",
+    )
