@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def draw(samples: Sequence[AccuracySample], regressor: AccuracyModel, path: Path) -> None:
     """A panel for each group: measured points with their intervals, predicted lines."""
     panels: dict[Curve, dict[Curve, list[AccuracySample]]] = defaultdict(lambda: defaultdict(list))
-    for it in sorted(samples, key=_order):
-        panels[_group(it.setting)][_curve(it.setting)].append(it)
+    for sample in sorted(samples, key=_order):
+        panels[_group(sample.setting)][_curve(sample.setting)].append(sample)
     columns = 3
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
@@ -74,13 +74,13 @@ def draw(samples: Sequence[AccuracySample], regressor: AccuracyModel, path: Path
 def _draw_curve(
     axis: Axes, colour: str, curve: Curve, points: list[AccuracySample], regressor: AccuracyModel
 ) -> None:
-    ratios = [_ratio(it.setting) for it in points]
+    ratios = [_ratio(point.setting) for point in points]
     spread = [
-        [it.loss - it.interval[0] for it in points],
-        [it.interval[1] - it.loss for it in points],
+        [point.loss - point.interval[0] for point in points],
+        [point.interval[1] - point.loss for point in points],
     ]
     label = "{}, {} layer, window {}".format(*curve)
-    losses = [it.loss for it in points]
+    losses = [point.loss for point in points]
     axis.errorbar(ratios, losses, yerr=spread, fmt="o", ms=4, color=colour, label=label)
     steps = [step / STEPS * 0.98 for step in range(STEPS + 1)]
     settings = [_at(points[0].setting, ratio) for ratio in steps]
@@ -94,15 +94,15 @@ def table(samples: Sequence[AccuracySample], regressor: AccuracyModel) -> Iterat
         "95 % | of | lost, predicted |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
-    for it in sorted(samples, key=_order):
-        setting, (low, high) = it.setting, it.interval
+    for sample in sorted(samples, key=_order):
+        setting, (low, high) = sample.setting, sample.interval
         (predicted,) = regressor.loss([setting])
         tokens, servers, of_server, levels = _group(setting)
         strategy, layer, window = _curve(setting)
         yield (
             f"| {tokens} | {servers} of {of_server} | {levels} | {strategy} | {layer} layer | "
-            f"{window} | {_ratio(setting):.2f} | {it.loss:.1%} | {low:.1%} to {high:.1%} | "
-            f"{it.questions} | {predicted:.1%} |"
+            f"{window} | {_ratio(setting):.2f} | {sample.loss:.1%} | {low:.1%} to {high:.1%} | "
+            f"{sample.questions} | {predicted:.1%} |"
         )
 
 

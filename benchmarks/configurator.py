@@ -96,7 +96,7 @@ def live(arguments: argparse.Namespace) -> Section:
             **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in (0.0, 0.01, 0.05)},
         }
         rows = ask.by_turns(wishes, arguments.rounds)
-        exact_ms = 1000 * next(it["ttft_s"] for it in rows if it["wish"] == "exact")
+        exact_ms = 1000 * next(row["ttft_s"] for row in rows if row["wish"] == "exact")
         bounds = {share: share * exact_ms for share in (0.6, 0.8, 1.0, 1.3)}
         timed = {
             f"ttft {share:g}": {"objective": "accuracy", "max_ttft_ms": bound}
@@ -142,7 +142,7 @@ class _Asker:
     def _row(
         self, name: str, wish: dict[str, Any], answers: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        ttfts = [it["timings"]["ttft_s"] for it in answers]
+        ttfts = [answer["timings"]["ttft_s"] for answer in answers]
         plan = answers[-1]["plan"]
         bound_ms = wish.get("max_ttft_ms")
         return {
@@ -154,7 +154,7 @@ class _Asker:
             "said_met": plan["bounds_met"],
             "kept": None
             if bound_ms is None
-            else sum(1000 * it <= bound_ms for it in ttfts) / len(ttfts),
+            else sum(1000 * ttft <= bound_ms for ttft in ttfts) / len(ttfts),
         }
 
 

@@ -43,7 +43,7 @@ HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
 def oracle(arguments: argparse.Namespace) -> Section:
     """Answers to held-out questions beside the Oracle's."""
     accuracy = Planted() if arguments.planted else shipped()
-    groups = [load_group(arguments.cluster, instances=it) for it in arguments.instances]
+    groups = [load_group(arguments.cluster, instances=instance) for instance in arguments.instances]
     answerer = trained(groups, accuracy)
     rows = []
     for group in groups:
@@ -139,7 +139,7 @@ def _worse(kind: ObjectiveKind, answer: SearchResult, best: SearchResult) -> flo
 
 
 def _summary(rows: Sequence[dict[str, Any]], kind: ObjectiveKind) -> dict[str, Any]:
-    of_kind = [it for it in rows if it["objective"] == kind]
+    of_kind = [row for row in rows if row["objective"] == kind]
     worse = [it["worse"] for it in of_kind if it["worse"] is not None]
     return {
         "objective": kind,

@@ -74,7 +74,7 @@ def simulator(arguments: argparse.Namespace) -> Section:
         _row(group, settings, length, seconds)
         for (settings, length), seconds in zip(drawn, measured, strict=True)
     ]
-    errors = [abs(it["error"]) for it in rows]
+    errors = [abs(row["error"]) for row in rows]
     summary = {
         "configurations": len(rows),
         "median_error": statistics.median(errors),

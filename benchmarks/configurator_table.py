@@ -42,10 +42,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     arguments = report.with_json_option(parser).parse_args()
-    aims = [*_accuracy(), *table([json.loads(it.read_text()) for it in arguments.files])]
-    rows = [it._asdict() for it in aims]
+    aims = [*_accuracy(), *table([json.loads(file.read_text()) for file in arguments.files])]
+    rows = [aim._asdict() for aim in aims]
     report.publish({"benchmark": "configurator table"}, rows, arguments.json)
-    return int(any(it.reached is False for it in aims))
+    return int(any(aim.reached is False for aim in aims))
 
 
 def table(results: Sequence[Result]) -> Iterator[Aim]:

@@ -108,7 +108,7 @@ async def _measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[
         downs = [await _scale_down(gang, length, args) for length in args.lengths]
         return downs, {
             "preemption": [await _preemption(gang, max(args.lengths), args.iterations)],
-            "decoding": [await _decoding(gang, it, args) for it in args.batches],
+            "decoding": [await _decoding(gang, batch, args) for batch in args.batches],
             "equation_7": [
                 row
                 for count in sorted({1, 2, args.instances})
@@ -144,7 +144,7 @@ async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row
 def _processor_s() -> float:
     """Of all ranks."""
     ranks = psutil.Process().children()
-    return float(sum(sum(it.cpu_times()[:2]) for it in ranks))
+    return float(sum(sum(rank.cpu_times()[:2]) for rank in ranks))
 
 
 async def _preemption(gang: _Gang, length: int, tokens: int) -> Row:
@@ -346,7 +346,7 @@ class _Gang:
         answer = (KvSlice(instance=keeper, span=Span(length, length + ANSWER)),)
         slices = _evenly(length, keepers)
         row, done = await self._prefill(length, group, slices, master, answer)
-        await self._all("received", row, len({it.instance for it in slices}))
+        await self._all("received", row, len({kv_slice.instance for kv_slice in slices}))
         join = JoinBatch(
             sequence_id=row,
             first_token=self._tokens[row],

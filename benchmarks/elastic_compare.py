@@ -114,7 +114,7 @@ def _spaced(lengths: Sequence[int], pause_s: float) -> FittedRequests:
 def _ask(requests: FittedRequests) -> list[float]:
     """Milliseconds to each one's first token on the deployed server."""
     answers = uvloop.run(ask_all(PORT, requests.requests, model=NAME))
-    return [it.ttft_s * 1e3 for it in answers]
+    return [answer.ttft_s * 1e3 for answer in answers]
 
 
 def _newest(tables: Path) -> Path:
@@ -128,12 +128,12 @@ def _simulated(
     """Milliseconds to each one's first token in the simulation."""
     cluster = _cluster(args, latency, front_ms)
     outcomes = simulate(cluster, "loongserve", OPTIONS, requests).outcomes
-    return [it.ttft_ns / 1e6 for it in outcomes]
+    return [outcome.ttft_ns / 1e6 for outcome in outcomes]
 
 
 def _by_length(requests: FittedRequests, beyond_ms: Sequence[float]) -> dict[str, float]:
     """Medians of short prompts, of most, and of long ones."""
-    lengths = np.array([it.input_length for it in requests.requests])
+    lengths = np.array([request.input_length for request in requests.requests])
     ranges = {f"<{SHORT}": (0, SHORT), f"<{LONG}": (SHORT, LONG), f">={LONG}": (LONG, math.inf)}
     return {
         name: round(float(np.median(np.array(beyond_ms)[(lengths >= low) & (lengths < high)])), 2)

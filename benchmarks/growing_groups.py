@@ -83,7 +83,7 @@ def main() -> None:
     os.environ.setdefault("CSPS_LOG", "CRITICAL")  # ranks that end call one another lost
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as spans:
         rounds = asyncio.run(_measure(model, Path(spans), args))
-        found = {it.trace_id: it for it in traces(read_spans(span_files(Path(spans))))}
+        found = {trace.trace_id: trace for trace in traces(read_spans(span_files(Path(spans))))}
     rows = [
         _row([(it, found[it.trace_id]) for it in rounds if it.balanced == balanced], balanced)
         for balanced in (True, False)
@@ -206,12 +206,12 @@ def _chunks(
             job_of([chunk], group, strategy=strategy, trace=trace),
             request.prompt[start:stop],
         )
-        own = [PlacedSlice.of(it.instance, it.span) for it in rows]
+        own = [PlacedSlice.of(row.instance, row.span) for row in rows]
         start, lying = stop, (*outside(lying, moves), *moves, *own)
 
 
 def _kv_shares(slices: Sequence[PlacedSlice]) -> tuple[KvSlice, ...]:
-    return tuple(KvSlice(instance=it.instance, span=it.span) for it in slices)
+    return tuple(KvSlice(instance=kv_slice.instance, span=kv_slice.span) for kv_slice in slices)
 
 
 # --- out of the timelines ------------------------------------------------------------------------
@@ -239,21 +239,21 @@ def _balancing(spans: Sequence[RecordedSpan], ttft_s: float) -> tuple[float, flo
             jobs[span.attributes[RANK], span.parent_id].append(span)
     waited_ns = Counter[int]()
     for (rank, _), phases in jobs.items():
-        waited_ns[rank] += sum(it.duration_ns for it in _waits(phases))
+        waited_ns[rank] += sum(wait.duration_ns for wait in _waits(phases))
     moves = [it for it in spans if _phase(it) == BALANCING]
-    under_way_ns = sum(it.duration_ns for it in moves)
+    under_way_ns = sum(move.duration_ns for move in moves)
     return (
         max(waited_ns.values()) / 1e9 / ttft_s,
         max(0.0, 1 - waited_ns.total() / under_way_ns) if under_way_ns else 0.0,
-        sum(it.attributes[BYTES] for it in moves),
+        sum(move.attributes[BYTES] for move in moves),
     )
 
 
 def _waits(phases: Sequence[RecordedSpan]) -> Iterator[RecordedSpan]:
     """Of one step on one rank, those for history: in layers that have any, before the layer's
     other exchanges are begun."""
-    for layer in {it.attributes[LAYER] for it in phases if _phase(it) == BALANCING}:
-        here = [it for it in phases if it.attributes.get(LAYER) == layer]
+    for layer in {phase.attributes[LAYER] for phase in phases if _phase(phase) == BALANCING}:
+        here = [phase for phase in phases if phase.attributes.get(LAYER) == layer]
         others = [
             it.start_ns for it in here if _phase(it) in TRANSFERS - {BALANCING, "kv transfer"}
         ]

@@ -47,7 +47,7 @@ def main() -> int:
     """Measure and publish; the exit status."""
     arguments = _arguments()
     rows = bounds(arguments)
-    dropping = [it for it in rows if it["questions"]]
+    dropping = [row for row in rows if row["questions"]]
     summary = {
         "chosen": len(rows),
         "dropping": len(dropping),

@@ -70,7 +70,7 @@ def csps(load: Load, folder: Path) -> Found:
 
 def stamped(stamps: list[dict[str, Any]]) -> dict[str, float]:
     """What the server knows of the same requests, under the names of a result."""
-    written = [np.array([it["received"], *it["written"]]) / 1e6 for it in stamps]
+    written = [np.array([stamp["received"], *stamp["written"]]) / 1e6 for stamp in stamps]
     ttfts = np.array([times[1] - times[0] for times in written])
     tpots = np.array([(times[-1] - times[1]) / (len(times) - 2) for times in written])
     good = (ttfts <= SLO_TTFT_MS) & (tpots <= SLO_TPOT_MS)
@@ -81,7 +81,7 @@ def stamped(stamps: list[dict[str, Any]]) -> dict[str, float]:
         "mean_itl_ms": float(np.concatenate([np.diff(times[1:]) for times in written]).mean()),
         "mean_e2el_ms": fmean(float(times[-1] - times[0]) for times in written),
         "slo_attainment": float(good.mean()),
-        "rate": float((len(stamps) - 1) / (np.ptp([it["received"] for it in stamps]) / 1e9)),
+        "rate": float((len(stamps) - 1) / (np.ptp([stamp["received"] for stamp in stamps]) / 1e9)),
     }
 
 

@@ -127,11 +127,11 @@ def goodput(outcomes: Sequence[RequestOutcome]) -> bool:
 def means_ms(outcomes: Sequence[RequestOutcome]) -> tuple[float, float, float]:
     """Fig. 10's metrics."""
     total = first = output = 0.0
-    for it in outcomes:
-        prompt, answer = it.arrival.prompt_tokens, it.arrival.output_tokens
-        total += (it.ended_ns - it.arrival.at_ns) / 1e6 / (prompt + answer)
-        first += it.ttft_ns / 1e6 / prompt
-        output += _tpot_s(it) * 1e3
+    for outcome in outcomes:
+        prompt, answer = outcome.arrival.prompt_tokens, outcome.arrival.output_tokens
+        total += (outcome.ended_ns - outcome.arrival.at_ns) / 1e6 / (prompt + answer)
+        first += outcome.ttft_ns / 1e6 / prompt
+        output += _tpot_s(outcome) * 1e3
     count = len(outcomes)
     return total / count, first / count, output / count
 
@@ -164,7 +164,7 @@ def carries(
             size=Size(positions=cluster.max_positions, longest_output=None),
         )
         found = simulate(cluster, system.policy, dict(system.options), fitted)
-        if any(it.error for it in found.outcomes):
+        if any(outcome.error for outcome in found.outcomes):
             return False
         served += found.outcomes
     return meets(served)

@@ -34,7 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or wide_checkpoint.make(Path(folder) / "wide")
         with deployed(_settings(model, args)) as url, httpx.Client(base_url=url) as client:
-            rows = [_measure(client, it, args.new, args.rounds) for it in args.tokens]
+            rows = [_measure(client, token, args.new, args.rounds) for token in args.tokens]
     about = {"benchmark": "next turn", "elastic": args.elastic, "ride": args.ride}
     report.publish(about, rows, args.json)
 

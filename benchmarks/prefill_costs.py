@@ -44,7 +44,7 @@ def job_costs(traces: Iterable[Trace], locations: Sequence[str]) -> dict[str, Jo
         locations: Rack-Server-GPU id of each rank.
     """
     servers = _servers(locations)
-    return {it.trace_id: _cost(it.spans, servers) for it in traces}
+    return {trace.trace_id: _cost(trace.spans, servers) for trace in traces}
 
 
 def _servers(locations: Sequence[str]) -> list[tuple[int, int]]:

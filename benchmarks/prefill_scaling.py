@@ -115,7 +115,7 @@ async def prefill(
     gang.notify_all("cancel", pack(CancelSequence(sequence_id=request.sequence_id)))
     await gang.stats()  # the slots are free
     reports = cell.about(PrefillDone, step_id=step_id)
-    return seconds, max(it.communication_s for it in reports)
+    return seconds, max(report.communication_s for report in reports)
 
 
 if __name__ == "__main__":

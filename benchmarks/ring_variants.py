@@ -185,14 +185,16 @@ def main() -> None:
         "layouts": measured.layouts,
         "scaling": measured.scaling,
     }
-    rule = fit_rule([_point(it) for it in measured.misses if not it["held_out"]])
+    rule = fit_rule([_point(miss) for miss in measured.misses if not miss["held_out"]])
     if rule is not None:
         result["rule"] = {"alpha": rule.alpha, "beta": rule.beta, "gamma": rule.gamma}
         for row in measured.misses:
             point = _point(row)
             row |= {"chosen": rule.choose(point.new, point.history), "lost": regret(rule, point)}
-        result["good_choices"] = _good([it for it in measured.misses if not it["held_out"]])
-        result["good_choices_held_out"] = _good([it for it in measured.misses if it["held_out"]])
+        result["good_choices"] = _good([miss for miss in measured.misses if not miss["held_out"]])
+        result["good_choices_held_out"] = _good(
+            [miss for miss in measured.misses if miss["held_out"]]
+        )
     for rows in (measured.layouts, measured.scaling):
         report.print_table(rows)
         print()
@@ -277,7 +279,7 @@ def _prompt(length: int, seed: int) -> np.ndarray:
 async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
     await _warm_up(ranks, args)
     rows = []
-    percents = [*((it, False) for it in args.misses), *((it, True) for it in args.held_out)]
+    percents = [*((miss, False) for miss in args.misses), *((it, True) for it in args.held_out)]
     for percent, held_out in percents:
         new = max(ranks.count, round(args.context * percent / 100))
         found: dict[str, list[Timed]] = defaultdict(list)
@@ -403,7 +405,7 @@ def _waited(found: Sequence[Timed]) -> float:
 
 def _good(rows: Sequence[Row]) -> float | None:
     """Of how many of them the rule takes the better variant, or one as good; None of none."""
-    return sum(it["lost"] <= CLOSE for it in rows) / len(rows) if rows else None
+    return sum(row["lost"] <= CLOSE for row in rows) / len(rows) if rows else None
 
 
 def _point(row: Row) -> RingPoint:

@@ -45,7 +45,7 @@ def kinds(vocab: int) -> dict[str, Sampling]:
 def milliseconds(samplings: Sequence[Sampling], vocab: int, repeats: int) -> float:
     """Median processor time of drawing one token for each."""
     logits_bv = 0.3 * torch.randn(len(samplings), vocab)
-    samplers = [TokenSampler(it, vocab) for it in samplings]
+    samplers = [TokenSampler(sampling, vocab) for sampling in samplings]
     spent = []
     for index in range(repeats + 2):
         begin = time.process_time()

@@ -55,16 +55,16 @@ def main() -> None:
 
 def _row(policy: str, waiting: int, instances: int, repeats: int, round_: str) -> dict[str, Any]:
     timings = [_Timed(policy, waiting, instances, seed).time(round_) for seed in range(repeats)]
-    handle_us = statistics.median(it[0] for it in timings)
-    placed = statistics.median(it[2] for it in timings)
+    handle_us = statistics.median(timing[0] for timing in timings)
+    placed = statistics.median(timing[2] for timing in timings)
     return {
         "policy": policy,
         "waiting": waiting,
         "round": round_,
         "placed": placed,
-        "decide_us": statistics.median(it[1] for it in timings),
+        "decide_us": statistics.median(timing[1] for timing in timings),
         "handle_us": handle_us,
-        "handle_max_us": max(it[0] for it in timings),
+        "handle_max_us": max(timing[0] for timing in timings),
         "bound_us": 1000 + 25 * placed,
     }
 
@@ -132,7 +132,7 @@ class _Timed:
         begin = time.thread_time_ns()
         commands = self._turn(_CHANGED, *events)
         took_ns = time.thread_time_ns() - begin
-        placed = sum(isinstance(it, Reserve) for it in commands)
+        placed = sum(isinstance(command, Reserve) for command in commands)
         return took_ns / 1e3, self._gate.took_ns / 1e3, placed
 
     def _turn(self, *events: ev.AnyEvent) -> list[AnyCommand]:

@@ -72,8 +72,8 @@ def _rows(trace: str, sigma: float, args: argparse.Namespace) -> list[dict[str, 
             options = {**options, "improvement_rates": rates}
         found = highest_load(prompts, policy, options, args.requests, args.seed)
         rows.append({"trace": trace, "sigma": sigma, "policy": name, **found})
-    eight = next((it["max_load"] for it in rows if it["policy"] == "fixed_sp 8"), None)
-    return [{**it, "over_sp8": it["max_load"] / eight if eight else None} for it in rows]
+    eight = next((row["max_load"] for row in rows if row["policy"] == "fixed_sp 8"), None)
+    return [{**row, "over_sp8": row["max_load"] / eight if eight else None} for row in rows]
 
 
 def workload_of(trace: str, sigma: float) -> Workload:
@@ -99,7 +99,7 @@ def highest_load(
             size=Size(positions=CLUSTER.max_positions),
         )
         run = simulate(CLUSTER, policy, {**UNLIMITED, **options}, fitted)
-        return statistics.median(it.ttft_ns for it in run.outcomes) / 1e9
+        return statistics.median(outcome.ttft_ns for outcome in run.outcomes) / 1e9
 
     light = p50(LIGHT)
     rate = bisected(lambda it: p50(it) <= SLO * light)

@@ -109,12 +109,17 @@ def ttfts_s(trace: str, mistake: str, share: float, *, requests: int, seed: int)
         size=Size(positions=cluster.max_positions, longest_output=1),
     )
     options = {"improvement_rate": RATE, "replan_share": share, "max_batch": 1 << 20}
-    return [it.ttft_ns / 1e9 for it in simulate(cluster, "tetris", options, drawn).outcomes]
+    return [
+        outcome.ttft_ns / 1e9 for outcome in simulate(cluster, "tetris", options, drawn).outcomes
+    ]
 
 
 def mispredicted(cluster: ClusterModel, mistake: str) -> Mispredicted:
     """The cluster with ranks that take something else."""
-    fields = {it: getattr(cluster, it) for it in ClusterModel.__dataclass_fields__}
+    fields = {
+        dataclass_field: getattr(cluster, dataclass_field)
+        for dataclass_field in ClusterModel.__dataclass_fields__
+    }
     return Mispredicted(**fields, **MISTAKES[mistake])
 
 

@@ -58,7 +58,7 @@ class AnyLayout:
     def decide(self, view: View) -> Sequence[Decision]:
         pair = view.pairs[0]
         gangs = (*pair.prefill.instances, *pair.decode.instances)
-        free = {it.id: it.free_slots for it in gangs}
+        free = {gang.id: gang.free_slots for gang in gangs}
         decisions: list[Decision] = []
         if self.regroups:
             decisions += self._wandering(pair.decode, free)
@@ -150,7 +150,7 @@ class AnyLayout:
         return [self._random.randrange(tokens) for _ in range(self._random.randint(0, 2))]
 
     def _group(self, gang: GangView) -> list[InstanceId]:
-        ids = [it.id for it in gang.instances]
+        ids = [instance.id for instance in gang.instances]
         return self._random.sample(ids, self._random.randint(1, len(ids)))
 
     def _laid(self, gang: GangView, start: int, length: int) -> tuple[PlacedSlice, ...]:
@@ -189,7 +189,7 @@ class AnyLayout:
                 keep = self._laid(pair.prefill, since, start + length - since)
             chunks.append(PlannedChunk(request.id, start, length, rows, keep))
         total = sum(length for _, _, length in extents)
-        kept = [share for it in chunks for share in (*it.rows, *it.placement)]
+        kept = [share for chunk in chunks for share in (*chunk.rows, *chunk.placement)]
         chunk_of = {it.id: range(start, start + length) for it, start, length in extents}
         kept += [share for slices in held for share in slices]
         kept += [
@@ -200,7 +200,7 @@ class AnyLayout:
         ]
         concerned = list(dict.fromkeys(it.instance for it in kept))
         if with_rows:
-            counts = tokens_on(share for it in chunks for share in it.rows)
+            counts = tokens_on(share for chunk in chunks for share in chunk.rows)
             bounds = bounds_of([counts.get(it, 0) for it in concerned])
         else:
             computing = self._group(pair.prefill)[:total]
@@ -231,17 +231,17 @@ def _on_one(requests: list[RequestView], pair: PairView, free: Free) -> StartPla
     prefill, decode = (
         max(gang.instances, key=lambda it: free[it.id]).id for gang in (pair.prefill, pair.decode)
     )
-    lengths = [it.prompt_tokens for it in requests]
+    lengths = [request.prompt_tokens for request in requests]
     step = PlannedStep(
         group=(prefill,),
         bounds=(0, sum(lengths)),
-        chunks=tuple(PlannedChunk(it.id, 0, it.prompt_tokens) for it in requests),
+        chunks=tuple(PlannedChunk(request.id, 0, request.prompt_tokens) for request in requests),
         strategy="ulysses",
         predicted_ns=1000,
     )
     placements = (
-        DecodePlacement(it.id, (PlacedSlice(decode, 0, it.prompt_tokens),), decode)
-        for it in requests
+        DecodePlacement(request.id, (PlacedSlice(decode, 0, request.prompt_tokens),), decode)
+        for request in requests
     )
     return StartPlan(steps=(step,), decode=tuple(placements))
 
@@ -286,7 +286,11 @@ def lay(
 
 def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
     """Where each position lies."""
-    return {p: it.instance for it in slices for p in range(it.start, it.stop, it.step)}
+    return {
+        p: kv_slice.instance
+        for kv_slice in slices
+        for p in range(kv_slice.start, kv_slice.stop, kv_slice.step)
+    }
 
 
 def _needed(
@@ -306,14 +310,14 @@ def _needed(
             before = had.setdefault(chunk.request_id, lies_of(kept.slices if kept else ()))
             rows = set(rows_of(step, chunk))
             keeps = {
-                (p, it.instance)
-                for it in chunk.placement
-                for p in range(it.start, it.stop, it.step)
+                (p, kv_slice.instance)
+                for kv_slice in chunk.placement
+                for p in range(kv_slice.start, kv_slice.stop, kv_slice.step)
             }
             for _, instance in rows | (keeps - set(before.items())):
                 needed[instance] = needed.get(instance, 0) + 1
             lay(before, chunk, step, None)
-    output = {it.id: it.output_tokens for it in requests}
+    output = {request.id: request.output_tokens for request in requests}
     for placement in plan.decode:
         for share in (*own(placement.slices), *placement.answer):
             tokens = len(range(share.start, share.stop, share.step))

@@ -94,7 +94,7 @@ class CsaCase:
             device="cpu",
         )
         for chunk in self.chunks:
-            for share in (it for it in chunk.history if it.instance == member):
+            for share in (kv_slice for kv_slice in chunk.history if kv_slice.instance == member):
                 span = slice(share.span.start, share.span.stop)
                 pool.slots.allocate(chunk.sequence_id, [share.span])
                 for layer, (k, v) in enumerate(self.earlier(chunk.sequence_id)):

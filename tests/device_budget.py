@@ -42,9 +42,13 @@ class DeviceBudget(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
-        outputs = [it for it in tree_leaves(out) if isinstance(it, Tensor)]
-        on_device = [it for it in outputs if it.device.type == DEVICE.type]
+        inputs = [
+            tree_leave
+            for tree_leave in tree_leaves((args, kwargs))
+            if isinstance(tree_leave, Tensor)
+        ]
+        outputs = [tree_leave for tree_leave in tree_leaves(out) if isinstance(tree_leave, Tensor)]
+        on_device = [output for output in outputs if output.device.type == DEVICE.type]
         # A number may come from the host: it is an argument of the kernel.
         if on_device and any(it.device.type == "cpu" and it.dim() for it in inputs):
             self.copies[name] += 1
@@ -71,8 +75,10 @@ class _Launches:
         return self._launch
 
     def _launch(self, *args: object, **kwargs: object) -> None:
-        for it in args:
-            assert not isinstance(it, Tensor) or it.device == DEVICE, "an argument on the host"
+        for argument in args:
+            assert not isinstance(argument, Tensor) or argument.device == DEVICE, (
+                "an argument on the host"
+            )
         for budget in self._budgets[-1:]:
             budget.kernels[self._name] += 1
 
@@ -114,7 +120,7 @@ class Device:
     def _noticing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def index(tensor: Tensor, at: Any, *value: Any) -> Any:
             places = at if isinstance(at, tuple) else (at,)
-            if tensor.device == DEVICE and any(isinstance(it, list) for it in places):
+            if tensor.device == DEVICE and any(isinstance(place, list) for place in places):
                 for budget in self._budgets[-1:]:
                     budget.copies[name] += 1
             return real(tensor, at, *value)
@@ -125,7 +131,7 @@ class Device:
         """No Triton kernel runs any more."""
         for name in ("attention", "blocks", "decode", "importance", "merge", "selection"):
             module = import_module(f"csps.kernels.triton_{name}")
-            for kernel in [it for it in vars(module) if it.endswith("_kernel")]:
+            for kernel in [var for var in vars(module) if var.endswith("_kernel")]:
                 patch.setattr(module, kernel, _Launches(kernel, self._budgets))
             if hasattr(module, "processors"):
                 patch.setattr(module, "processors", lambda device: PROCESSORS)

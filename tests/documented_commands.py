@@ -73,7 +73,7 @@ def benchmark_rows() -> Iterator[list[str]]:
 
 def documented(name: str) -> list[Documented]:
     """Those of one program."""
-    return [it for it in commands() if program(it) == name]
+    return [command for command in commands() if program(command) == name]
 
 
 def program(it: Documented) -> str:

@@ -181,11 +181,13 @@ class Races(TorchDispatchMode):
         named = list(zip(func._schema.arguments, args, strict=False))
         named += [(it, kwargs[it.name]) for it in func._schema.arguments if it.name in kwargs]
         for argument, value in named:
-            tensors = [it for it in tree_leaves(value) if isinstance(it, Tensor)]
+            tensors = [
+                tree_leave for tree_leave in tree_leaves(value) if isinstance(tree_leave, Tensor)
+            ]
             written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if written else reads).extend(tensors)
         name = func.overloadpacket.__name__
-        results = [it for it in tree_leaves(out) if isinstance(it, Tensor)]
+        results = [tree_leave for tree_leave in tree_leaves(out) if isinstance(tree_leave, Tensor)]
         for tensor in results:
             self._memory_of(tensor)
         if not name.startswith(("empty", "new_empty", "detach", "lift")):

@@ -213,14 +213,14 @@ class Cell:
                 if it.index == generated_tokens[0].index + at
             ]
         first = generated_tokens[0].index if generated_tokens else 0
-        assert [it.index for it in generated_tokens] == list(
+        assert [generated_token.index for generated_token in generated_tokens] == list(
             range(first, first + len(generated_tokens))
         )
         return generated_tokens
 
     def tokens(self, sequence_id: int) -> list[int]:
         """Ids of the request's tokens so far."""
-        return [it.token for it in self.draws(sequence_id)]
+        return [draw.token for draw in self.draws(sequence_id)]
 
     def finished(self, sequence_id: int) -> bool:
         """Whether the last token has come."""

@@ -156,7 +156,7 @@ def _meet(ranks: Mapping[int, _Standing], rank: int) -> None:
         return
     target, size = next(it for it in own.sends if _takes(ranks[it[0]], launch, rank))
     peer = ranks[target]
-    taken = next(it for it in peer.recvs if it[0] == rank)
+    taken = next(recv for recv in peer.recvs if recv[0] == rank)
     assert taken[1] == size, f"{rank} sends {target} {size} bytes, who expects {taken[1]}"
     own.sends.remove((target, size))
     peer.recvs.remove(taken)

@@ -111,7 +111,7 @@ class Picture:
         return list(policy.decide(self))
 
     def waiting(self, line: Priority) -> list[Request]:
-        return [it for it in self.requests if it.priority == line]
+        return [request for request in self.requests if request.priority == line]
 
     @property
     def planned(self) -> tuple[()]:
@@ -119,7 +119,7 @@ class Picture:
 
     @property
     def blocked(self) -> list[Request]:
-        return [it for it in self.requests if it.blocked_ns is not None]
+        return [request for request in self.requests if request.blocked_ns is not None]
 
     def blocked_ns(self, request: object) -> int:
         assert isinstance(request, Request)
@@ -134,7 +134,7 @@ class Picture:
 
 def plans(decisions: Sequence[Decision]) -> list[StartPlan]:
     """Those that start something."""
-    return [it for it in decisions if isinstance(it, StartPlan)]
+    return [decision for decision in decisions if isinstance(decision, StartPlan)]
 
 
 def numbers(plan: StartPlan) -> list[int]:

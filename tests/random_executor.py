@@ -155,7 +155,7 @@ class RandomCell:
         return (
             not self._open()
             and not self.steps
-            and not any(it.unfreed for it in self.sequences.values())
+            and not any(sequence.unfreed for sequence in self.sequences.values())
         )
 
     def _open(self) -> dict[int, SentRequest]:
@@ -237,7 +237,7 @@ class RandomCell:
 
     def _bring_up(self) -> None:
         self._gang_number += 1
-        has = {it.may_prefill for it in self.gangs.values()}
+        has = {gang.may_prefill for gang in self.gangs.values()}
         elastic = self._wanted == 1
         prefill = True not in has
         sizes = [800, 1200, 4000] if prefill and not elastic else [500, 5000]
@@ -256,7 +256,7 @@ class RandomCell:
             self._pending.append(ev.LinkUp(prefill=self._gang(True), decode=self._gang(False)))
 
     def _gang(self, prefill: bool) -> int:
-        return next(it.gang for it in self.gangs.values() if it.may_prefill == prefill)
+        return next(gang.gang for gang in self.gangs.values() if gang.may_prefill == prefill)
 
     def _hear(self) -> None:
         living = [
@@ -492,12 +492,12 @@ class RandomCell:
         lies = [*before.slices, *before.answer]
         if not before.answer:
             lies.append(cmd.PlacedSlice(before.master, *span))
-        for it in decode_slots(command, 0):
-            if it not in sequence.slots:
-                sequence.slots[it] = 0
-                sequence.unfreed.append(it)
+        for decode_slot in decode_slots(command, 0):
+            if decode_slot not in sequence.slots:
+                sequence.slots[decode_slot] = 0
+                sequence.unfreed.append(decode_slot)
         for share in (*command.slices, *command.answer):
-            here = [it.span for it in lies if it.instance == share.instance]
+            here = [ly.span for ly in lies if ly.instance == share.instance]
             coming = sum(it.length for it in rest_of(share.span, here))
             sequence.slots[share.instance] += coming
         sequence.move = command

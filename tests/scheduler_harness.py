@@ -130,7 +130,7 @@ class Sent:
 
     def freed(self) -> list[ev.AnyEvent]:
         """By all decode instances."""
-        return [ev.Freed(sequence_id=self.sequence, instance=it) for it in self.holders]
+        return [ev.Freed(sequence_id=self.sequence, instance=holder) for holder in self.holders]
 
     def finished(self, drawn: int = 10) -> ev.Finished:
         return ev.Finished(sequence_id=self.sequence, generated_tokens=drawn)
@@ -157,4 +157,4 @@ def sent(commands: list[cmd.AnyCommand]) -> Sent:
 
 def only(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
     """The commands of a kind."""
-    return [it for it in commands if isinstance(it, kind)]
+    return [command for command in commands if isinstance(command, kind)]

@@ -68,7 +68,7 @@ class OneMove:
         return list(self._move(view) if self._started else self._start(view))
 
     def _start(self, view: View) -> Iterator[Decision]:
-        first, second, _ = [it.id for it in view.pairs[0].decode.instances]
+        first, second, _ = [instance.id for instance in view.pairs[0].decode.instances]
         for it in islice(view.waiting("low"), 1):
             self._started = True
             length, half = it.prompt_tokens, it.prompt_tokens // 2
@@ -85,7 +85,7 @@ class OneMove:
 
     def _move(self, view: View) -> Iterator[Decision]:
         gang = view.pairs[0].decode
-        _, second, third = [it.id for it in gang.instances]
+        _, second, third = [instance.id for instance in gang.instances]
         for it in gang.decoding.values():
             if it.joined_ns is None or self._moved:
                 continue

@@ -144,7 +144,9 @@ def test_every_option_says_what_it_is(
     print_help = argparse.ArgumentParser.print_help
 
     def looked_at(self: argparse.ArgumentParser, *args: Any) -> None:
-        silent.extend("/".join(it.option_strings) for it in self._actions if not it.help)
+        silent.extend(
+            "/".join(action.option_strings) for action in self._actions if not action.help
+        )
         print_help(self, *args)
 
     monkeypatch.setattr(argparse.ArgumentParser, "print_help", looked_at)

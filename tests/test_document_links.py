@@ -43,11 +43,11 @@ def test_every_mechanism_has_code_and_a_test_and_numbers_if_measured() -> None:
     mechanisms = [row.split(" | ") for row in rows if not row.startswith("| section")]
     assert len(mechanisms) > 50
     for _, mechanism, code, test, numbers in mechanisms:
-        assert {it.relative_to(ROOT).parts[0] for it in targets(code, PAPERS)} <= set(ROOMS)
+        assert {target.relative_to(ROOT).parts[0] for target in targets(code, PAPERS)} <= set(ROOMS)
         assert targets(code, PAPERS), mechanism
-        assert all(it.name.startswith("test_") for it in targets(test, PAPERS)), mechanism
+        assert all(target.name.startswith("test_") for target in targets(test, PAPERS)), mechanism
         assert targets(test, PAPERS), mechanism
-        folders = {it.parent.relative_to(ROOT) for it in targets(numbers, PAPERS)}
+        folders = {target.parent.relative_to(ROOT) for target in targets(numbers, PAPERS)}
         assert folders <= {Path("benchmarks/results")}, mechanism
 
 
@@ -58,7 +58,9 @@ def test_every_benchmark_and_every_result_is_on_the_page() -> None:
     run = {(ROOT / arguments(it)[0]).resolve() for it in documented("python")}
     whole = {folder / "paced", folder / "testbed"}  # named as a whole
     files = {*folder.glob("*.*"), *(folder / "results").iterdir()}
-    commands = {it for it in (folder / "paced").glob("*.py") if "add_argument" in it.read_text()}
+    commands = {
+        path for path in (folder / "paced").glob("*.py") if "add_argument" in path.read_text()
+    }
     assert sorted(map(str, (files | commands) - linked - run)) == []
     assert whole <= linked
 

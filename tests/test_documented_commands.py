@@ -45,7 +45,7 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_command_is_checked_somewhere() -> None:
     """A new program in a document needs a check here."""
-    assert {program(it) for it in commands()} <= {*CHECKED_HERE, *CHECKED_ELSEWHERE}
+    assert {program(command) for command in commands()} <= {*CHECKED_HERE, *CHECKED_ELSEWHERE}
     for name, path in CHECKED_ELSEWHERE.items():
         assert f'documented("{name}")' in (ROOT / path).read_text()
 

@@ -56,11 +56,11 @@ class Watched:
 
     def decide(self, view: View) -> Sequence[Decision]:
         decisions = self._policy.decide(view)
-        for it in decisions:
-            if isinstance(it, Blocked):
-                self.blocked.setdefault(it.request_id, view.now_ns)
-            elif isinstance(it, StartPlan):
-                self.started.update((placed.request_id, view.now_ns) for placed in it.decode)
+        for decision in decisions:
+            if isinstance(decision, Blocked):
+                self.blocked.setdefault(decision.request_id, view.now_ns)
+            elif isinstance(decision, StartPlan):
+                self.started.update((placed.request_id, view.now_ns) for placed in decision.decode)
         return decisions
 
 
@@ -197,13 +197,13 @@ class TimedCell:
         """Steps that go on: at the head of the line on all their instances."""
         heads: dict[int, RequestHandle] = {}
         for high_priority in (True, False):
-            for it in self.steps.values():
-                if it.command.high_priority == high_priority:
-                    for instance in it.undone:
-                        heads.setdefault(instance, it)
-        for it in self.steps.values():
-            if all(heads[instance] is it for instance in it.undone):
-                yield it
+            for step in self.steps.values():
+                if step.command.high_priority == high_priority:
+                    for instance in step.undone:
+                        heads.setdefault(instance, step)
+        for step in self.steps.values():
+            if all(heads[instance] is step for instance in step.undone):
+                yield step
 
     def _next_ends(self) -> Iterator[int]:
         yield from (self.now_ns + it.left_ns for it in self._at_work())
@@ -267,5 +267,5 @@ class TimedCell:
 
     def _free(self, sequence: int) -> None:
         reserve = self._reserved[sequence]
-        holders = sorted({it.instance for it in reserve.slices} | {reserve.master})
-        self._events += [ev.Freed(sequence_id=sequence, instance=it) for it in holders]
+        holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
+        self._events += [ev.Freed(sequence_id=sequence, instance=holder) for holder in holders]

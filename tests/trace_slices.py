@@ -57,17 +57,17 @@ def _span(it: PerfettoEvent) -> tuple[int, int]:
 def rank_trace(events: Iterable[Event]) -> list[slices.Event]:
     """Of one process, from its first event on."""
     events = list(events)
-    first_ns = min(it.start_ns for it in events)
+    first_ns = min(event.start_ns for event in events)
     return process_trace(
         [
             Slice(
-                it.name if it.name in TRANSFERS else "compute",
-                it.name,
-                it.start_ns - first_ns,
-                it.end_ns - first_ns,
-                {"layer": it.layer, "level": it.level, "micro": it.micro},
+                event.name if event.name in TRANSFERS else "compute",
+                event.name,
+                event.start_ns - first_ns,
+                event.end_ns - first_ns,
+                {"layer": event.layer, "level": event.level, "micro": event.micro},
             )
-            for it in events
+            for event in events
         ],
         pid=700,
         name="rank 7",

@@ -54,7 +54,9 @@ class GangLayout:
 
     def ranks_of_all(self, instances: Iterable[int]) -> tuple[int, ...]:
         """All ranks of some instances, ascending."""
-        return tuple(rank for it in sorted(set(instances)) for rank in self.ranks_of(it))
+        return tuple(
+            rank for instance in sorted(set(instances)) for rank in self.ranks_of(instance)
+        )
 
 
 @dataclass(frozen=True)

@@ -322,9 +322,9 @@ class DecodeBatch:
         states = [sequence.state for sequence in sequences]
         self._lengths = chunk_lengths(states, self._budget)
         self._batch = batch_of(self._engine, sequences, self._lengths)
-        self.piggybacked = any(it.next < it.prompt for it in states)
+        self.piggybacked = any(state.next < state.prompt for state in states)
         if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
-            left = (it.stop - it.next for it in states if it.next < it.stop)
+            left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
 

@@ -97,8 +97,10 @@ def _history(
     """Attention to what this member has held of each row's piece since before the step."""
     last = engine.spec.layers - 1
     resident = [
-        SlotsOfSequence(engine.pool, it.sequence_id, [last], group.history_of(it, group.member))
-        for it in chunks
+        SlotsOfSequence(
+            engine.pool, chunk.sequence_id, [last], group.history_of(chunk, group.member)
+        )
+        for chunk in chunks
     ]
     return engine.attend_rows(last, q_rhd, ResidentRows(resident))
 

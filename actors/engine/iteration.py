@@ -106,7 +106,7 @@ class IterationBatch:
     @property
     def sampling(self) -> list[tuple[BatchSequence, int]]:
         """Own rows that a token is drawn for, each with its last query row."""
-        ends = [(it.sequence, it.rows.stop - 1) for it in self.chunks if it.samples]
+        ends = [(chunk.sequence, chunk.rows.stop - 1) for chunk in self.chunks if chunk.samples]
         return [(sequence, at) for at, sequence in enumerate(self.decoding)] + ends
 
 
@@ -402,12 +402,15 @@ class _LayerOfOthers:
 def _tokens(batch: IterationBatch) -> Tensor:
     """(r,) int64, of own rows."""
     decoding = torch.tensor([row.token for row in batch.decoding], dtype=torch.int64)
-    chunks = [torch.from_numpy(it.sequence.tokens(it.span).astype(np.int64)) for it in batch.chunks]
+    chunks = [
+        torch.from_numpy(chunk.sequence.tokens(chunk.span).astype(np.int64))
+        for chunk in batch.chunks
+    ]
     return torch.cat([decoding, *chunks]) if chunks else decoding
 
 
 def _positions(batch: IterationBatch) -> Tensor:
     """(r,) int64, of own rows."""
     decoding = torch.tensor([row.next for row in batch.decoding], dtype=torch.int64)
-    chunks = [torch.arange(it.span.start, it.span.stop) for it in batch.chunks]
+    chunks = [torch.arange(chunk.span.start, chunk.span.stop) for chunk in batch.chunks]
     return torch.cat([decoding, *chunks]) if chunks else decoding

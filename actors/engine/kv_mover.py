@@ -83,7 +83,7 @@ def _stored(part: LocalChunk, instance: int) -> Iterator[LocalChunk]:
         yield part
         return
     own = (part.span.intersection(span) for span in spans_on(placement, instance))
-    for span in (*own, *rest_of(part.span, (it.span for it in placement))):
+    for span in (*own, *rest_of(part.span, (kv_slice.span for kv_slice in placement))):
         if span.length:
             yield part.within(span)
 
@@ -132,9 +132,9 @@ class KvMover:
         self._transfers, self._phase = transfers, phase
         instance = group.step.group[group.member]
         self._retained = {
-            it.sequence_id: spans_on(it.placement, instance) for it in group.step.chunks
+            chunk.sequence_id: spans_on(chunk.placement, instance) for chunk in group.step.chunks
         }
-        self._sent = {it.sequence_id for it in group.step.chunks if it.destinations}
+        self._sent = {chunk.sequence_id for chunk in group.step.chunks if chunk.destinations}
         self._outgoing = [move for move in moves if move.sender == group.member]
         self._incoming = [move for move in moves if move.receiver == group.member]
         self._under_way: tuple[int, PendingTransfer, list[tuple[KvMove, Tensor]]] | None = None

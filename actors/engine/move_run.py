@@ -92,7 +92,11 @@ class MoveRun:
     # --- slots ---------------------------------------------------------------------------------
 
     def _spans(self, *, sender: int | None = None, receiver: int | None = None) -> list[Span]:
-        return [it.span for it in self._transfers if it.sender == sender or it.receiver == receiver]
+        return [
+            transfer.span
+            for transfer in self._transfers
+            if transfer.sender == sender or transfer.receiver == receiver
+        ]
 
     def take_slots(self) -> bool:
         """Take the slots of what comes here: all or none, and whether it has them. Those of a row
@@ -151,14 +155,14 @@ class MoveRun:
         part = 1
         for number in range(self._rounds):
             rows = slice(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
-            block = [it.part(rows).within(known) for it in self._transfers]
+            block = [transfer.part(rows).within(known) for transfer in self._transfers]
             for layer in layers:
                 self.log_progress.reach(part)
                 self._exchange(block, [layer])
                 part += 1
         self.state = self._send_state()
         since = Span(known.stop, self.state.next)
-        self._exchange([it.within(since) for it in self._transfers], layers)
+        self._exchange([transfer.within(since) for transfer in self._transfers], layers)
         self._send_penalties()
         self.log_progress.end(self._total)
 
@@ -178,7 +182,7 @@ class MoveRun:
     def _exchange(self, transfers: Sequence[InstanceTransfer], layers: Sequence[int]) -> None:
         """Move these positions in some layers."""
         here, sequence_id, pool = self._engine.instance, self.message.sequence_id, self._engine.pool
-        moving = [it for it in transfers if it.span.length]
+        moving = [transfer for transfer in transfers if transfer.span.length]
         outgoing = [it for it in moving if it.sender == here]
         incoming = [it for it in moving if it.receiver == here]
         sends = [(self._peer(it.receiver), self._read(it.span, layers)) for it in outgoing]
@@ -210,7 +214,7 @@ class MoveRun:
             words = torch.tensor(
                 [sequence.next, sequence.token, sequence.index, sequence.over], dtype=torch.int64
             )
-            others = [it for it in self.message.instances if it != master]
+            others = [instance for instance in self.message.instances if instance != master]
             self._send(words, others)
         else:
             self._recv(words, master)
@@ -231,7 +235,9 @@ class MoveRun:
 
     def _send(self, words: Tensor, instances: Sequence[int]) -> None:
         mesh = self._engine.mesh
-        pending = [mesh.send(words, self._peer(it), ControlTag.ROW_STATE) for it in instances]
+        pending = [
+            mesh.send(words, self._peer(instance), ControlTag.ROW_STATE) for instance in instances
+        ]
         for it in pending:
             it.wait(PEER_DEADLINE)
 
@@ -246,7 +252,7 @@ class MoveRun:
 
 def rounds_of(transfers: Iterable[InstanceTransfer]) -> int:
     """Blocks of the longest transfer; all pairs move one of theirs at a time."""
-    return max((-(-it.span.length // BLOCK_TOKENS) for it in transfers), default=0)
+    return max((-(-transfer.span.length // BLOCK_TOKENS) for transfer in transfers), default=0)
 
 
 def move_points(message: MoveSequence, layers: int) -> int:

@@ -105,7 +105,11 @@ class BatchSequence:
         """Instances that hold KV of it, or keep that of its next token, once it decodes. Who keeps
         later ones has nothing to answer yet."""
         slices = (*self.request.slices, *self.answer)
-        return {it.instance for it in slices if it.span.length and it.span.start <= self.next}
+        return {
+            kv_slice.instance
+            for kv_slice in slices
+            if kv_slice.span.length and kv_slice.span.start <= self.next
+        }
 
     @property
     def stores_at_master(self) -> bool:
@@ -123,7 +127,7 @@ class BatchSequence:
 
 def instances_of(request: ReserveKv) -> frozenset[int]:
     """Whom a row concerns, as it was reserved."""
-    named = (it.instance for it in (*request.slices, *answer_of(request)))
+    named = (kv_slice.instance for kv_slice in (*request.slices, *answer_of(request)))
     return frozenset((request.master, *named))
 
 
@@ -142,7 +146,7 @@ def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
 
 
 def _within(slices: Sequence[KvSlice], span: Span) -> list[KvSlice]:
-    cuts = [replace(it, span=span.intersection(it.span)) for it in slices]
+    cuts = [replace(kv_slice, span=span.intersection(kv_slice.span)) for kv_slice in slices]
     return [cut for cut in cuts if cut.span.length]
 
 
@@ -185,7 +189,9 @@ class Reservations:
             raise ProtocolError(
                 f"request {request.sequence_id} has positions of its answer without a keeper"
             )
-        spans = spans_on([it for it in request.slices if it.source is None], engine.instance)
+        spans = spans_on(
+            [kv_slice for kv_slice in request.slices if kv_slice.source is None], engine.instance
+        )
         answers = spans_on(answer_of(request), engine.instance)
         # Made here and not when the row joins: bad parameters are refused now, and what long lists
         # cost does not delay the stream.

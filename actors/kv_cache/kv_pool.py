@@ -215,7 +215,7 @@ class ResidentRows:
 
     def __init__(self, requests: Sequence[SlotsOfSequence]) -> None:
         self.requests = requests
-        self._narrowed = any(it.narrowed for it in requests)
+        self._narrowed = any(request.narrowed for request in requests)
         self._runs: dict[int, SlotRuns] = {}
 
     def grown(self) -> None:

@@ -325,6 +325,6 @@ def _as_slice(numbers: SlotIndices) -> slice | SlotIndices:
 
 def positions_of(spans: Sequence[Span]) -> SlotIndices:
     """All positions of some spans, ascending."""
-    parts = [np.arange(it.start, it.stop, it.step) for it in spans]
+    parts = [np.arange(span.start, span.stop, span.step) for span in spans]
     # Stable, because that takes no time for what is in order already.
     return np.sort(np.concatenate(parts), kind="stable")

@@ -313,5 +313,5 @@ class SendQueue:
             self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             with self._changed:
                 deliveries = list(self._waiting.waiting_trackers())
-            for it in deliveries:
-                it.waits()
+            for delivery in deliveries:
+                delivery.waits()

@@ -269,7 +269,7 @@ class WaitingSends:
     def next(self) -> Sending | None:
         """The first one that has its turn and that the pool has."""
         heads = (it.waiting[0] for it in self._sends.values() if it.begun and it.waiting)
-        return next((it for it in heads if it.ready is None or it.ready.query()), None)
+        return next((head for head in heads if head.ready is None or head.ready.query()), None)
 
     def take(self, sending: Sending, rows: int) -> Sending:
         """So many tokens of `next` are sent now; what is left waits for the others."""

@@ -126,7 +126,7 @@ def _add_bias(scores_ev: Tensor, samplers: Sequence[TokenSampler]) -> None:
     vocab, device = scores_ev.shape[1], scores_ev.device
     ids = torch.cat([it.bias_ids + row * vocab for row, it in enumerate(samplers)])
     if len(ids):
-        biases = torch.cat([it.bias for it in samplers])
+        biases = torch.cat([sampler.bias for sampler in samplers])
         scores_ev.view(-1).index_add_(0, ids.to(device), biases.to(device))
 
 
@@ -134,15 +134,15 @@ def _penalise(scores_ev: Tensor, penalties: Sequence[Penalties]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=scores_ev.device)[:, None]
 
-    counts_ev = torch.stack([it.counts_v for it in penalties])
-    in_prompt_ev = torch.stack([it.in_prompt_v for it in penalties])
+    counts_ev = torch.stack([penalty.counts_v for penalty in penalties])
+    in_prompt_ev = torch.stack([penalty.in_prompt_v for penalty in penalties])
     in_answer_ev = counts_ev > 0
-    if any(it.repetition != 1.0 for it in penalties):
-        factor_e1 = column([it.repetition for it in penalties])
+    if any(penalty.repetition != 1.0 for penalty in penalties):
+        factor_e1 = column([penalty.repetition for penalty in penalties])
         lowered_ev = torch.where(scores_ev > 0, scores_ev / factor_e1, scores_ev * factor_e1)
         scores_ev = torch.where(in_prompt_ev | in_answer_ev, lowered_ev, scores_ev)
-    frequency_e1 = column([it.frequency for it in penalties])
-    presence_e1 = column([it.presence for it in penalties])
+    frequency_e1 = column([penalty.frequency for penalty in penalties])
+    presence_e1 = column([penalty.presence for penalty in penalties])
     return scores_ev - frequency_e1 * counts_ev - presence_e1 * in_answer_ev
 
 

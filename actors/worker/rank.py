@@ -137,7 +137,7 @@ class Rank:
         self._closing = True
         if self._log is not None:
             self._log.leave()
-        _join([it for it in self._threads if it.name == "engine"], LOOP_END_S)
+        _join([thread for thread in self._threads if thread.name == "engine"], LOOP_END_S)
         kv_threads = self._link.threads if self._link is not None else []
         self._leave_groups()
         # Who comes back from a wait inside torch when the interpreter has ended brings the process

@@ -32,8 +32,8 @@ from csps.protocols.sequencer.steps import StepSpec
 def stored_in_place(step: PrefillStep) -> PrefillStep:
     """The step with nothing to send: what is computed elsewhere than it is to lie moves there."""
     chunks = tuple(
-        replace(it, placement=it.placement or _of_chunk(it), destinations=(), retain=False)
-        for it in step.chunks
+        replace(chunk, placement=chunk.placement or _of_chunk(chunk), destinations=(), retain=False)
+        for chunk in step.chunks
     )
     return replace(step, chunks=chunks)
 
@@ -44,9 +44,9 @@ def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
     start = 0 if chunk.begins else chunk.start
     positions = Span(start=start, stop=chunk.start + chunk.length)
     cuts = (
-        KvSlice(instance=it.instance, span=it.span.intersection(positions))
-        for it in chunk.destinations
-        if it.source is None
+        KvSlice(instance=destination.instance, span=destination.span.intersection(positions))
+        for destination in chunk.destinations
+        if destination.source is None
     )
     return tuple(cut for cut in cuts if cut.span.length)
 

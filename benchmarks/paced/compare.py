@@ -66,7 +66,7 @@ def main() -> None:
     expected = simulate(load_cluster(cluster), arguments.policy, options_of(options), requests)
     with served(cluster, arguments.policy, *options) as server:
         answers = uvloop.run(ask_all(server.port, requests.requests))
-    simulated_ms = [it.ttft_ns / 1e6 for it in expected.outcomes]
+    simulated_ms = [outcome.ttft_ns / 1e6 for outcome in expected.outcomes]
     live_ms = [it.ttft_s * 1e3 for it in answers]
     rows = [
         _row(name, figure(live_ms), figure(simulated_ms))
@@ -99,7 +99,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--cluster", choices=sorted(it.stem for it in CLUSTERS.glob("*.yaml")), default="16"
+        "--cluster", choices=sorted(path.stem for path in CLUSTERS.glob("*.yaml")), default="16"
     )
     parser.add_argument("--policy", choices=POLICY_OPTIONS, default="csps")
     parser.add_argument("--rate", type=float, default=2.0)
@@ -125,7 +125,7 @@ async def ask_all(
         await warm_up.ask_raw(_body(64, 4, model))
     warm_up.close()
     start = time.monotonic() + LEAD_S
-    return list(await asyncio.gather(*(_one(port, start, it, model) for it in requests)))
+    return list(await asyncio.gather(*(_one(port, start, request, model) for request in requests)))
 
 
 async def _one(port: int, start: float, request: WorkloadRequest, model: str) -> Answer:

@@ -150,7 +150,7 @@ class PacedDecode:
             self.tokens += len(tokens)
             if self.emitted is not None:
                 at_ns = time.monotonic_ns()
-                self.emitted.extend((it.sequence_id, it.index, at_ns) for it in tokens)
+                self.emitted.extend((token.sequence_id, token.index, at_ns) for token in tokens)
             self.ranks.ranks[master].tell("tokens", SampledTokens.of(tokens))
 
     def _prefilled(self, member: SimulatedMember) -> None:
@@ -167,6 +167,6 @@ class PacedDecode:
 
 def _tokens_on(slices: tuple[KvSlice, ...]) -> dict[int, int]:
     tokens: dict[int, int] = {}
-    for it in slices:
-        tokens[it.instance] = tokens.get(it.instance, 0) + it.span.length
+    for kv_slice in slices:
+        tokens[kv_slice.instance] = tokens.get(kv_slice.instance, 0) + kv_slice.span.length
     return tokens

@@ -68,8 +68,8 @@ class PacedPrefill:
         self._jobs[job.step_id] = job
         destinations = {
             chunk.sequence_id: tuple(
-                PlacedSlice.of(instance_id(DECODE, it.instance), it.span)
-                for it in chunk.destinations
+                PlacedSlice.of(instance_id(DECODE, destination.instance), destination.span)
+                for destination in chunk.destinations
             )
             for chunk in job.chunks
         }
@@ -125,7 +125,10 @@ class PacedPrefill:
 
 
 def _shares(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
-    return tuple(PlacedSlice.of(instance_id(PREFILL, it.instance), it.span) for it in slices)
+    return tuple(
+        PlacedSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span)
+        for kv_slice in slices
+    )
 
 
 def _step(job: PrefillStep) -> RunStep:
@@ -134,10 +137,16 @@ def _step(job: PrefillStep) -> RunStep:
         group=tuple(instance_id(PREFILL, it) for it in job.group),
         bounds=job.bounds,
         chunks=tuple(
-            Chunk(it.sequence_id, it.start, it.length, _shares(it.rows), _shares(it.placement))
-            for it in job.chunks
+            Chunk(
+                chunk.sequence_id,
+                chunk.start,
+                chunk.length,
+                _shares(chunk.rows),
+                _shares(chunk.placement),
+            )
+            for chunk in job.chunks
         ),
-        history=tuple(_shares(it.history) for it in job.chunks),
+        history=tuple(_shares(chunk.history) for chunk in job.chunks),
         strategy=job.strategy,
         cls="exact",
         high_priority=job.high_priority,

@@ -68,7 +68,7 @@ class Targets:
 def main() -> None:
     arguments = _arguments()
     streams = [_streams(it, arguments) for it in ITERATIONS_MS]
-    sustained = [it for it in streams if it["sustained"]]
+    sustained = [stream for stream in streams if stream["sustained"]]
     best = max(sustained, key=lambda it: it["tokens_per_s"], default=streams[0])
     whole = _measured(1.0, _whole_requests)
     with _paced(10.0, "--emitted") as server:
@@ -206,7 +206,7 @@ async def _count(
 
 def _state(server: Served, connections: list[Connection]) -> tuple[float, int, float]:
     cpu_s = CpuTime.of(server.router_pid).process_s
-    return cpu_s, sum(it.events for it in connections), time.monotonic()
+    return cpu_s, sum(connection.events for connection in connections), time.monotonic()
 
 
 def _profiler(

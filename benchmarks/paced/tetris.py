@@ -110,8 +110,8 @@ def _row(trace: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]
         "policy": name,
         "rate": LOADS[trace],
         "requests": len(answers),
-        "p50_s": _median([it.ttft_s for it in answers]),
-        "simulated_p50_s": _median([it.ttft_ns / 1e9 for it in expected.outcomes]),
+        "p50_s": _median([answer.ttft_s for answer in answers]),
+        "simulated_p50_s": _median([outcome.ttft_ns / 1e9 for outcome in expected.outcomes]),
         "latest_ms": round(server.after["latest_ms"], 1),
     }
 

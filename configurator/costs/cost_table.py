@@ -205,7 +205,9 @@ class CostTable:
         found = self._rows_alone.get(tp)
         if found is None:
             batches = range(1, LARGEST_BATCH + 1)
-            found = next((it - 1 for it in batches if self._faster_as_two(tp, it)), LARGEST_BATCH)
+            found = next(
+                (batch - 1 for batch in batches if self._faster_as_two(tp, batch)), LARGEST_BATCH
+            )
             self._rows_alone[tp] = found
         return found
 

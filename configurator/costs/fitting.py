@@ -172,13 +172,13 @@ def fit_step(measurements: Sequence[StepMeasurement]) -> StepCost:
     Raises:
         ConfigError: there is nothing to fit, or a time that is not positive.
     """
-    _check([it.seconds for it in measurements])
-    with_history = any(history for it in measurements for _, history in it.rows)
+    _check([measurement.seconds for measurement in measurements])
+    with_history = any(history for measurement in measurements for _, history in measurement.rows)
     equations = NormalEquations(4 if with_history else 3)
-    for it in measurements:
-        columns = step_columns(it.rows)
+    for measurement in measurements:
+        columns = step_columns(measurement.rows)
         kept = columns if with_history else (columns[0], columns[1], columns[3])
-        equations.add(kept, it.seconds, weight_of(it.seconds))
+        equations.add(kept, measurement.seconds, weight_of(measurement.seconds))
     solution = equations.solve()
     if not with_history:
         a, b, d = solution
@@ -202,14 +202,14 @@ def fit_decode(measurements: Sequence[DecodeMeasurement]) -> DecodeCost:
     Raises:
         ConfigError: there is nothing to fit, or a time that is not positive.
     """
-    _check([it.seconds for it in measurements])
+    _check([measurement.seconds for measurement in measurements])
     whole, error = _fit_line(measurements)
-    batches = sorted({it.batch for it in measurements})
+    batches = sorted({measurement.batch for measurement in measurements})
     best = DecodeCost(small=whole, large=whole, tipping_batch=batches[-1])
     least = error * REGIMES_PAY
     for tipping, _ in pairwise(batches):
-        below = [it for it in measurements if it.batch <= tipping]
-        above = [it for it in measurements if it.batch > tipping]
+        below = [measurement for measurement in measurements if measurement.batch <= tipping]
+        above = [measurement for measurement in measurements if measurement.batch > tipping]
         if not (_tells_apart(below) and _tells_apart(above)):
             continue
         (small, small_error), (large, large_error) = _fit_line(below), _fit_line(above)
@@ -221,22 +221,22 @@ def fit_decode(measurements: Sequence[DecodeMeasurement]) -> DecodeCost:
 
 def _tells_apart(measurements: Sequence[DecodeMeasurement]) -> bool:
     """Whether a line of its own can be drawn through them, with a measurement to spare."""
-    return len({it.batch for it in measurements}) >= 2 and (
-        len({(it.batch, it.context) for it in measurements}) >= 4
+    return len({measurement.batch for measurement in measurements}) >= 2 and (
+        len({(measurement.batch, measurement.context) for measurement in measurements}) >= 4
     )
 
 
 def _fit_line(measurements: Sequence[DecodeMeasurement]) -> tuple[LinearDecodeCost, float]:
     """The line and its weighted squared error."""
     equations = NormalEquations(3)
-    for it in measurements:
-        columns = (1.0, float(it.context), float(it.batch))
-        equations.add(columns, it.seconds, weight_of(it.seconds))
+    for measurement in measurements:
+        columns = (1.0, float(measurement.context), float(measurement.batch))
+        equations.add(columns, measurement.seconds, weight_of(measurement.seconds))
     line = LinearDecodeCost.of_seconds(*equations.solve())
     error = 0.0
-    for it in measurements:
-        off = line.predict_ns(it.batch, it.context) / 1e9 - it.seconds
-        error += weight_of(it.seconds) * off * off
+    for measurement in measurements:
+        off = line.predict_ns(measurement.batch, measurement.context) / 1e9 - measurement.seconds
+        error += weight_of(measurement.seconds) * off * off
     return line, error
 
 
@@ -246,10 +246,12 @@ def fit_link(measurements: Sequence[LinkMeasurement]) -> LinkCost:
     Raises:
         ConfigError: there is nothing to fit, or a time that is not positive.
     """
-    _check([it.seconds for it in measurements])
+    _check([measurement.seconds for measurement in measurements])
     equations = NormalEquations(2)
-    for it in measurements:
-        equations.add((1.0, float(it.size)), it.seconds, weight_of(it.seconds))
+    for measurement in measurements:
+        equations.add(
+            (1.0, float(measurement.size)), measurement.seconds, weight_of(measurement.seconds)
+        )
     return LinkCost.of_seconds(*equations.solve())
 
 

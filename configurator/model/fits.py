@@ -82,7 +82,7 @@ class RingPoint:
 
 def fit_rule(points: Iterable[RingPoint]) -> EmpiricalRule | None:
     """The rule that loses least on these points; None without any whose variants differ."""
-    found = [it for it in points if it.gain]
+    found = [point for point in points if point.gain]
     if not found:
         return None
     terms = np.array([[log(it.new), log(miss_rate(it.new, it.history))] for it in found])

@@ -397,8 +397,8 @@ class _Peers:
 
     def _levels(self) -> Iterator[tuple[int, Mask, Mask]]:
         """(level, queries, keys) that each owner needs of each other part, near levels first."""
-        for it in level_masks(self._plan.segments(), len(self._queries), len(self._keys)):
-            yield it.level, it.queries_oph, it.keys_opg
+        for level_mask in level_masks(self._plan.segments(), len(self._queries), len(self._keys)):
+            yield level_mask.level, level_mask.queries_oph, level_mask.keys_opg
 
     def _kept(self, level: int) -> tuple[Counts, Counts]:
         """Tokens of each part for each query head and KV head."""

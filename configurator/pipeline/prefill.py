@@ -312,13 +312,13 @@ def _simulated(
 ) -> PipelineOutcome:
     cases = LayerCases(
         levels=kind.levels,
-        ratios_cgv=np.array([it.ratios for it in problems], float),
-        micro_cv=np.array([it.micro for it in problems], np.int64),
-        judges_c=np.array([it.judges for it in problems], np.bool_),
-        same_c=np.array([it.same for it in problems], np.bool_),
-        window_c=np.array([it.window for it in problems], np.int64),
-        sinks_c=np.array([it.sinks for it in problems], np.int64),
-        tail_c=np.array([it.tail for it in problems], np.int64),
+        ratios_cgv=np.array([problem.ratios for problem in problems], float),
+        micro_cv=np.array([problem.micro for problem in problems], np.int64),
+        judges_c=np.array([problem.judges for problem in problems], np.bool_),
+        same_c=np.array([problem.same for problem in problems], np.bool_),
+        window_c=np.array([problem.window for problem in problems], np.int64),
+        sinks_c=np.array([problem.sinks for problem in problems], np.int64),
+        tail_c=np.array([problem.tail for problem in problems], np.int64),
         drop_queries=kind.drop_queries,
         pipelined=kind.pipelined,
     )

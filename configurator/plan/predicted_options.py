@@ -106,7 +106,7 @@ class DirectAnswerer:
         found = compared(asked[0], held, loss) if held else []
         answers = [chosen(question, found) for question in asked] if found else []
         exact = sorted((it for it in found if it.settings.lossless), key=lambda it: it.seconds)
-        return list(dict.fromkeys([*exact[:1], *(it.best for it in answers if it.met)]))
+        return list(dict.fromkeys([*exact[:1], *(answer.best for answer in answers if answer.met)]))
 
     def _near_said(
         self, question: SearchProblem, exact_s: float, loss: Loss
@@ -254,7 +254,7 @@ class PredictedOptions:
         if not given and usual.strategy not in SIMULATED:
             why = usual.reason + _why_exact(found)
             less = replace(usual, reason=why)
-            choices = [less if it.strategy == EXACT else it for it in choices]
+            choices = [less if choice.strategy == EXACT else choice for choice in choices]
         return (*rings, *choices)
 
     def _unseen(self, tokens: int) -> str:
@@ -392,7 +392,7 @@ def bucket_ends(tokens: int) -> tuple[int, int]:
 
 
 def _told_apart(losses: Sequence[float]) -> list[float]:
-    return [it if it >= RESOLUTION else 0.0 for it in losses]
+    return [loss if loss >= RESOLUTION else 0.0 for loss in losses]
 
 
 def _engine_name(settings: CsaSettings, asked_for: bool) -> str:

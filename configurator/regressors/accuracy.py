@@ -64,14 +64,14 @@ class AccuracyModel:
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
         """(n,) predicted losses in [0, 1]; what drops nothing loses nothing."""
-        exact = np.array([it.lossless for it in settings], bool)
+        exact = np.array([setting.lossless for setting in settings], bool)
         losses: Amounts = np.where(exact, 0.0, _predicted(self._booster, settings))
         return losses
 
     def surely(self, settings: Sequence[Setting]) -> Amounts:
         """(n,) losses that a choice may count on: those predicted, and no less than what was
         measured of something harder."""
-        exact = np.array([it.lossless for it in settings], bool)
+        exact = np.array([setting.lossless for setting in settings], bool)
         losses: Amounts = np.where(
             exact, 0.0, np.maximum(self.loss(settings), self.support.losses(settings))
         )
@@ -95,7 +95,7 @@ class AccuracyModel:
 
         def loss(configurations: Sequence[CsaSettings]) -> list[float]:
             """Micro-partitions change no answer: they are not asked for again."""
-            keys = [_answer_key(it) for it in configurations]
+            keys = [_answer_key(configuration) for configuration in configurations]
             new = {
                 key: it for key, it in zip(keys, configurations, strict=True) if key not in known
             }
@@ -156,9 +156,9 @@ def train_accuracy(
 
 def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
     data = lightgbm.Dataset(
-        feature_matrix([it.setting for it in samples]),
-        label=np.array([it.loss for it in samples]),
-        weight=np.array([it.questions for it in samples], float),
+        feature_matrix([sample.setting for sample in samples]),
+        label=np.array([sample.loss for sample in samples]),
+        weight=np.array([sample.questions for sample in samples], float),
         feature_name=[name.replace(" ", "_") for name in FEATURES],
         params={"feature_pre_filter": False, "verbose": -1},
     )
@@ -172,15 +172,15 @@ def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
         kept = [it for it, own in zip(samples, part, strict=True) if own != number]
         held = [it.setting for it, own in zip(samples, part, strict=True) if own == number]
         predicted[part == number] = _predicted(_trained(kept), held)
-    measured = np.array([it.loss for it in samples])
-    low, high = np.array([it.interval for it in samples]).T
+    measured = np.array([sample.loss for sample in samples])
+    low, high = np.array([sample.interval for sample in samples]).T
     right = np.array([(predicted <= bound) == (measured <= bound) for bound in BOUNDS])
     sure = np.array([(bound < low) | (high <= bound) for bound in BOUNDS])
     return {
         "mean_absolute_error": float(np.abs(predicted - measured).mean()),
         "right_side_of_bound": float(right.mean()),
         "right_side_beyond_interval": float(right[sure].mean()) if sure.any() else 1.0,
-        "questions": float(np.mean([it.questions for it in samples])),
+        "questions": float(np.mean([sample.questions for sample in samples])),
         "samples": float(len(samples)),
     }
 

@@ -247,20 +247,20 @@ def run_ratios(settings: CsaSettings, groups: LayerGroups) -> Ratios:
 
 def fingerprint(samples: Sequence[DirectSample]) -> str:
     """SHA-256 of a training set, whatever its order."""
-    lines = sorted(json.dumps([it.features, it.outputs]) for it in samples)
+    lines = sorted(json.dumps([sample.features, sample.outputs]) for sample in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _trained(
     objective: ObjectiveKind, names: Sequence[str], samples: Sequence[DirectSample]
 ) -> dict[str, lightgbm.Booster]:
-    asked = np.array([it.features for it in samples])
+    asked = np.array([sample.features for sample in samples])
     return {
         name: lightgbm.train(
             {**PARAMETERS, "monotone_constraints": _monotone(objective, name)},
             lightgbm.Dataset(
                 asked,
-                label=np.array([it.outputs[place] for it in samples]),
+                label=np.array([sample.outputs[place] for sample in samples]),
                 params={"feature_pre_filter": False, "verbose": -1},
             ),
             num_boost_round=ROUNDS,

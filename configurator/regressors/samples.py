@@ -168,12 +168,12 @@ def features(setting: Setting) -> tuple[float, ...]:
 
 def feature_matrix(settings: Sequence[Setting]) -> Amounts:
     """(n, features)."""
-    return np.array([features(it) for it in settings], float).reshape(-1, len(FEATURES))
+    return np.array([features(setting) for setting in settings], float).reshape(-1, len(FEATURES))
 
 
 def fingerprint(samples: Sequence[AccuracySample]) -> str:
     """SHA-256 of a training set, whatever its order."""
-    lines = sorted(json.dumps(asdict(it), sort_keys=True) for it in samples)
+    lines = sorted(json.dumps(asdict(sample), sort_keys=True) for sample in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -66,10 +66,12 @@ class Support:
     @classmethod
     def of(cls, samples: Sequence[AccuracySample]) -> Support:
         """Of measurements."""
-        enough = [it.questions >= ENOUGH for it in samples]
-        losses = [it.loss if it.questions >= ENOUGH else it.interval[1] for it in samples]
+        enough = [sample.questions >= ENOUGH for sample in samples]
+        losses = [
+            sample.loss if sample.questions >= ENOUGH else sample.interval[1] for sample in samples
+        ]
         return cls(
-            feature_matrix([it.setting for it in samples]),
+            feature_matrix([sample.setting for sample in samples]),
             np.array(losses, float),
             np.array(enough, bool),
         )
@@ -80,7 +82,7 @@ class Support:
         longest = self.features_mf[:, TOKENS].max(initial=0.0)
         features_nf[:, TOKENS] = np.minimum(features_nf[:, TOKENS], longest)
         vouching_nm = _vouches(features_nf, self.features_mf)
-        vouching_nm &= np.array([_as_measured(it.csa) for it in settings], bool)[:, None]
+        vouching_nm &= np.array([_as_measured(setting.csa) for setting in settings], bool)[:, None]
         sure_nm = vouching_nm & self.enough_m
         near_nm = vouching_nm & ~(sure_nm @ self._harder_mm)
         nearest_nm = near_nm & self.enough_m

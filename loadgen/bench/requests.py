@@ -126,11 +126,15 @@ def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> Fit
         requests = at_rate(requests, arguments.request_rate)
     if arguments.output_len is not None:
         most = arguments.output_len
-        requests = [replace(it, output_length=min(it.output_length, most)) for it in requests]
+        requests = [
+            replace(request, output_length=min(request.output_length, most)) for request in requests
+        ]
     if positions is None:
         return FittedRequests(requests=tuple(requests), cut=0)
-    texts = [it for it in requests if it.prompt is not None]
-    lengths = fit([it for it in requests if it.prompt is None], positions - SPECIAL_TOKENS)
+    texts = [request for request in requests if request.prompt is not None]
+    lengths = fit(
+        [request for request in requests if request.prompt is None], positions - SPECIAL_TOKENS
+    )
     together = sorted([*texts, *lengths.requests], key=lambda it: it.arrival_ns)
     return FittedRequests(requests=tuple(together), cut=lengths.cut)
 

@@ -304,7 +304,7 @@ def run_of(target: Target, arguments: argparse.Namespace, slo: Slo) -> RunDescri
         slo=slo,
         percentiles=arguments.metric_percentiles,
         metrics=arguments.percentile_metrics,
-        length_buckets=[int(it) for it in arguments.length_buckets],
+        length_buckets=[int(length_bucket) for length_bucket in arguments.length_buckets],
         detailed=arguments.save_detailed,
         facts={
             "backend": arguments.backend,

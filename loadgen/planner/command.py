@@ -85,14 +85,19 @@ def _predicted(model: AccuracyModel | None, question: SearchProblem) -> Loss:
     group, tokens = question.group, question.tokens
     return lambda configurations: model.loss(
         [
-            Setting(tokens=tokens, locations=group.locations, layers=group.shape.layers, csa=it)
-            for it in configurations
+            Setting(
+                tokens=tokens,
+                locations=group.locations,
+                layers=group.shape.layers,
+                csa=configuration,
+            )
+            for configuration in configurations
         ]
     ).tolist()
 
 
 def _unknown(configurations: Sequence[CsaSettings]) -> list[float]:
-    return [0.0 if it.lossless else 1.0 for it in configurations]
+    return [0.0 if configuration.lossless else 1.0 for configuration in configurations]
 
 
 def _space(group: SimulatedGroup) -> Space:

@@ -64,15 +64,19 @@ def page(results: Sequence[Result], title: str) -> str:
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         results=results,
-        names=[figures.name(it) for it in results],
+        names=[figures.name(result) for result in results],
         colors=[figures.style(number)["color"] for number in range(len(results))],
         overview=_with_values(_overview(results)),
         lengths=_by_part(results, "by_input_length", "input_length"),
         objectives=_by_part(results, "by_objective", "objective"),
         reasons=_reasons(results),
-        facts=_with_values((name, [_shown(it.get(name)) for it in results]) for name in FACTS),
+        facts=_with_values(
+            (name, [_shown(result.get(name)) for result in results]) for name in FACTS
+        ),
         figures=drawn,
-        sources=sorted({it["workload_source"] for it in results if it.get("workload_source")}),
+        sources=sorted(
+            {result["workload_source"] for result in results if result.get("workload_source")}
+        ),
     )
 
 
@@ -89,30 +93,30 @@ def _over_rates(results: Sequence[Result]) -> Iterator[tuple[str, str, figures.D
         return
     yield "ttft-by-rate", "Median TTFT by rate", figures.over_rate("median_ttft_ms", "TTFT (ms)")
     yield "p99-ttft-by-rate", "P99 TTFT by rate", figures.over_rate("p99_ttft_ms", "TTFT (ms)")
-    if any(it["slo_attainment"] is not None for it in results):
+    if any(result["slo_attainment"] is not None for result in results):
         draw = figures.over_rate("slo_attainment", "share of requests")
         yield "slo-by-rate", "Requests within SLO by rate", draw
 
 
 def _overview(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     for title, field, form in ROWS:
-        yield title, [_formatted(it.get(field), form) for it in results]
+        yield title, [_formatted(result.get(field), form) for result in results]
     for title, metric in LATENCIES:
         for statistic in ("mean", "median", "p90", "p99"):
             field = f"{statistic}_{metric}_ms"
-            if any(field in it for it in results):
+            if any(field in result for result in results):
                 short = statistic.upper() if statistic.startswith("p") else statistic
                 yield (
                     f"{title} {short} (ms)",
-                    [_formatted(it.get(field), "{:,.1f}") for it in results],
+                    [_formatted(result.get(field), "{:,.1f}") for result in results],
                 )
 
 
 def _by_part(results: Sequence[Result], table: str, key: str) -> list[Table]:
     """Median and P99 of TTFT for each part of each run."""
-    names = list(dict.fromkeys(part[key] for it in results for part in it[table]))
+    names = list(dict.fromkeys(part[key] for result in results for part in result[table]))
     names.sort(key=_first_number)
-    parts = [{part[key]: part for part in it[table]} for it in results]
+    parts = [{part[key]: part for part in result[table]} for result in results]
     return [{"name": name, "cells": [_part(of.get(name)) for of in parts]} for name in names]
 
 
@@ -130,8 +134,11 @@ def _first_number(name: str) -> tuple[int, str]:
 
 
 def _reasons(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    names = sorted({reason for it in results for reason in it["failed_by_reason"]})
-    return [(name, [str(it["failed_by_reason"].get(name, 0)) for it in results]) for name in names]
+    names = sorted({reason for result in results for reason in result["failed_by_reason"]})
+    return [
+        (name, [str(result["failed_by_reason"].get(name, 0)) for result in results])
+        for name in names
+    ]
 
 
 def _with_values(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:

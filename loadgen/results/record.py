@@ -154,7 +154,7 @@ def latency_fields(
     """`mean_ttft_ms`, `p99_itl_ms` and so on, of completed requests; absent where there is none."""
     fields: dict[str, float] = {}
     for metric in metrics:
-        seconds = [s for it in records if it.completed for s in LATENCIES[metric](it)]
+        seconds = [s for record in records if record.completed for s in LATENCIES[metric](record)]
         if seconds:
             fields |= _summary(metric, 1000 * np.array(seconds), percentiles)
     return fields
@@ -168,7 +168,7 @@ def _summary(metric: str, ms: np.ndarray, percentiles: Sequence[float]) -> dict[
 
 def normalized_fields(records: Sequence[RequestRecord]) -> dict[str, float]:
     """LoongServe's three: latency by tokens in and out, TTFT by tokens in, TPOT; means in ms."""
-    done = [it for it in records if it.completed]
+    done = [record for record in records if record.completed]
     means = {
         "total": [it.e2el_s / (it.input_tokens + it.output_tokens) for it in done],
         "input": [it.ttft_s / it.input_tokens for it in done if it.input_tokens],
@@ -186,7 +186,7 @@ def by_input_length(
 ) -> Iterator[tuple[str, list[RequestRecord]]]:
     """Requests in buckets of prompt lengths, empty ones left out: (`1025-4096`, requests)."""
     edges = [0, *bounds]
-    places = np.searchsorted(bounds, [it.input_tokens for it in records])
+    places = np.searchsorted(bounds, [record.input_tokens for record in records])
     for place in sorted(set(places.tolist())):
         beyond = place == len(bounds)
         name = f">{edges[-1]}" if beyond else f"{edges[place] + 1}-{bounds[place]}"
@@ -195,7 +195,7 @@ def by_input_length(
 
 def itl_quantiles_ms(records: Sequence[RequestRecord]) -> list[float]:
     """From the least gap to the greatest, evenly spaced in share; enough to draw a CDF."""
-    seconds = [s for it in records if it.completed for s in it.itl_s]
+    seconds = [s for record in records if record.completed for s in record.itl_s]
     if not seconds:
         return []
     shares = np.linspace(0, 1, ITL_QUANTILES + 1)
@@ -204,7 +204,9 @@ def itl_quantiles_ms(records: Sequence[RequestRecord]) -> list[float]:
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     """Most requests that were under way at once."""
-    events = [(it.sent_ns, 1) for it in records] + [(it.finished_ns, -1) for it in records]
+    events = [(record.sent_ns, 1) for record in records] + [
+        (record.finished_ns, -1) for record in records
+    ]
     # Those that end come first: an interval does not contain its end.
     changes = [change for _, change in sorted(events)]
     return int(np.cumsum([0, *changes]).max())

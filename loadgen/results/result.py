@@ -47,7 +47,7 @@ def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any
     Little's law speaks of.
     """
     step_s = next((it for it in _STEPS_S if duration_s / it <= MAX_STEPS), _STEPS_S[-1])
-    last_s = max([duration_s, *(it.finished_ns / 1e9 for it in records)])
+    last_s = max([duration_s, *(record.finished_ns / 1e9 for record in records)])
     edges = step_s * np.arange(int(last_s / step_s) + 2)
 
     def counts(times_ns: Iterable[int]) -> list[int]:
@@ -55,10 +55,10 @@ def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any
 
     return {
         "step_s": step_s,
-        "arrived": counts(it.scheduled_ns for it in records),
-        "completed": counts(it.finished_ns for it in records if it.completed),
-        "failed": counts(it.finished_ns for it in records if it.status == "failed"),
-        "chunks": counts(ns for it in records for ns in it.chunk_ns),
+        "arrived": counts(record.scheduled_ns for record in records),
+        "completed": counts(record.finished_ns for record in records if record.completed),
+        "failed": counts(record.finished_ns for record in records if record.status == "failed"),
+        "chunks": counts(ns for record in records for ns in record.chunk_ns),
         "running": [round(float(it), 3) for it in _running(records, edges) / step_s],
     }
 
@@ -66,7 +66,7 @@ def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any
 def _running(records: Sequence[RequestRecord], edges: np.ndarray) -> np.ndarray:
     """Request-seconds in each step."""
     begins, ends = (
-        np.sort(np.array([getattr(it, name) for it in records]) / 1e9)
+        np.sort(np.array([getattr(record, name) for record in records]) / 1e9)
         for name in ("scheduled_ns", "finished_ns")
     )
     running: np.ndarray = np.diff(_elapsed(begins, edges) - _elapsed(ends, edges))
@@ -120,7 +120,7 @@ def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
     Rates are over the whole duration. Shares (within SLO, right answers) are of all requests that
     could count, so that failing fast does not make a server look better.
     """
-    last_s = max((it.finished_ns for it in records), default=0) / 1e9
+    last_s = max((record.finished_ns for record in records), default=0) / 1e9
     duration_s = last_s if run.duration_s is None else run.duration_s
     return {
         "schema": SCHEMA,
@@ -156,14 +156,14 @@ def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
 
 
 def _counts(records: Sequence[RequestRecord]) -> Result:
-    statuses = Counter(it.status for it in records)
-    done = [it for it in records if it.completed]
+    statuses = Counter(record.status for record in records)
+    done = [record for record in records if record.completed]
     checked = [it.correct for it in done if it.correct is not None]
     return {
         "completed": statuses["completed"],
         "failed": statuses["failed"],
         "cancelled": statuses["cancelled"],
-        "late": sum(it.late_s > LATE_S for it in records),
+        "late": sum(record.late_s > LATE_S for record in records),
         "failed_by_reason": _reasons(records),
         "total_input": sum(it.input_tokens for it in done),
         "total_output": sum(it.output_tokens for it in done),
@@ -174,11 +174,13 @@ def _counts(records: Sequence[RequestRecord]) -> Result:
 
 def _reasons(records: Sequence[RequestRecord]) -> dict[str, int]:
     """Without what servers say about single requests, or every one would have its own reason."""
-    return dict(Counter(it.error.partition(":")[0] for it in records if not it.completed))
+    return dict(
+        Counter(record.error.partition(":")[0] for record in records if not record.completed)
+    )
 
 
 def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Result:
-    done = [it for it in records if it.completed]
+    done = [record for record in records if record.completed]
     tokens_in, tokens_out = (
         sum(getattr(it, name) for it in done) for name in ("input_tokens", "output_tokens")
     )
@@ -229,27 +231,27 @@ def _columns(records: Sequence[RequestRecord]) -> Result:
     """A number for each request; seconds, as in vLLM, null where it has none."""
 
     def seconds(name: str) -> list[float | None]:
-        values = [getattr(it, name) if it.completed else None for it in records]
+        values = [getattr(record, name) if record.completed else None for record in records]
         return [None if value is None else round(value, 7) for value in values]
 
     return {
-        "start_times": [round(it.scheduled_ns / 1e9, 7) for it in records],
-        "lateness": [round(it.late_s, 7) for it in records],
+        "start_times": [round(record.scheduled_ns / 1e9, 7) for record in records],
+        "lateness": [round(record.late_s, 7) for record in records],
         "ttfts": seconds("ttft_s"),
         "tpots": seconds("tpot_s"),
         "e2els": seconds("e2el_s"),
-        "input_lens": [it.input_tokens for it in records],
-        "output_lens": [it.output_tokens for it in records],
-        "statuses": [it.status for it in records],
-        "errors": [it.error for it in records],
-        "correct": [it.correct for it in records],
+        "input_lens": [record.input_tokens for record in records],
+        "output_lens": [record.output_tokens for record in records],
+        "statuses": [record.status for record in records],
+        "errors": [record.error for record in records],
+        "correct": [record.correct for record in records],
     }
 
 
 def _details(records: Sequence[RequestRecord]) -> Result:
     return {
-        "itls": [[round(gap, 7) for gap in it.itl_s] for it in records],
-        "generated_texts": [it.text for it in records],
+        "itls": [[round(gap, 7) for gap in record.itl_s] for record in records],
+        "generated_texts": [record.text for record in records],
     }
 
 

@@ -36,7 +36,7 @@ class GangModel:
     @property
     def kv_slots(self) -> tuple[int, ...]:
         """By instance."""
-        return tuple(it.kv_slots for it in self.instances)
+        return tuple(instance.kv_slots for instance in self.instances)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ClusterModel:
     @property
     def shares_cores(self) -> bool:
         """Ranks slow each other down."""
-        return any(it.cores is not None for it in self.decode.instances)
+        return any(instance.cores is not None for instance in self.decode.instances)
 
     @property
     def roles(self) -> tuple[GangRole, ...]:

@@ -22,8 +22,13 @@ from csps.protocols.sequencer.decode_batches import SequenceCursor, chunk_length
 def cursors(batch_members: Iterable[SimulatedMember]) -> list[SequenceCursor]:
     """Of rows that take part in an iteration, for `chunk_lengths`; all that decode are alike."""
     return [
-        SequenceCursor(next=it.computed, prompt=it.prompt, stop=it.prompt + 1, master=it.master)
-        for it in batch_members
+        SequenceCursor(
+            next=batch_member.computed,
+            prompt=batch_member.prompt,
+            stop=batch_member.prompt + 1,
+            master=batch_member.master,
+        )
+        for batch_member in batch_members
     ]
 
 

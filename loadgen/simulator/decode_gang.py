@@ -104,7 +104,7 @@ class DecodeSequences:
         )
         sequence.missing = {} if command.piggybacked else sequence.slots
         # What is to be kept when an iteration has ended lies here already.
-        reused = [it for it in command.slices if it.source not in self._sequences]
+        reused = [kv_slice for kv_slice in command.slices if kv_slice.source not in self._sequences]
         assert self.prefix_cache.has(reused), "reuses what is not kept"
         slots = decode_slots(command, command.output_tokens)
         if slots:
@@ -293,7 +293,10 @@ def _slots_there(command: MoveKv) -> dict[int, int]:
 
 def _members(command: MoveKv) -> tuple[int, ...]:
     """Indices of the instances that take part in decoding then."""
-    named = {command.master, *(it.instance for it in (*command.slices, *command.answer))}
+    named = {
+        command.master,
+        *(kv_slice.instance for kv_slice in (*command.slices, *command.answer)),
+    }
     return tuple(sorted(map(index_of, named)))
 
 

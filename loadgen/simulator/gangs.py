@@ -87,12 +87,12 @@ class SimulatedGangs:
         assert not self.busy, "something is still under way"
         decode = None if self._decode is None else self._decode.sequences
         pools = [it for it in (self._prefill, decode) if it is not None]
-        for it in pools:
-            it.slots.check_integrity()
+        for pool in pools:
+            pool.slots.check_integrity()
         if self._prefill is not None:
             self._prefill.receiving_slots.check_idle()
-        cached = sum(it.prefix_cache.tokens for it in pools)
-        used = sum(it.used for it in {id(it.slots): it.slots for it in pools}.values())
+        cached = sum(pool.prefix_cache.tokens for pool in pools)
+        used = sum(it.used for it in {id(pool.slots): pool.slots for pool in pools}.values())
         assert used == cached, f"{used - cached} slots have not come back"
 
     # --- coming and going ----------------------------------------------------------------------
@@ -120,7 +120,8 @@ class SimulatedGangs:
                 may_decode=role != "prefill",
                 tp=model.tp,
                 instances=tuple(
-                    InstanceUp(location=it.location, kv_slots=it.kv_slots) for it in model.instances
+                    InstanceUp(location=instance.location, kv_slots=instance.kv_slots)
+                    for instance in model.instances
                 ),
                 max_positions=self._cluster.max_positions,
                 kv_bytes_per_token=self._cluster.kv_bytes_per_token,

@@ -115,8 +115,10 @@ class SimulatedPrefixCache:
         instances = (instance_id(command.gang, it) for it in range(len(self._slots.free)))
         tokens = tokens_on(left)
         return [
-            Retained(sequence_id=command.sequence_id, instance=it, tokens=tokens.get(it, 0))
-            for it in instances
+            Retained(
+                sequence_id=command.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
+            )
+            for instance in instances
         ]
 
     def _set(self, sequence: SequenceId, slices: tuple[PlacedSlice, ...]) -> None:

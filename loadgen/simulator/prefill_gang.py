@@ -203,7 +203,7 @@ class PrefillGang:
         run = _StepRun(
             step=step,
             flows=flows,
-            unsent={it: taking_part[it] for it in step.group},
+            unsent={instance: taking_part[instance] for instance in step.group},
             wanted={chunk.sequence_id for chunk in step.chunks},
         )
         self._runs[step.step_id] = run
@@ -330,7 +330,7 @@ def _flows(
     """
     flows: dict[tuple[object, ...], _Flow] = {}
     for chunk, rows, history in zip(step.chunks, rows_of(step), step.history, strict=True):
-        begins = all(it.source for it in history)
+        begins = all(kv_slice.source for kv_slice in history)
         rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
         for share in own(destinations.get(chunk.sequence_id, ())):  # the rest is there already
             span = span_of(chunk)

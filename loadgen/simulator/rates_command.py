@@ -82,14 +82,14 @@ def sampler_of(
             seed=seed,
             size=Size(positions=cluster.max_positions),
         )
-        return [(it.arrival_ns, it.input_length) for it in fitted.requests]
+        return [(request.arrival_ns, request.input_length) for request in fitted.requests]
 
     return draw
 
 
 def planner_of(cluster: ClusterModel, min_chunk: int, *, chunked: bool = True) -> Cdsp:
     """For the prefill instances of a cluster."""
-    places = sorted(Location.parse(it.location) for it in cluster.prefill.instances)
+    places = sorted(Location.parse(instance.location) for instance in cluster.prefill.instances)
     servers = [sum(1 for _ in it) for _, it in groupby(places, key=lambda it: it.server_id)]
     costs = {
         size: cluster.table.step(size, cluster.prefill.tp) for size in group_sizes(len(places))
@@ -134,7 +134,7 @@ def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSamp
 
     def draw(load: float) -> Prompts:
         fitted = fit(at_rate(requests, load), cluster.max_positions)
-        return [(it.arrival_ns, it.input_length) for it in fitted.requests]
+        return [(request.arrival_ns, request.input_length) for request in fitted.requests]
 
     return draw
 

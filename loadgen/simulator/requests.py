@@ -83,8 +83,10 @@ class RequestOutcome:
     def token_ns(self) -> list[int]:
         """When each token was drawn."""
         times: list[int] = []
-        for it in self.stamps:
-            times += [it] if isinstance(it, int) else it.log.ends_ns(it.start, it.stop)
+        for stamp in self.stamps:
+            times += (
+                [stamp] if isinstance(stamp, int) else stamp.log.ends_ns(stamp.start, stamp.stop)
+            )
         return times
 
     @property
@@ -124,7 +126,7 @@ class SimulatedSequence:
     @property
     def instances(self) -> tuple[int, ...]:
         """Numbers of those that take part in decoding it."""
-        named = {self.master, *(it.instance for it in (*self.slices, *self.answer))}
+        named = {self.master, *(kv_slice.instance for kv_slice in (*self.slices, *self.answer))}
         return tuple(sorted(map(index_of, named)))
 
     @property
@@ -140,20 +142,22 @@ def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
     """Requests of a workload as the simulator takes them: answers of exactly their length."""
     return [
         Arrival(
-            at_ns=it.arrival_ns,
-            prompt_tokens=it.input_length,
-            output_tokens=it.output_length,
-            hashes=chained(it.hash_ids[: it.input_length // HASH_BLOCK_TOKENS]),
+            at_ns=request.arrival_ns,
+            prompt_tokens=request.input_length,
+            output_tokens=request.output_length,
+            hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
         )
-        for it in requests
+        for request in requests
     ]
 
 
 def chained(ids: Sequence[int]) -> tuple[bytes, ...]:
     """Names of whole blocks that name all before them, too."""
     last, found = b"", []
-    for it in ids:
-        last = blake2b(last + it.to_bytes(16, "little", signed=True), digest_size=16).digest()
+    for identifier in ids:
+        last = blake2b(
+            last + identifier.to_bytes(16, "little", signed=True), digest_size=16
+        ).digest()
         found.append(last)
     return tuple(found)
 
@@ -162,16 +166,16 @@ def records_of(outcomes: Sequence[RequestOutcome]) -> list[RequestRecord]:
     """One record for each request; a chunk is a token, as a server streams them."""
     return [
         RequestRecord(
-            scheduled_ns=it.arrival.at_ns,
-            sent_ns=it.arrival.at_ns,
-            chunk_ns=tuple(it.token_ns),
-            finished_ns=it.ended_ns,
-            input_tokens=it.arrival.prompt_tokens,
-            output_tokens=it.generated_tokens,
-            status=_status(it),
-            error=it.error,
+            scheduled_ns=outcome.arrival.at_ns,
+            sent_ns=outcome.arrival.at_ns,
+            chunk_ns=tuple(outcome.token_ns),
+            finished_ns=outcome.ended_ns,
+            input_tokens=outcome.arrival.prompt_tokens,
+            output_tokens=outcome.generated_tokens,
+            status=_status(outcome),
+            error=outcome.error,
         )
-        for it in outcomes
+        for outcome in outcomes
     ]
 
 
@@ -183,7 +187,11 @@ def _status(outcome: RequestOutcome) -> Status:
 
 def queue_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     """How long requests waited for their first step to begin, in ms."""
-    waits = [(it.started_ns - it.arrival.at_ns) / 1e6 for it in outcomes if it.started_ns >= 0]
+    waits = [
+        (outcome.started_ns - outcome.arrival.at_ns) / 1e6
+        for outcome in outcomes
+        if outcome.started_ns >= 0
+    ]
     if not waits:
         return {}
     fields = {"mean_queue_ms": math.fsum(waits) / len(waits)}

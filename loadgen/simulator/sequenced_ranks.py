@@ -315,7 +315,7 @@ class SequencedRanks:
             self._sequencer.iterated(leader, seq, BATCH, took_ns, finished)
             self._wake()
             return
-        decoding = [it for it in batch_members if not it.prefills]
+        decoding = [batch_member for batch_member in batch_members if not batch_member.prefills]
         chunks = self._fill(batch_members) if len(decoding) < len(batch_members) else []
         for member, _ in chunks:
             if member.begins:

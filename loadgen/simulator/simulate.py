@@ -215,7 +215,7 @@ def result_of(
         "workload": source,
         "seed": arguments.seed,
         "prompts_cut": requests.cut,
-        "cached_tokens": sum(it.cached for it in found.outcomes),
+        "cached_tokens": sum(outcome.cached for outcome in found.outcomes),
         **queue_fields(found.outcomes),
     }
     run = RunDescription(

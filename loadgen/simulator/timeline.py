@@ -198,7 +198,11 @@ class Cores:
 
     def __init__(self, timeline: EventTimeline, gang: GangModel) -> None:
         self._timeline, self._gang = timeline, gang
-        self._cores = {it.server: it.cores for it in gang.instances if it.cores is not None}
+        self._cores = {
+            instance.server: instance.cores
+            for instance in gang.instances
+            if instance.cores is not None
+        }
         self._jobs: list[_Job] = []
         self._computing: Counter[str] = Counter()
         """Ranks, by server."""

@@ -54,7 +54,7 @@ def at_rate(requests: list[WorkloadRequest], rate: float) -> list[WorkloadReques
     if span_ns == 0:
         return requests
     factor = (len(requests) - 1) / rate * 1e9 / span_ns
-    return [replace(it, arrival_ns=round(it.arrival_ns * factor)) for it in requests]
+    return [replace(request, arrival_ns=round(request.arrival_ns * factor)) for request in requests]
 
 
 def _read(line: str, place: str, speedup: float) -> WorkloadRequest:

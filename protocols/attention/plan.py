@@ -46,9 +46,9 @@ def option_name(strategy: str, csa: CsaSettings | None) -> str:
         return strategy
     usual = CsaSettings()
     told = {
-        it.name: getattr(csa, it.name)
-        for it in fields(csa)
-        if getattr(csa, it.name) != getattr(usual, it.name)
+        field.name: getattr(csa, field.name)
+        for field in fields(csa)
+        if getattr(csa, field.name) != getattr(usual, field.name)
     }
     return strategy + SETTINGS + msgspec.json.encode(told, order="deterministic").decode()
 
@@ -135,7 +135,7 @@ class Objective:
     def of_key(cls, key: str) -> Objective:
         """The objective of that name."""
         kind, *bounds = key.split(":")
-        loss, ttft_ms = (None if it == "None" else float(it) for it in bounds)
+        loss, ttft_ms = (None if bound == "None" else float(bound) for bound in bounds)
         return cls(
             kind="ttft" if kind == "ttft" else "accuracy",
             max_accuracy_loss=loss,

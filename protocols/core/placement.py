@@ -91,8 +91,8 @@ class Span:
     def partitioned_by(self, parts: Sequence[Span]) -> bool:
         """Whether the parts have each of its positions once, and no others."""
         return (
-            sum(it.length for it in parts) == self.length
-            and all(it.intersection(self) == it for it in parts)
+            sum(part.length for part in parts) == self.length
+            and all(part.intersection(self) == part for part in parts)
             and disjoint(parts)
         )
 
@@ -260,7 +260,7 @@ def striped_of(tokens: Sequence[int]) -> Layout:
         for index, part in enumerate(taking):
             spans[part].append(Span(start + index, max(start + index, stop), len(taking)))
         start, reached = stop, count
-    return tuple(_spans(*it) for it in spans)
+    return tuple(_spans(*span) for span in spans)
 
 
 RING_LAYOUTS: Mapping[str, Callable[[Sequence[int]], Layout]] = {

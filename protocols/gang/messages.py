@@ -271,7 +271,7 @@ class ReserveKv:
     trace: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        reused = [it.span for it in self.slices if it.source is not None]
+        reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source is not None]
         if not Span(0, self.reused).partitioned_by(reused):
             raise ValueError(
                 f"what request {self.sequence_id} reuses is not its prompt's beginning"
@@ -284,7 +284,7 @@ class ReserveKv:
     @property
     def reused(self) -> int:
         """Positions before this one have KV here that others have computed."""
-        return sum(it.span.length for it in self.slices if it.source is not None)
+        return sum(kv_slice.span.length for kv_slice in self.slices if kv_slice.source is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,8 +105,10 @@ class ReceivingBackends:
 
     def check_integrity(self) -> None:
         """Assert that no backend was lost or given twice, and that none is free in vain."""
-        backends_of = sum(it.backends for it in self._requests.values())
+        backends_of = sum(request.backends for request in self._requests.values())
         assert self.free >= 0, "more backends given than there are"
         assert backends_of + self.free == self.total, "a backend was lost"
-        for it in self._requests.values():
-            assert not (it.waiting and (it.idle or self.free)), "a backend is free in vain"
+        for request in self._requests.values():
+            assert not (request.waiting and (request.idle or self.free)), (
+                "a backend is free in vain"
+            )

@@ -61,7 +61,7 @@ class PrefillChunk:
         if not self.rows:
             return
         chunk = Span(self.start, self.start + self.length)
-        if not chunk.partitioned_by([it.span for it in self.rows]):
+        if not chunk.partitioned_by([row.span for row in self.rows]):
             raise ValueError(
                 f"rows of request {self.sequence_id} are not its positions {chunk}, each once"
             )
@@ -74,7 +74,7 @@ class PrefillChunk:
     @property
     def begins(self) -> bool:
         """It is the first one that the sequence computes."""
-        return all(it.source is not None for it in self.history)
+        return all(kv_slice.source is not None for kv_slice in self.history)
 
     @property
     def decoded(self) -> bool:
@@ -169,7 +169,9 @@ class SequencePlacement:
     @property
     def instances(self) -> frozenset[int]:
         """Whom the row concerns."""
-        return frozenset((self.master, *(it.instance for it in (*self.slices, *self.answer))))
+        return frozenset(
+            (self.master, *(kv_slice.instance for kv_slice in (*self.slices, *self.answer)))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +207,10 @@ class MoveSequence:
         to_come = Span(self.prompt_length, max(self.prompt_length, self.stop))
         answer = placement.answer or (KvSlice(instance=placement.master, span=to_come),)
         cuts = (
-            replace(it, span=it.span.intersection(Span(0, self.stop)))
-            for it in (*placement.slices, *answer)
+            replace(kv_slice, span=kv_slice.span.intersection(Span(0, self.stop)))
+            for kv_slice in (*placement.slices, *answer)
         )
-        return tuple(it for it in cuts if it.span.length)
+        return tuple(cut for cut in cuts if cut.span.length)
 
     def transfers(self) -> Iterator[InstanceTransfer]:
         """What changes its instance, in the order in which every member sees it."""
@@ -263,8 +265,8 @@ class RebalancedKv:
 
 def rebalanced_kv(chunk: PrefillChunk) -> Iterator[RebalancedKv]:
     """History of a piece that lies elsewhere than it is to be kept, each position once."""
-    targets = [it for it in chunk.placement if it.span.start < chunk.start]
-    index = SpanIndex(it.span for it in targets)
+    targets = [kv_slice for kv_slice in chunk.placement if kv_slice.span.start < chunk.start]
+    index = SpanIndex(target.span for target in targets)
     for stored in chunk.history:
         for position in index.near(stored.span):
             target_slice = targets[position]
@@ -284,11 +286,11 @@ def _rebalanced(chunk: PrefillChunk) -> PrefillChunk:
     moves = list(rebalanced_kv(chunk))
     if not moves:
         return chunk
-    rests = rests_of((it.span for it in chunk.history), [it.span for it in moves])
+    rests = rests_of((it.span for it in chunk.history), [move.span for move in moves])
     staying = (
         replace(kv_slice, span=rest)
         for kv_slice, left in zip(chunk.history, rests, strict=True)
         for rest in left
     )
-    arrived = (KvSlice(instance=it.receiver, span=it.span) for it in moves)
+    arrived = (KvSlice(instance=move.receiver, span=move.span) for move in moves)
     return replace(chunk, history=(*staying, *arrived))

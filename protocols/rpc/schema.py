@@ -69,7 +69,7 @@ def _struct(cls: type) -> type[msgspec.Struct]:
     """What exactly the fields of a dataclass may be."""
     assert dataclasses.is_dataclass(cls), f"{cls!r} is not a message"
     hints = typing.get_type_hints(cls)
-    fields = [(it.name, _strict(hints[it.name])) for it in dataclasses.fields(cls)]
+    fields = [(field.name, _strict(hints[field.name])) for field in dataclasses.fields(cls)]
     return msgspec.defstruct(cls.__name__, fields, forbid_unknown_fields=True)
 
 

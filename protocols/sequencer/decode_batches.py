@@ -165,7 +165,9 @@ class SequencedBatch:
 
     def grant(self, seq: int, iterations: int, group: GrantGroup) -> None:
         """A lease of `iterations` iterations is in the log."""
-        masters = tuple(it for it in self.masters if it in group.ranks) or group.ranks[:1]
+        masters = (
+            tuple(master for master in self.masters if master in group.ranks) or group.ranks[:1]
+        )
         self.grants[seq] = DecodeGrant(iterations, group.ranks, masters, len(masters))
         for rank in group.ranks:
             self.served[rank] = seq

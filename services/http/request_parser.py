@@ -290,7 +290,9 @@ def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
 
 def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
     """Fields of `CsaSettings` that the client fixes."""
-    named = {it.name: it.name for it in fields(CsaSettings)} | {"drop_ratios": "drop_ratio"}
+    named = {field.name: field.name for field in fields(CsaSettings)} | {
+        "drop_ratios": "drop_ratio"
+    }
     return tuple(name for name, option in named.items() if getattr(options, option) is not None)
 
 

@@ -161,8 +161,8 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
     bounds = placement["bounds"]
     parts = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
     shares = [
-        f"{it['span']['stop'] - it['span']['start']} on {it['instance']}"
-        for it in placement["shares"]
+        f"{kv_slice['span']['stop'] - kv_slice['span']['start']} on {kv_slice['instance']}"
+        for kv_slice in placement["shares"]
     ]
     return [
         f"plan: {plan['attention']} attention, {plan['strategy']} ({plan['reason']})",

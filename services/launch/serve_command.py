@@ -60,7 +60,10 @@ class ServeStatus:
     @property
     def drain_s(self) -> float:
         """Longest that what runs lets its requests take once it has to end."""
-        deployed = (it.get("deployed_app_config") or {} for it in self.applications.values())
+        deployed = (
+            application.get("deployed_app_config") or {}
+            for application in self.applications.values()
+        )
         default = Settings.model_fields["drain_s"].default
         return max(
             (float((it.get("args") or {}).get("drain_s", default)) for it in deployed), default=0.0
@@ -93,10 +96,10 @@ class ServeStatus:
         if application is None:
             return "starting Serve"
         deployments = dict(sorted(application["deployments"].items()))
-        reasons = "; ".join(filter(None, (_reason(*it) for it in deployments.items())))
+        reasons = "; ".join(filter(None, (_reason(*item) for item in deployments.items())))
         if application["status"] == "DEPLOY_FAILED":
             raise ConfigError(f"deployment failed: {reasons or last_line(application['message'])}")
-        counts = ", ".join(_count(*it) for it in deployments.items())
+        counts = ", ".join(_count(*item) for item in deployments.items())
         return f"{counts} ({reasons or trouble})" if counts else "building the application"
 
 

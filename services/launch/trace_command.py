@@ -31,7 +31,9 @@ def main(argv: Sequence[str]) -> None:
     if args.action == "ui":
         _ui(args)
         return
-    known = [it for it in traces(read_spans(span_files(args.traces))) if it.root.name == REQUEST]
+    known = [
+        trace for trace in traces(read_spans(span_files(args.traces))) if trace.root.name == REQUEST
+    ]
     if not known:
         raise ConfigError(
             f"no traced request in {args.traces}; a server whose traces go to an OTLP endpoint "

@@ -130,7 +130,7 @@ class MeasuredGroups:
 
     def of_places(self, places: Sequence[str]) -> SimulatedGroup:
         """Instances at Rack-Server-GPU ids, ascending."""
-        servers = [it.server_id for it in Topology.of(places).locations]
+        servers = [location.server_id for location in Topology.of(places).locations]
         numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
         most = max(map(servers.count, numbers))
         sharing = self.cores is not None and self.cores < most

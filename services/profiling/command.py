@@ -231,9 +231,9 @@ async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[L
 
     ranks = await server_ranks(config)
     return (
-        [it.location for it in ranks],
-        [it.host for it in ranks],
-        [RemoteLinkProbe(it.node_id, *device) for it in ranks],
+        [rank.location for rank in ranks],
+        [rank.host for rank in ranks],
+        [RemoteLinkProbe(rank.node_id, *device) for rank in ranks],
     )
 
 

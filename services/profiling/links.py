@@ -102,7 +102,7 @@ async def measure_links(
     try:
         await _start(ends, hosts, sizes)
         for sender, receiver in combinations(range(len(ends)), 2):
-            rounds = [statistics.median(it) for it in json.loads(await _line(ends, receiver))]
+            rounds = [statistics.median(load) for load in json.loads(await _line(ends, receiver))]
             one_way = [seconds - min(rounds) / 2 for seconds in rounds]
             record_pair(sender, receiver, dict(zip(sizes, one_way, strict=True)))
     finally:

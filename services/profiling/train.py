@@ -123,7 +123,7 @@ def _groups(base: ScalingInformationBase, settings: Settings) -> list[SimulatedG
     measured = MeasuredGroups.read(base, settings)
     places = sorted(Topology.of(gang_places(base, settings)).locations[:: gang.tp])
     return [
-        measured.of_places([str(it) for it in places[:size]])
+        measured.of_places([str(place) for place in places[:size]])
         for size in group_sizes(gang.instances)
     ]
 

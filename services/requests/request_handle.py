@@ -63,20 +63,20 @@ class Timings:
 
     def add_figures(self, figures: Sequence[PrefillDone]) -> None:
         """Take in what the ranks of a prefill group have measured."""
-        self.rank_queue_s = max(it.queue_s for it in figures)
-        self.compute_s = max(it.compute_s for it in figures)
-        self.communication_s = max(it.communication_s for it in figures)
-        self.exchange_s = max(it.exchange_s for it in figures)
+        self.rank_queue_s = max(figure.queue_s for figure in figures)
+        self.compute_s = max(figure.compute_s for figure in figures)
+        self.communication_s = max(figure.communication_s for figure in figures)
+        self.exchange_s = max(figure.exchange_s for figure in figures)
         self.hidden_communication = _hidden(figures)
-        self.rank_transfer_s = max(it.transfer_s for it in figures)
-        self.yielded_s = max(it.yielded_s for it in figures)
+        self.rank_transfer_s = max(figure.transfer_s for figure in figures)
+        self.yielded_s = max(figure.yielded_s for figure in figures)
 
 
 def _hidden(figures: Sequence[PrefillDone]) -> float | None:
-    total_s = sum(it.exchange_s for it in figures)
+    total_s = sum(figure.exchange_s for figure in figures)
     if not total_s:
         return None
-    return max(0.0, 1.0 - sum(it.communication_s for it in figures) / total_s)
+    return max(0.0, 1.0 - sum(figure.communication_s for figure in figures) / total_s)
 
 
 @dataclass(slots=True)

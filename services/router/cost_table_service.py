@@ -243,7 +243,9 @@ class CostTableService:
     def _want(self, buckets: Sequence[Bucket]) -> None:
         filled = self._newest.buckets
         self._wanted.update(
-            (it, None) for it in buckets if it not in filled and it.row in self._classes
+            (bucket, None)
+            for bucket in buckets
+            if bucket not in filled and bucket.row in self._classes
         )
         if self._wanted and self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="ask the configurator")

@@ -86,14 +86,20 @@ class StepLauncher:
         if gang is None:
             return
         self._refuse_unmet(command, gang, sequences)
-        in_place = {it.id: it.command.slices for it in sequences if it.decode is gang}
+        in_place = {
+            sequence.id: sequence.command.slices
+            for sequence in sequences
+            if sequence.decode is gang
+        }
         rest, idle = without_cancelled(
-            command, {it.id for it in sequences if it.over}, placements=in_place
+            command, {sequence.id for sequence in sequences if sequence.over}, placements=in_place
         )
         for instance in idle:
             self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
         if rest.chunks:
-            self._send_or_fail(rest, gang, [it for it in sequences if not it.over])
+            self._send_or_fail(
+                rest, gang, [sequence for sequence in sequences if not sequence.over]
+            )
 
     def _refuse_unmet(
         self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
@@ -153,8 +159,8 @@ def _attempt_placement(command: RunStep, sequence: LiveSequence) -> AttemptPlace
 
 def _bucket(command: RunStep, gang: GangClient) -> Bucket:
     """Of the cost table, that the step's strategy was looked up in."""
-    places = [Location.parse(gang.locations[index_of(it)]) for it in command.group]
-    history = max(it.start for it in command.chunks)
+    places = [Location.parse(gang.locations[index_of(instance)]) for instance in command.group]
+    history = max(chunk.start for chunk in command.chunks)
     return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, command.bounds[-1])
 
 
@@ -266,7 +272,7 @@ class Executor:
 
     def _run_step(self, command: commands.RunStep) -> None:
         sequences = [self._sequences.by_id[chunk.sequence_id] for chunk in command.chunks]
-        reserving = [it.reserving for it in sequences if it.reserving is not None]
+        reserving = [sequence.reserving for sequence in sequences if sequence.reserving is not None]
         if reserving:
             self._in_background(self._launch_when_reserved(command, sequences, reserving))
         else:

@@ -44,7 +44,7 @@ Members = frozenset[InstanceId]
 
 def decode_members(placement: HasPlacement) -> Members:
     """Who takes part in decoding a sequence."""
-    named = (it.instance for it in (*placement.slices, *placement.answer))
+    named = (kv_slice.instance for kv_slice in (*placement.slices, *placement.answer))
     return frozenset((placement.master, *named))
 
 
@@ -94,9 +94,9 @@ class DecodeGroups:
         """Groups that have some of these instances."""
         groups: list[Members] = []
         for members in self._sequence_counts.get(gang, ()):
-            apart = [it for it in groups if it.isdisjoint(members)]
-            groups = [*apart, members.union(*(it for it in groups if it not in apart))]
-        return [it for it in groups if not it.isdisjoint(instances)]
+            apart = [group for group in groups if group.isdisjoint(members)]
+            groups = [*apart, members.union(*(group for group in groups if group not in apart))]
+        return [group for group in groups if not group.isdisjoint(instances)]
 
 
 class InstanceRanks:
@@ -105,7 +105,7 @@ class InstanceRanks:
 
     def __init__(self, gang: GangClient, instances: Iterable[InstanceId]) -> None:
         self.gang = gang
-        self._missing = {it: set(gang.ranks_of(index_of(it))) for it in instances}
+        self._missing = {instance: set(gang.ranks_of(index_of(instance))) for instance in instances}
 
     def __bool__(self) -> bool:
         return bool(self._missing)
@@ -126,13 +126,13 @@ class InstanceRanks:
 
     def expect(self, instances: Iterable[InstanceId]) -> None:
         """These are to report as well, all of their ranks."""
-        for it in instances:
-            self._missing[it] = set(self.gang.ranks_of(index_of(it)))
+        for instance in instances:
+            self._missing[instance] = set(self.gang.ranks_of(index_of(instance)))
 
     def discard(self, instances: Iterable[InstanceId]) -> None:
         """Whether these report does not matter any more."""
-        for it in instances:
-            self._missing.pop(it, None)
+        for instance in instances:
+            self._missing.pop(instance, None)
 
     def clear(self) -> None:
         """Nobody will report any more."""
@@ -258,17 +258,17 @@ class LiveMove:
     def tokens(self) -> int:
         """Whose KV has moved; every rank of an instance has its own heads of them."""
         tp = max(1, self.pending_acks.gang.tp)
-        return sum(it.tokens for it in self.acks) // tp
+        return sum(ack.tokens for ack in self.acks) // tp
 
     @property
     def sent_bytes(self) -> int:
         """Over all ranks."""
-        return sum(it.sent_bytes for it in self.acks)
+        return sum(ack.sent_bytes for ack in self.acks)
 
     @property
     def seconds(self) -> float:
         """Of the rank that was longest at it."""
-        return max((it.seconds for it in self.acks), default=0.0)
+        return max((ack.seconds for ack in self.acks), default=0.0)
 
 
 def end_move(sequence: LiveSequence, move: LiveMove) -> None:
@@ -295,7 +295,7 @@ class ElasticEventRecorder:
     def joins(self, sequence: LiveSequence) -> None:
         """A sequence is about to be decoded, on an elastic gang."""
         now, members = time.monotonic(), decode_members(sequence.placement)
-        holders = {it.instance for it in sequence.placement.slices}
+        holders = {kv_slice.instance for kv_slice in sequence.placement.slices}
         if not members <= holders:
             self._note(sequence, ElasticEvent(kind="scale_up", began=now, ended=now))
         if len(self._groups.touching(sequence.decode, members)) > 1:
@@ -323,13 +323,13 @@ class ElasticEventRecorder:
         """
         ended = time.monotonic()
         began = ended - took_s
-        if {it.instance for it in _kv_holders(sequences)} < set(command.group):
+        if {kv_holder.instance for kv_holder in _kv_holders(sequences)} < set(command.group):
             event = ElasticEvent(
                 kind="scale_down",
                 began=began,
                 ended=ended,
-                seconds=max((it.placing_s for it in ranks), default=0.0),
-                sent_bytes=sum(it.placed_bytes for it in ranks),
+                seconds=max((rank.placing_s for rank in ranks), default=0.0),
+                sent_bytes=sum(rank.placed_bytes for rank in ranks),
                 tokens=sum(chunk.length for chunk in command.chunks),
             )
             self._note(sequences[0], event)

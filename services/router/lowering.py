@@ -53,11 +53,11 @@ def begin_move(command: MoveKv, sequence: LiveSequence, gang: GangClient) -> Mov
         after=row_placement(command),
         trace=sequence.handle.carrier,
     )
-    members = [instance_id(command.gang, it) for it in message.instances]
+    members = [instance_id(command.gang, instance) for instance in message.instances]
     sequence.move = LiveMove(command, sequence.placement, InstanceRanks(gang, members))
     # Whichever it comes to tells as well when it holds nothing of it any more.
     known = decode_slots(sequence.placement, 0)
-    sequence.pending_free.expect(it for it in members if it not in known)
+    sequence.pending_free.expect(member for member in members if member not in known)
     return message
 
 
@@ -182,15 +182,15 @@ def without_cancelled(
     all_rows = list(rows_of(command))
     rows = tokens_on(kv_slice for index in remaining for kv_slice in all_rows[index])
     involved = {**rows, **dict.fromkeys(_holders(command, remaining, placements))}
-    group = tuple(it for it in command.group if it in involved)
+    group = tuple(instance for instance in command.group if instance in involved)
     rest = msgspec.structs.replace(
         command,
         group=group,
-        bounds=bounds_of([rows.get(it, 0) for it in group]),
+        bounds=bounds_of([rows.get(instance, 0) for instance in group]),
         chunks=tuple(command.chunks[index] for index in remaining),
         history=tuple(command.history[index] for index in remaining),
     )
-    return rest, [it for it in command.group if it not in involved]
+    return rest, [instance for instance in command.group if instance not in involved]
 
 
 def _holders(
@@ -275,7 +275,7 @@ def _tokens_of_rows(
     command: commands.RunStep, sequences: list[LiveSequence]
 ) -> dict[InstanceId, NDArray[np.int32]]:
     """What each member of a step's group computes, in the order of its rows."""
-    tokens: dict[InstanceId, list[NDArray[np.int32]]] = {it: [] for it in command.group}
+    tokens: dict[InstanceId, list[NDArray[np.int32]]] = {instance: [] for instance in command.group}
     for rows, sequence in zip(rows_of(command), sequences, strict=True):
         known = known_tokens(sequence.handle)
         for kv_slice in rows:
@@ -301,8 +301,10 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 def kv_slices(slices: tuple[commands.PlacedSlice, ...]) -> tuple[KvSlice, ...]:
     """Shares as ranks are told of them: an instance by its place in its gang."""
     return tuple(
-        KvSlice(instance=index_of(it.instance), span=it.span, source=it.source or None)
-        for it in slices
+        KvSlice(
+            instance=index_of(kv_slice.instance), span=kv_slice.span, source=kv_slice.source or None
+        )
+        for kv_slice in slices
     )
 
 

@@ -189,7 +189,7 @@ class RunningSteps:
             for sequence in step.sequences:
                 sequence.handle.timings.add_figures(step.figures)
             self._observer.step_done(_figures(step))
-            if not any(it.cancelled for it in step.figures):
+            if not any(figure.cancelled for figure in step.figures):
                 self._completed(step)
         return took_s
 
@@ -216,7 +216,7 @@ class RunningSteps:
 
 def _figures(step: _RunningStep) -> StepFigures:
     gang = step.unreported.gang
-    places = [Location.parse(it) for it in gang.locations]
+    places = [Location.parse(location) for location in gang.locations]
     return StepFigures(
         strategy=parse_option(step.command.strategy).strategy,
         sp=len(step.command.group),

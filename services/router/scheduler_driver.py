@@ -164,6 +164,6 @@ def gang_up(gang_number: GangId, gang: GangClient, *, generation: int) -> GangUp
             InstanceUp(location=location, kv_slots=slots)
             for location, slots in zip(gang.locations, gang.capacities, strict=True)
         ),
-        max_positions=min(it.max_positions for it in gang.descriptions),
-        kv_bytes_per_token=max(it.kv_bytes_per_token for it in gang.descriptions),
+        max_positions=min(description.max_positions for description in gang.descriptions),
+        kv_bytes_per_token=max(description.kv_bytes_per_token for description in gang.descriptions),
     )

@@ -445,7 +445,7 @@ def _no_model(name: str) -> str:
     shown = abridged(name, 200)
     if Path(name).expanduser().is_dir():
         return f"model: no config.json in {shown}, so it is no Hugging Face checkpoint"
-    shipped = ", ".join(sorted(it.parent.name for it in shipped_models().glob("*/config.json")))
+    shipped = ", ".join(sorted(path.parent.name for path in shipped_models().glob("*/config.json")))
     return (
         f"model: there is no directory {shown}, nor a shipped model of this name ({shipped}); "
         "csps downloads none"

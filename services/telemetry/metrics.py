@@ -116,14 +116,14 @@ class StepMetrics:
         labels = {"strategy": step.strategy, "sp_size": str(step.sp)}
         self._steps(**labels).inc()
         self._tokens(**labels).inc(step.tokens)
-        for it in step.ranks:
-            self._compute.inc(max(0.0, it.compute_s))
-            self._exchange.inc(it.exchange_s)
-            self._waited.inc(min(it.communication_s, it.exchange_s))
-            self._yielded.inc(it.yielded_s)
-            for peer, sent in enumerate(it.bytes_sent):
+        for rank in step.ranks:
+            self._compute.inc(max(0.0, rank.compute_s))
+            self._exchange.inc(rank.exchange_s)
+            self._waited.inc(min(rank.communication_s, rank.exchange_s))
+            self._yielded.inc(rank.yielded_s)
+            for peer, sent in enumerate(rank.bytes_sent):
                 if sent:
-                    self._sent(within=_within(step.places[it.rank], step.places[peer])).inc(sent)
+                    self._sent(within=_within(step.places[rank.rank], step.places[peer])).inc(sent)
 
 
 def _within(one: Location, other: Location) -> str:
@@ -158,10 +158,10 @@ class TransferMetrics:
 
     def received(self, ranks: Sequence[RankKvReceived]) -> None:
         """All ranks that decode a prompt have its KV; nothing of it was sent where it lay."""
-        total = sum(it.received_bytes for it in ranks)
+        total = sum(rank.received_bytes for rank in ranks)
         if not total:
             return
-        seconds = max(it.receiving_s for it in ranks)
+        seconds = max(rank.receiving_s for rank in ranks)
         self._size.observe(total / 1e6)
         self._latency.observe(seconds * 1e3)
         if seconds:

@@ -75,6 +75,9 @@ def check_stopped(span: ReadableSpan) -> None:
 
 def check_phases(phases: list[ReadableSpan], exchange: str) -> None:
     """Of the layer that was computed, its exchange among them, and of no other."""
-    attributes = [it.attributes for it in phases if it.attributes is not None]
-    assert exchange in {it[PHASE] for it in attributes}
-    assert {it[LAYER] for it in attributes if LAYER in it} <= {0, 1}  # 1: fetched ahead
+    attributes = [phase.attributes for phase in phases if phase.attributes is not None]
+    assert exchange in {attribute[PHASE] for attribute in attributes}
+    assert {attribute[LAYER] for attribute in attributes if LAYER in attribute} <= {
+        0,
+        1,
+    }  # 1: fetched ahead

@@ -48,7 +48,7 @@ def request(sequence_id: int, length: int = 40, sampling: Sampling = GREEDY) -> 
 
 
 def job(*requests: Request) -> PrefillStep:
-    return job_of([it.chunk() for it in requests], [0, 1])
+    return job_of([request.chunk() for request in requests], [0, 1])
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:

@@ -176,7 +176,12 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
             cell, prompt_of(50), prompt_of(9, 1), prompt_of(1, 2)
         )
         run_job(cell, [long], [long.chunk(30)], [0, 1])
-        run_job(cell, prefills, [it.chunk(len(it.request.prompt)) for it in prefills], [0, 1])
+        run_job(
+            cell,
+            prefills,
+            [prefill.chunk(len(prefill.request.prompt)) for prefill in prefills],
+            [0, 1],
+        )
         assert long.holders | short.holders | tiny.holders == {0, 1}
         await finish(cell, tiny_llama, prefills)
 
@@ -210,7 +215,9 @@ async def run_random_plan(model: Path, seed: int) -> None:
         prompts = [prompt_of(rng.randint(1, 60), seed + n) for n in range(rng.randint(1, 3))]
         prefills = await reserved(cell, *prompts)
         waits = rng.random() < 0.5
-        while unfinished := [it for it in prefills if it.done < len(it.request.prompt)]:
+        while unfinished := [
+            prefill for prefill in prefills if prefill.done < len(prefill.request.prompt)
+        ]:
             chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
             step_id = random_job(cell, chosen, instances, rng)
             if waits:

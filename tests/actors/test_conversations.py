@@ -49,14 +49,14 @@ class KnownKv:
         """A sequence has computed these, of which those before `stop` are kept."""
         for share in slices:
             if share.source is None:
-                kept = (it for it in share.span.positions if it < stop)
+                kept = (position for position in share.span.positions if position < stop)
                 self._places.update(dict.fromkeys(kept, (sequence_id, share.instance)))
 
     def forget(self, sequence_id: int, spans: Iterable[Span] = (Span(0, 2**62),)) -> None:
         """What a sequence has computed is not kept any more."""
         gone = [at for at, (source, _) in self._places.items() if source == sequence_id]
         for position in gone:
-            if any(Span(position, position + 1).intersection(it).length for it in spans):
+            if any(Span(position, position + 1).intersection(span).length for span in spans):
                 del self._places[position]
 
     def before(self, stop: int) -> tuple[KvSlice, ...]:
@@ -206,13 +206,19 @@ class Talk:
     def _in_place(self, request: Request) -> int:
         """What is reserved elsewhere than where it is known may move there."""
         known = self.decoded.before(self.decoded.prefix)
-        reused = sum(it.span.length for it in request.slices if it.source is not None)
+        reused = sum(
+            kv_slice.span.length for kv_slice in request.slices if kv_slice.source is not None
+        )
         if self.rng.random() < 0.5:
             return reused
         while reused < min(self.decoded.prefix, len(self.text) - 1):
             next_one = Span(reused, reused + 1)
             places = [
-                {it.instance for it in slices if it.span.intersection(next_one).length}
+                {
+                    kv_slice.instance
+                    for kv_slice in slices
+                    if kv_slice.span.intersection(next_one).length
+                }
                 for slices in (known, request.slices)
             ]
             if places[0] == places[1]:
@@ -250,7 +256,7 @@ class Talk:
         kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
         if not (self.in_place or self.rode or request.chunk().decoded):
             kept = Span(0, 0)  # it was not sent
-        own = [it for it in (*request.slices, *keepers) if it.source is None]
+        own = [kv_slice for kv_slice in (*request.slices, *keepers) if kv_slice.source is None]
         self.decoded.learn(sequence_id, own, kept.stop)
         left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
         expected = sum(it.span.intersection(kept).length for it in own)
@@ -274,8 +280,10 @@ class Talk:
 
 def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
     """Those of the positions before one."""
-    cuts = (replace(it, span=it.span.intersection(Span(0, stop))) for it in slices)
-    return tuple(it for it in cuts if it.span.length)
+    cuts = (
+        replace(kv_slice, span=kv_slice.span.intersection(Span(0, stop))) for kv_slice in slices
+    )
+    return tuple(cut for cut in cuts if cut.span.length)
 
 
 async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan]) -> None:

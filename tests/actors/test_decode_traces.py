@@ -81,25 +81,27 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     }
     master = figures.pop(1)
     assert 0 < master[COMMUNICATION_S] < master[EXCHANGE_S]
-    assert all(not it[COMMUNICATION_S] and not it[EXCHANGE_S] for it in figures.values())
+    assert all(
+        not figure[COMMUNICATION_S] and not figure[EXCHANGE_S] for figure in figures.values()
+    )
 
 
 def of_ranks(exported: InMemorySpanExporter, name: str) -> dict[int, dict[str, Any]]:
     """What the span of this name says on each rank."""
     return {
-        int(it.attributes[RANK]): dict(it.attributes)
-        for it in exported.get_finished_spans()
-        if it.name == name and it.attributes is not None
+        int(get_finished_span.attributes[RANK]): dict(get_finished_span.attributes)
+        for get_finished_span in exported.get_finished_spans()
+        if get_finished_span.name == name and get_finished_span.attributes is not None
     }
 
 
 def check_scale_down(figures: dict[int, dict[str, Any]]) -> None:
     """Only the second rank stores what comes by; all of them move something in the last layer."""
     assert [figures[rank][PLACING_STORED_S] > 0 for rank in range(3)] == [False, True, False]
-    for it in figures.values():
-        parts = it[PLACING_STORED_S] + it[PLACING_WAITED_S]
-        assert 0 < parts < it[PLACING_S]
-        assert it[PLACING_WAITED_S] < it[LAST_LAYER_S]
+    for figure in figures.values():
+        parts = figure[PLACING_STORED_S] + figure[PLACING_WAITED_S]
+        assert 0 < parts < figure[PLACING_S]
+        assert figure[PLACING_WAITED_S] < figure[LAST_LAYER_S]
 
 
 def lies(attributes: dict[str, Any]) -> tuple[int, int, int | None]:

@@ -56,7 +56,9 @@ class NobodysMesh:
 
     def expect(self, recvs: Sequence[Any], tag: Tag) -> Expected:
         self._buffers += (ref(tensor) for _, tensor in recvs)
-        self.most_buffers = max(self.most_buffers, sum(it() is not None for it in self._buffers))
+        self.most_buffers = max(
+            self.most_buffers, sum(buffer() is not None for buffer in self._buffers)
+        )
         return Expected(cast(Mesh, self), recvs, tag)
 
     def start_exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> BegunExchange:
@@ -195,7 +197,10 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
     rotary = engine.network.rotary(torch.zeros(sum(lengths), dtype=torch.int64, device=DEVICE))
     x_td = torch.empty(sum(lengths), engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
 
-    spans = {it.sequence_id: Span(start=it.start, stop=it.start + it.length) for it in job.chunks}
+    spans = {
+        chunk.sequence_id: Span(start=chunk.start, stop=chunk.start + chunk.length)
+        for chunk in job.chunks
+    }
     for sequence_id, span in spans.items():
         engine.pool.slots.allocate(sequence_id, [span])
 
@@ -270,8 +275,8 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
 
 def striped_job(job: PrefillStep) -> PrefillStep:
     chunks = [
-        replace(it, rows=laid_out("striped", it.start, it.start + it.length, job.group))
-        for it in job.chunks
+        replace(chunk, rows=laid_out("striped", chunk.start, chunk.start + chunk.length, job.group))
+        for chunk in job.chunks
     ]
     return replace(job, chunks=tuple(chunks), bounds=tuple(bounds_of_rows(chunks, job.group)))
 

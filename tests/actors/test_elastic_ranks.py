@@ -221,9 +221,9 @@ async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
             )
             for sequence_id in (1, 2, 3)
         ]
-        for it in requests:
-            await cell.reserve(it)
-            cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
+        for request in requests:
+            await cell.reserve(request)
+            cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
         assert [pool.slots.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
         for it, answer in zip(requests, await cell.answer(*requests), strict=True):
             assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), 12)
@@ -310,7 +310,7 @@ class Story:
 
     def _chunk(self, cell: ThreadCell, start: int, stop: int) -> None:
         history = self._within(0, start)
-        needed = {it.instance for it in (*history, *self._within(start, stop))}
+        needed = {kv_slice.instance for kv_slice in (*history, *self._within(start, stop))}
         group = list(needed | set(self.rng.sample(range(self._instances), 1)))
         self.rng.shuffle(group)
         cuts = sorted(self.rng.randint(0, stop - start) for _ in group[1:])
@@ -333,7 +333,8 @@ class Story:
     def _within(self, start: int, stop: int) -> list[KvSlice]:
         span = Span(start=start, stop=stop)
         cuts = [
-            KvSlice(instance=it.instance, span=it.span.intersection(span)) for it in self.slices
+            KvSlice(instance=kv_slice.instance, span=kv_slice.span.intersection(span))
+            for kv_slice in self.slices
         ]
         return [cut for cut in cuts if cut.span.length]
 

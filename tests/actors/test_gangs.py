@@ -110,8 +110,8 @@ def distribution(cell: ThreadCell, sequence_id: int) -> torch.Tensor:
     """(tokens, vocab) log-probabilities that a request's tokens were drawn from."""
     table = torch.full((len(cell.tokens(sequence_id)), VOCAB), torch.nan)
     for draw in cell.draws(sequence_id):
-        for it in draw.top_logprobs:
-            table[draw.index, it.token] = it.logprob
+        for top_logprob in draw.top_logprobs:
+            table[draw.index, top_logprob.token] = top_logprob.logprob
     return table
 
 

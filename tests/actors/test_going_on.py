@@ -40,7 +40,7 @@ async def test_the_rest_of_an_answer_is_that_of_an_undisturbed_one(
                 slices=even_shares(len(again), (0, 1)),
             )
             assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
-            assert [it.index for it in cell.draws(sequence_id)] == list(range(before, TOKENS))
+            assert [draw.index for draw in cell.draws(sequence_id)] == list(range(before, TOKENS))
             assert cell.draws(sequence_id)[-1].finish_reason == "length"
             await cell.freed(sequence_id)
         await cell.freed(1)

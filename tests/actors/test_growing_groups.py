@@ -229,7 +229,9 @@ def of(spans: list[ReadableSpan], phase: str, rank: int, layer: int) -> Readable
     """A rank's first one in a layer of the last step."""
     wanted = (phase, rank, layer)
     found = [
-        it for it in spans if tuple(attribute(it, key) for key in (PHASE, RANK, LAYER)) == wanted
+        span
+        for span in spans
+        if tuple(attribute(span, key) for key in (PHASE, RANK, LAYER)) == wanted
     ]
     last = max(found, key=start_of).parent
     return min((it for it in found if it.parent == last), key=start_of)

@@ -76,7 +76,7 @@ def talking(sequence_id: int, length: int, tokens: int, *instances: int) -> Requ
 async def decode(cell: Cell, request: Request) -> None:
     """Have it drawn up to its second token at least."""
     await cell.reserve(request)
-    group = sorted({it.instance for it in request.slices})
+    group = sorted({kv_slice.instance for kv_slice in request.slices})
     cell.submit(job_of([request.chunk()], group), request.prompt)
     await cell.join(request)
     await cell.until(lambda: len(cell.tokens(request.sequence_id)) > 1)
@@ -348,7 +348,7 @@ class Story:
     async def live(self, cell: ThreadCell, model: Path) -> None:
         sequence_id, plan = self.request.sequence_id, self.plan
         await cell.reserve(self.request)
-        group = sorted({it.instance for it in self.request.slices})
+        group = sorted({kv_slice.instance for kv_slice in self.request.slices})
         cell.submit(job_of([self.request.chunk()], group), self.request.prompt)
         await cell.join(self.request)
         for number in range(plan.moves):

@@ -64,7 +64,7 @@ async def bytes_of_a_step(
     group = list(range(INSTANCES))
     cell.submit(job_of([request.chunk(rows=rows)], group, strategy=strategy), request.prompt)
     await cell.told(
-        tp * len({it.instance for it in request.slices}),
+        tp * len({kv_slice.instance for kv_slice in request.slices}),
         RankKvReceived,
         sequence_id=request.sequence_id,
     )

@@ -77,7 +77,9 @@ def test_after_every_block(gangs: Gangs, strategy: str, instances: int, tp: int)
         results = ran(gangs("gqa", instances, tp), job)
     blocks = sum(-(-length // ROWS) for length in PIECES)
     expected = blocks if strategy == "ulysses" else WHOLE_ROWS
-    assert all(attention_phases(it) == dict.fromkeys(range(LAYERS), expected) for it in results)
+    assert all(
+        attention_phases(result) == dict.fromkeys(range(LAYERS), expected) for result in results
+    )
 
 
 @pytest.mark.parametrize(("strategy", "instances", "tp"), STRATEGIES)

@@ -42,9 +42,9 @@ async def test_mlp_and_last_rows(
         await cell.answer(request)
         await cell.freed(1)
     phases = Counter(
-        (it.attributes[PHASE], it.attributes[LAYER])
-        for it in exported.get_finished_spans()
-        if it.attributes and LAYER in it.attributes
+        (get_finished_span.attributes[PHASE], get_finished_span.attributes[LAYER])
+        for get_finished_span in exported.get_finished_spans()
+        if get_finished_span.attributes and LAYER in get_finished_span.attributes
     )
     for layer in (0, 1):  # leaves beside them
         assert phases.pop(("kv transfer", layer)) == tp

@@ -88,7 +88,7 @@ async def test_a_gang_that_ends_says_of_no_rank_that_it_is_broken(
         await in_threads([gang.ranks[first].close])
         others = [rank for rank in gang.ranks if rank is not gang.ranks[first]]
         await eventually(lambda: all(is_broken(rank) for rank in others))
-    assert not [it for it in caplog.messages if "is broken" in it]
+    assert not [message for message in caplog.messages if "is broken" in message]
 
 
 async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
@@ -118,7 +118,7 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
         if role == "decode":
             await cell.join(it)
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
-        assert {it[:16] for it in caplog.messages if "is broken" in it} == {
+        assert {message[:16] for message in caplog.messages if "is broken" in message} == {
             "rank 0 is broken", "rank 1 is broken",
         }  # fmt: skip
         with pytest.raises(FaultError, match="a mistake of ours"):

@@ -27,7 +27,7 @@ def plan_of(job: PrefillStep) -> RingPlan:
 def positions(plan: RingPlan, member: int, chunk: int) -> Counts:
     """Of a member's rows of a piece."""
     parts = plan.parts[member][chunk]
-    return np.concatenate([np.array(it.span.positions) for it in parts] or [np.array([], int)])
+    return np.concatenate([np.array(part.span.positions) for part in parts] or [np.array([], int)])
 
 
 def seen(block: RingBlock) -> npt.NDArray[np.bool_]:
@@ -90,7 +90,7 @@ def job_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
     bounds = [sum(lengths) * member // members for member in range(members + 1)]
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        chunks = [replace(it, rows=place(order, cut(it.length, members))) for it in chunks]
+        chunks = [replace(chunk, rows=place(order, cut(chunk.length, members))) for chunk in chunks]
         bounds = bounds_of_rows(chunks, order)
     return PrefillStep(step_id=1, group=order, bounds=tuple(bounds), chunks=tuple(chunks))
 

@@ -379,8 +379,8 @@ def test_what_pass_q_sends(history: int) -> None:
 def test_the_next_share_is_on_its_way_while_the_present_one_is_computed(strategy: str) -> None:
     members = 4
     for events in run(one_prompt(200, members), strategy).events:
-        rings = sorted(it.start_ns for it in events if it.name == "ring")
-        rounds = sorted(it.start_ns for it in events if it.name == "attention")
+        rings = sorted(event.start_ns for event in events if event.name == "ring")
+        rounds = sorted(event.start_ns for event in events if event.name == "attention")
         assert (len(rings), len(rounds)) == (members - 1, members)
         by_turns = [*chain.from_iterable(zip(rings, rounds, strict=False)), rounds[-1]]
         assert by_turns == sorted(by_turns), "each is begun before the round that hides it"

@@ -503,8 +503,8 @@ def test_every_row_of_a_batch_is_drawn_as_if_it_were_alone(
 ) -> None:
     logits_bv = torch.stack([logits_of(seed + row) for row in range(len(kinds))]).to(dtype)
     untouched = logits_bv.clone()
-    together = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
-    alone = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
+    together = [sampler_after(kind, PROMPT, ANSWER) for kind in kinds]
+    alone = [sampler_after(kind, PROMPT, ANSWER) for kind in kinds]
     indices = [index + row for row in range(len(kinds))]
     draws = sample_batch(together, logits_bv, indices)
     for row, draw in enumerate(draws):

@@ -64,7 +64,7 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
     expected = [[float(token) for token in range(length)] for length in prompts]
     assert read(pool, held, 0) == read(pool, held, 1) == expected
     for step in range(3):
-        slots_t = torch.tensor([it.append() for it in requests])
+        slots_t = torch.tensor([request.append() for request in requests])
         held.grown()
         numbers = torch.tensor([[[float(length + step)]] for length in prompts])
         for layer in range(LAYERS):

@@ -15,9 +15,9 @@ def test_all_kept_results_are_in_the_table() -> None:
     kept = sorted(RESULTS.glob("configurator-*.json"))
     assert len(kept) >= 4
     aims = list(table([json.loads(it.read_text()) for it in kept]))
-    assert sum(it.what.startswith("bound 0") for it in aims) == 2
-    assert sum(it.what.startswith("simulator") for it in aims) == 2
-    assert len({it.what for it in aims}) == len(aims)
+    assert sum(aim.what.startswith("bound 0") for aim in aims) == 2
+    assert sum(aim.what.startswith("simulator") for aim in aims) == 2
+    assert len({aim.what for aim in aims}) == len(aims)
 
 
 def test_a_server_that_misses_a_bound_is_told() -> None:

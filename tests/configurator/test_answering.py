@@ -51,25 +51,27 @@ def formula(of: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: i
     """Less where more is dropped, most of all over slow links; an optimal M; SP-TP never pays."""
     slow = of.wiring.seconds_per_byte_sr.max() * 1e8
     seconds = []
-    for it in configurations:
-        kept = 1.0 - (0.0 if it.lossless else float(np.mean(it.drop_ratios)))
-        micro = it.micro_partitions[0] if it.micro_partitions else (1,)
+    for configuration in configurations:
+        kept = 1.0 - (0.0 if configuration.lossless else float(np.mean(configuration.drop_ratios)))
+        micro = configuration.micro_partitions[0] if configuration.micro_partitions else (1,)
         uneven = sum(abs(np.log2(m / (8 / 2**v))) for v, m in enumerate(micro))
         seconds.append(
             tokens
             * 1e-5
             * (0.4 + slow * kept)
             * (1 + 0.02 * uneven)
-            * (1.3 if it.strategy == "tp" else 1.0)
-            * (1.2 if not it.pipelined else 1.0)
+            * (1.3 if configuration.strategy == "tp" else 1.0)
+            * (1.2 if not configuration.pipelined else 1.0)
         )
     return np.array(seconds)
 
 
 def loss(configurations: Sequence[CsaSettings]) -> list[float]:
     return [
-        0.0 if it.lossless else float(np.mean([p**3 for (p,) in it.drop_ratios])) * 0.2
-        for it in configurations
+        0.0
+        if configuration.lossless
+        else float(np.mean([p**3 for (p,) in configuration.drop_ratios])) * 0.2
+        for configuration in configurations
     ]
 
 

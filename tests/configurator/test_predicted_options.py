@@ -60,10 +60,12 @@ class Loses:
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:
-        return lambda configurations: [self._lost(it) for it in configurations]
+        return lambda configurations: [
+            self._lost(configuration) for configuration in configurations
+        ]
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
-        return np.array([self._lost(it.csa) for it in settings])
+        return np.array([self._lost(setting.csa) for setting in settings])
 
     def _lost(self, it: CsaSettings) -> float:
         if it.lossless:
@@ -110,7 +112,7 @@ def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     losses = [it.loss for it in offered]
     assert losses[0] == 0.0
     assert losses == sorted(losses)  # type: ignore[type-var]
-    assert max(it or 0.0 for it in losses) <= LOSSES[-1]
+    assert max(loss or 0.0 for loss in losses) <= LOSSES[-1]
     of = group_of((2, 2), 1)
     exact_s = exact_seconds(of, TOKENS)
     for it in offered:
@@ -142,8 +144,8 @@ def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
             if tokens != bucket_ends(TOKENS)[0]:
                 return super().of_group(locations, layers=layers, tokens=tokens)
             return lambda configurations: [
-                1.0 if max(map(max, it.drop_ratios)) > 0.4 else self._lost(it)
-                for it in configurations
+                1.0 if max(map(max, configuration.drop_ratios)) > 0.4 else self._lost(configuration)
+                for configuration in configurations
             ]
 
     assert bucket_ends(TOKENS) == (1 << 14, (1 << 15) - 1)
@@ -184,7 +186,7 @@ def test_exact_attention_is_the_quickest_of_all_ways(
     (choice,) = answer(bounded=False, servers=servers, tokens=tokens, history=history)
     of, space = group_of(servers, 1), PREDICTED.answerer.space
     ways = exact_candidates(space, of, history)
-    assert {it.strategy for it in ways} == {"ntp"} | ({"tp"} if not history else set())
+    assert {way.strategy for way in ways} == {"ntp"} | ({"tp"} if not history else set())
     seconds = dict(zip(ways, prefill_seconds(of, ways, tokens, history).tolist(), strict=True))
     rings = {it: ring_seconds(of, it, tokens, history) for it in RINGS}
     least = min([*seconds.values(), *rings.values()])
@@ -218,7 +220,7 @@ def test_a_ring_is_taken_where_few_keys_serve_many_queries_over_one_slow_wire() 
 def quickly(servers: Sequence[int], tp: int) -> SimulatedGroup:
     """Over links that cost nothing."""
     slow, fast = group_of(servers, tp), LinkSpeed(bytes_per_s=1e13)
-    places = [it.server_id for it in Topology.of(slow.locations).locations]
+    places = [location.server_id for location in Topology.of(slow.locations).locations]
     return replace(slow, wiring=Wiring.of_servers(places, inside=fast, between=fast))
 
 

@@ -76,7 +76,7 @@ def test_what_was_not_measured_is_named() -> None:
         fit_phases(rows(), heads=HEADS, kv_heads=KV_HEADS, tp=2)
     with pytest.raises(ConfigError, match="linear; run `csps profile phases`"):
         fit_phases(
-            [it for it in rows() if it.phase != "linear"], heads=HEADS, kv_heads=KV_HEADS, tp=1
+            [row for row in rows() if row.phase != "linear"], heads=HEADS, kv_heads=KV_HEADS, tp=1
         )
 
 

@@ -47,7 +47,7 @@ def test_a_planted_rule_is_found(alpha: float, beta: float, at: float, seed: int
     points = planted(EmpiricalRule(alpha=alpha, beta=beta, gamma=-middle), noise=0.005, seed=seed)
     rule = fit_rule(points)
     assert rule is not None
-    assert sum(regret(rule, it) > 0.03 for it in points) <= len(points) / 20
+    assert sum(regret(rule, point) > 0.03 for point in points) <= len(points) / 20
 
 
 @pytest.mark.parametrize("faster", ["ring_kv", "ring_q"])

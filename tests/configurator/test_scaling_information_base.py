@@ -213,7 +213,7 @@ def test_processes_that_create_and_write_at_once_lose_nothing(tmp_path: Path) ->
         writer.stdin.close()
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     # Beside one that two left at the same moment SQLite leaves its log for who opens it next.
-    left = {it.name.removesuffix("-wal").removesuffix("-shm") for it in made.iterdir()}
+    left = {path.name.removesuffix("-wal").removesuffix("-shm") for path in made.iterdir()}
     assert left == set(BASES)
     for base_name in BASES:
         with ScalingInformationBase.create(made / base_name, HERE) as base:

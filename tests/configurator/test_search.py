@@ -77,10 +77,10 @@ def loss_of(weights: tuple[float, float], curvature: float) -> Loss:
 
     def loss(configurations: Sequence[CsaSettings]) -> list[float]:
         lost = []
-        for it in configurations:
-            near = it.drop_ratios[0]
-            far = it.drop_ratios[min(2, len(it.drop_ratios) - 1)]
-            worse = 1.5 if it.importance_layer == "previous" else 1.0
+        for configuration in configurations:
+            near = configuration.drop_ratios[0]
+            far = configuration.drop_ratios[min(2, len(configuration.drop_ratios) - 1)]
+            worse = 1.5 if configuration.importance_layer == "previous" else 1.0
             lost.append(
                 worse
                 * sum(w * p[0] ** curvature for w, p in zip(weights, (near, far), strict=True))
@@ -112,8 +112,10 @@ def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: i
     mostly less where more is dropped."""
     return np.array(
         [
-            0.5 - 0.4 * np.mean(it.drop_ratios) + hash((it.micro_partitions, it.levels)) % 97 / 1e3
-            for it in configurations
+            0.5
+            - 0.4 * np.mean(configuration.drop_ratios)
+            + hash((configuration.micro_partitions, configuration.levels)) % 97 / 1e3
+            for configuration in configurations
         ]
     )
 
@@ -141,7 +143,7 @@ def test_early_stop_cuts_what_cannot_be() -> None:
 
     def loss(configurations: Sequence[CsaSettings]) -> list[float]:
         asked.extend(configurations)
-        return [float(max(map(max, it.drop_ratios))) for it in configurations]
+        return [float(max(map(max, configuration.drop_ratios))) for configuration in configurations]
 
     space = Space(groups=GROUPS, anchors=(0.5,))
     of_ratios = partial(space.settings, "ntp", 3, ImportanceScoring())

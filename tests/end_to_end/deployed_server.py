@@ -126,7 +126,7 @@ class Deployed:
         still."""
         addresses = self.registry.rank_addresses()
         del addresses[besides]
-        return {it.rank: it.kv_used for it in _answers(addresses, "stats", RankStats)}
+        return {answer.rank: answer.kv_used for answer in _answers(addresses, "stats", RankStats)}
 
     def kill_replica(self, deployment: str, index: int = -1) -> None:
         """SIGKILL one process of a deployment, as soon as Serve knows of one that lives."""

@@ -75,7 +75,7 @@ def test_half_sent_requests_are_answered_and_hung_up_on(server: Deployed, door: 
     port = server.config.port if door == "front" else router_port(server)
 
     async def all_at_once() -> list[int]:
-        clients = (outcome("127.0.0.1", port, it, deadline_s=DEADLINE_S) for it in kinds)
+        clients = (outcome("127.0.0.1", port, kind, deadline_s=DEADLINE_S) for kind in kinds)
         return [seen.status for seen in await asyncio.gather(*clients)]
 
     kinds = [sent for name, sent in HALF_SENT.items() if name in IN_THE_HEADERS | IN_THE_BODY] * 50

@@ -72,7 +72,7 @@ def answers(server: Deployed, bodies: list[dict[str, Any]]) -> list[dict[str, An
 
 def spans_of(server: Deployed) -> list[RecordedSpan]:
     spans = read_spans(span_files(Path(server.config.settings.telemetry.spans_dir)))
-    return [it for it in spans if it.trace_id == TRACE]
+    return [span for span in spans if span.trace_id == TRACE]
 
 
 async def decoded_by_all(server: Deployed) -> list[Talk]:
@@ -86,9 +86,9 @@ async def decoded_by_all(server: Deployed) -> list[Talk]:
     talks.append(Talk({"prompt": random_tokens(LATE[0], seed=count), "max_tokens": LATE[1]}))
     async with client_of(server) as client:
         reading = []
-        for it in talks:
-            reading.append(asyncio.create_task(it.read(client)))
-            await it.says(2)
+        for talk in talks:
+            reading.append(asyncio.create_task(talk.read(client)))
+            await talk.says(2)
         await asyncio.gather(*reading)
     return talks
 
@@ -123,7 +123,7 @@ def test_the_mixed_workload(
     server: Deployed, expected: tuple[list[dict[str, Any]], list[Talk]]
 ) -> None:
     bodies = mixed()
-    assert max(len(it["prompt"]) for it in bodies) > 2_000
+    assert max(len(body["prompt"]) for body in bodies) > 2_000
     for ours, theirs in zip(answers(server, bodies), expected[0], strict=True):
         check_same(ours, theirs)
     assert server.gauge("elastic_events_total", event="scale_down") > 0
@@ -164,13 +164,13 @@ def test_a_prompt_of_four_instances_is_decoded_by_one_and_then_by_two(
         assert time.monotonic() < deadline, f"only {found}"
         time.sleep(POLL_S)
     spans = spans_of(server)
-    assert {it.rank for it in spans if it.name == "prefill.compute"} == {0, 1, 2, 3}
-    (down,) = [it for it in spans if it.name == "elastic.scale_down"]
+    assert {span.rank for span in spans if span.name == "prefill.compute"} == {0, 1, 2, 3}
+    (down,) = [span for span in spans if span.name == "elastic.scale_down"]
     assert down.attributes["csps.elastic.tokens"] == LONGEST
     lies = [
-        tuple(it.attributes.get(name) for name in (PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_FROM))
-        for it in spans
-        if it.name == "decode.rank"
+        tuple(span.attributes.get(name) for name in (PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_FROM))
+        for span in spans
+        if span.name == "decode.rank"
     ]
     nothing = (0, 0, None)
     assert Counter(lies) == Counter(

@@ -83,11 +83,11 @@ def traced(server: Deployed, trace_id: str, spans: dict[str, int]) -> Trace:
 
     def found() -> Trace | None:
         files = span_files(Path(server.config.settings.telemetry.spans_dir))
-        for it in traces(read_spans(files)):
-            if it.trace_id == trace_id:
-                names = [span.name for span in it.spans]
+        for trace in traces(read_spans(files)):
+            if trace.trace_id == trace_id:
+                names = [span.name for span in trace.spans]
                 if all(names.count(name) >= number for name, number in spans.items()):
-                    return it
+                    return trace
         return None
 
     trace: Trace = eventually(f"trace {trace_id} lacks some of {spans}", found)
@@ -95,7 +95,7 @@ def traced(server: Deployed, trace_id: str, spans: dict[str, int]) -> Trace:
 
 
 def seconds(spans: list[RecordedSpan]) -> float:
-    return sum(it.duration_ns for it in spans) / 1e9
+    return sum(span.duration_ns for span in spans) / 1e9
 
 
 def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Deployed) -> None:
@@ -107,7 +107,9 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
     took_s = ask(server, PROMPT_TOKENS, headers, csps=asked)
     ranks = {"prefill.compute": 2, "kv.landing": 2, "decode.rank": 2, "configure": 1}
     trace = traced(server, trace_id, {"llm_request": 1, **ranks})
-    named = {name: [it for it in trace.spans if it.name == name] for name in (*STATES, *ranks)}
+    named = {
+        name: [span for span in trace.spans if span.name == name] for name in (*STATES, *ranks)
+    }
     within = SHARE * took_s
     states_s = {name: seconds(named[name]) for name in STATES}
     assert sum(states_s.values()) == pytest.approx(took_s, abs=within), states_s
@@ -119,7 +121,7 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
     (transfer,) = named["transfer"]
     landed_ns = max(it.end_ns for it in named["kv.landing"])
     assert landed_ns / 1e9 == pytest.approx(transfer.end_ns / 1e9, abs=within)
-    processes = {(it.service, it.rank) for it in trace.spans}
+    processes = {(span.service, span.rank) for span in trace.spans}
     assert processes == {
         ("csps-router", None), ("csps-configurator", None),
         ("csps-prefill", 0), ("csps-prefill", 1), ("csps-decode", 0), ("csps-decode", 1),
@@ -136,7 +138,7 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
     if program is None:
         pytest.skip("prometheus is not installed")
     (words,) = map(arguments, documented("prometheus"))
-    (documented_file,) = [it for it in words if it.endswith(".yml")]
+    (documented_file,) = [word for word in words if word.endswith(".yml")]
     config = yaml.safe_load((ROOT / documented_file).read_text())
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.split("/")[2]]
@@ -145,7 +147,10 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
     process = subprocess.Popen(
         [
             program,
-            *(it if it != documented_file else str(folder / "prometheus.yml") for it in words),
+            *(
+                word if word != documented_file else str(folder / "prometheus.yml")
+                for word in words
+            ),
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address={address}",
             "--log.level=error",

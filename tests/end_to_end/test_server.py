@@ -196,7 +196,7 @@ def test_one_trace_spans_all_processes(server: Deployed) -> None:
         assert time.monotonic() < deadline, f"only {services_of(spans, trace_id)}"
         time.sleep(0.1)
     # The only request that has asked for one.
-    assert {it.trace_id for it in spans if it.is_phase} == {trace_id}
+    assert {span.trace_id for span in spans if span.is_phase} == {trace_id}
 
 
 def server_spans(server: Deployed) -> list[RecordedSpan]:
@@ -206,7 +206,7 @@ def server_spans(server: Deployed) -> list[RecordedSpan]:
 
 def services_of(spans: list[RecordedSpan], trace_id: str) -> set[str]:
     """Who has written spans of a trace."""
-    return {it.service for it in spans if it.trace_id == trace_id}
+    return {span.service for span in spans if span.trace_id == trace_id}
 
 
 # --- bad input -------------------------------------------------------------------------------

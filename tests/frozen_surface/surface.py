@@ -346,9 +346,9 @@ def spans() -> Json:
             "begin", "span", "start_span", "start_as_current_span"
         ),
         "dotted words in the code": [
-            it
-            for it in _words(r"(csps|gen_ai|openinference)(\.[a-z0-9_]+)+")
-            if it not in _first_arguments("get_tracer") and not _is_module(it)
+            word
+            for word in _words(r"(csps|gen_ai|openinference)(\.[a-z0-9_]+)+")
+            if word not in _first_arguments("get_tracer") and not _is_module(word)
         ],
         "phases": sorted(get_args(Phase)),
         "of decoding": sorted([PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_FROM]),
@@ -465,10 +465,10 @@ def _example(cls: type[CspsError]) -> CspsError:
 
 
 def _subclasses(cls: type[CspsError]) -> Iterator[type[CspsError]]:
-    for it in cls.__subclasses__():
-        if it not in (RequestError, FaultError):
-            yield it
-        yield from _subclasses(it)
+    for subclass in cls.__subclasses__():
+        if subclass not in (RequestError, FaultError):
+            yield subclass
+        yield from _subclasses(subclass)
 
 
 # --- stored files ------------------------------------------------------------------------------
@@ -896,7 +896,9 @@ def _parser(parser: argparse.ArgumentParser) -> Json:
             "kind": _action_kind(action),
             "type": _converter(action.type),
             "takes": None if action.nargs is None else str(action.nargs),
-            "choices": None if action.choices is None else [str(it) for it in action.choices],
+            "choices": None
+            if action.choices is None
+            else [str(choice) for choice in action.choices],
             "default": plain(action.default),
             "required": action.required,
         }
@@ -972,7 +974,7 @@ def _chunks(stream: Any) -> list[Json]:
         made.delta("", completion_tokens=1, finish_reason="stop", csps={"plan": None}),
         made.usage(1),
     ]
-    return [shape(json.loads(it.removeprefix(b"data: "))) for it in events if it]
+    return [shape(json.loads(event.removeprefix(b"data: "))) for event in events if event]
 
 
 async def _answers() -> Json:
@@ -1052,7 +1054,11 @@ def _imported(path: str) -> Json:
     return {
         "parameters": list(parameters),
         # Ray Serve parses the arguments of an application by the class that stands there.
-        "by class": [it.name for it in parameters.values() if isinstance(it.annotation, type)],
+        "by class": [
+            parameter.name
+            for parameter in parameters.values()
+            if isinstance(parameter.annotation, type)
+        ],
     }
 
 
@@ -1166,8 +1172,8 @@ def _models_in(annotation: Any, suffix: str) -> Iterator[tuple[type[Any], str]]:
     if source is Literal:
         return
     inner = {list: "[]", tuple: "[]", dict: "{}"}.get(cast(Any, source), "")
-    for it in get_args(annotation):
-        yield from _models_in(it, suffix + inner)
+    for get_arg in get_args(annotation):
+        yield from _models_in(get_arg, suffix + inner)
 
 
 _BOUNDS = ("gt", "ge", "lt", "le", "min_length", "max_length", "allow_inf_nan")
@@ -1242,7 +1248,7 @@ def _code() -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
 def _words(pattern: str) -> list[str]:
     """Strings of the code that are such a word from end to end."""
     strings, _ = _code()
-    return sorted(it for it in strings if re.fullmatch(pattern, it))
+    return sorted(string for string in strings if re.fullmatch(pattern, string))
 
 
 def _first_arguments(*functions: str) -> list[str]:

@@ -59,12 +59,12 @@ class Rendered:
 
     def of_kind(self, kind: str) -> Manifest:
         """The only object of that kind."""
-        (found,) = [it for it in self.manifests if it["kind"] == kind]
+        (found,) = [manifest for manifest in self.manifests if manifest["kind"] == kind]
         return found
 
     @property
     def kinds(self) -> set[str]:
-        return {it["kind"] for it in self.manifests}
+        return {manifest["kind"] for manifest in self.manifests}
 
     @property
     def cluster(self) -> Manifest:

@@ -103,7 +103,7 @@ def test_budget_and_monitor_select_the_pods_they_mean() -> None:
         name: group["template"]["metadata"]["labels"] for name, group in rendered.groups.items()
     }
     budget = rendered.of_kind("PodDisruptionBudget")["spec"]["selector"]
-    assert all(budget["matchLabels"].items() <= it.items() for it in labels.values())
+    assert all(budget["matchLabels"].items() <= label.items() for label in labels.values())
     assert budget["matchExpressions"][0]["values"] == list(labels)
     scraped = rendered.of_kind("Service")
     selected = [

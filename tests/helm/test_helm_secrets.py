@@ -24,7 +24,7 @@ def test_secrets_show_in_no_other_object() -> None:
     rendered = render({**EVERYTHING, "auth": {"apiKeys": given}})
     values = secrets_of(rendered)
     assert values["api-keys"] == ",".join(given)
-    others = [it for it in rendered.manifests if it["kind"] != "Secret"]
+    others = [manifest for manifest in rendered.manifests if manifest["kind"] != "Secret"]
     text = yaml.safe_dump(others) + rendered.notes
     for secret in [values["cluster-secret"], *given]:
         assert secret not in text

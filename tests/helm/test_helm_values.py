@@ -102,4 +102,4 @@ def test_wrong_values_are_named(values: Values, complaint: str) -> None:
 
 def test_chart_can_be_packaged(tmp_path: Path) -> None:
     archive = Chart.load(CHART).save(tmp_path)
-    assert {"README.md"} <= {it["name"] for it in Chart.load(archive).files}
+    assert {"README.md"} <= {file["name"] for file in Chart.load(archive).files}

@@ -55,7 +55,7 @@ def replace_kernels() -> None:
         triton_merge,
         triton_selection,
     ):
-        for name in [it for it in vars(module) if it.endswith("_kernel")]:
+        for name in [var for var in vars(module) if var.endswith("_kernel")]:
             setattr(module, name, Noted(getattr(module, name)))
 
 

@@ -138,7 +138,7 @@ def check_triton(device: str, q: Tensor, k: Tensor, **kwargs: Any) -> None:
         q.to(device),
         k.to(device),
         lse_ht.to(device),
-        *(None if it is None else it.to(device) for it in positions),
+        *(None if position is None else position.to(device) for position in positions),
         kwargs.get("scale") or q.shape[2] ** -0.5,
         kwargs.get("cu_seqlens_q"),
         kwargs.get("cu_seqlens_k"),

@@ -76,7 +76,7 @@ def test_goodput_is_that_of_the_servers_own_stamps(planted: str, tmp_path: Path)
     words = ["--num-prompts", "100", "--request-rate", "100", "--output-len", "4"]
     words += ["--goodput", f"ttft:{TTFT_MS}", "--save-detailed"]
     result, stamps = bench(planted, tmp_path, *words)
-    good = [it["written"][0] - it["received"] <= TTFT_MS * 1e6 for it in stamps]
+    good = [stamp["written"][0] - stamp["received"] <= TTFT_MS * 1e6 for stamp in stamps]
     seen = [1000 * it <= TTFT_MS for it in result["ttfts"]]
     assert result["slo_attainment"] == pytest.approx(fmean(seen))
     assert fmean(seen) <= fmean(good) < 0.8  # for its clients nothing is earlier than for itself
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_the_run_not_the_report(planted: str, tmp_path: Path) -> Non
 
 def test_objectives_are_reported_apart(planted: str, tmp_path: Path) -> None:
     objectives = ['{"objective": "ttft", "max_accuracy_loss": 0.01}', '{"max_ttft_ms": 5000}']
-    words = [word for it in objectives for word in ("--objective", it)]
+    words = [word for objective in objectives for word in ("--objective", objective)]
     result, _ = bench(planted, tmp_path, "--num-prompts", "4", "--output-len", "2", *words)
     parts = {it["objective"]: it for it in result["by_objective"]}
     assert {name: it["num_prompts"] for name, it in parts.items()} == {

@@ -232,7 +232,7 @@ async def test_a_turn_follows_the_answer_to_the_one_before(chat: bool) -> None:
         await LoadDriver(load_client, turns).run()
     assert all(endpoint in head for head in server.heads)
     if chat:
-        assert [it["content"] for it in server.bodies[2]["messages"]] == [
+        assert [body["content"] for body in server.bodies[2]["messages"]] == [
             "p0", " a b c", "p1", " a b c", "p2",
         ]  # fmt: skip
     else:
@@ -246,7 +246,7 @@ async def test_a_conversation_ends_with_a_failed_turn() -> None:
     async with asking(_writes(_REFUSED)) as (server, load_client):
         await LoadDriver(load_client, turns).run()
     assert len(server.bodies) == 1
-    assert [it.status for it in load_client.records] == ["failed", "cancelled", "cancelled"]
+    assert [record.status for record in load_client.records] == ["failed", "cancelled", "cancelled"]
     assert load_client.records[1].error == "the turn before failed"
 
 
@@ -261,7 +261,7 @@ async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:
         await load.run()
         async with asyncio.timeout(PATIENCE_S):
             await server.hung_up.wait()
-    assert [it.status for it in load_client.records] == ["cancelled", "cancelled"]
+    assert [record.status for record in load_client.records] == ["cancelled", "cancelled"]
     assert load_client.counts.cancelled == 2
     assert load_client.counts.running == 0
 
@@ -291,7 +291,7 @@ async def test_what_is_asked_is_what_the_options_say() -> None:
 async def test_answers_are_checked(answer: str, ignore_eos: bool, right: bool) -> None:
     async with asking(answer_ok, api={"ignore_eos": ignore_eos}) as (_, load_client):
         await LoadDriver(load_client, [request(answer=answer), request()]).run()
-    assert [it.correct for it in load_client.records] == [right, None]
+    assert [record.correct for record in load_client.records] == [right, None]
 
 
 def test_what_was_said_of_nothing_is_nothing() -> None:

@@ -104,7 +104,7 @@ def test_every_plot_is_well_formed_and_has_ids_of_its_own(text: str) -> None:
     for svg in drawn:
         root = ElementTree.fromstring(svg)
         clips = {it.get("id") for it in root.iter() if it.tag.endswith("clipPath")}
-        ids += [it for it in clips if it]
+        ids += [clip for clip in clips if clip]
         used = set(re.findall(r"url\(#([^)]+)\)", svg))
         assert used <= clips
     assert len(ids) == len(set(ids))
@@ -134,7 +134,9 @@ def test_a_cdf_is_the_share_of_requests_up_to_each_latency() -> None:
     x, y = axis.lines[0].get_data()
     ttfts = [1000 * it for it in one["ttfts"] if it is not None]
     for latency, share in dict(zip(x, y, strict=True)).items():
-        assert share == pytest.approx(sum(it <= latency * (1 + 1e-12) for it in ttfts) / len(ttfts))
+        assert share == pytest.approx(
+            sum(ttft <= latency * (1 + 1e-12) for ttft in ttfts) / len(ttfts)
+        )
     assert axis.lines[1].get_xdata()[0] == 200
 
 
@@ -177,7 +179,9 @@ def test_every_axis_has_numbers_to_read(low: float, high: float) -> None:
     drawn.canvas.draw()
     axis = drawn.axes[0].xaxis
     first, last = axis.get_view_interval()
-    assert sum(first <= it <= last for it in axis.get_majorticklocs()) >= 3
+    assert (
+        sum(first <= get_majortickloc <= last for get_majortickloc in axis.get_majorticklocs()) >= 3
+    )
 
 
 def test_results_without_requests_can_be_shown() -> None:
@@ -194,7 +198,7 @@ def test_the_command_writes_page_and_pictures(
     assert main(["bench", "report", *words]) == 0
     assert str(out) in capsys.readouterr().out
     Page(out.read_text())
-    assert {it.suffix for it in (tmp_path / "png").iterdir()} == {".png"}
+    assert {path.suffix for path in (tmp_path / "png").iterdir()} == {".png"}
 
 
 @pytest.mark.parametrize("name", ["in", "x.json"])

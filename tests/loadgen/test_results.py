@@ -56,14 +56,16 @@ def records_st(draw: st.DrawFn) -> RequestRecord:
 def brute(records: list[RequestRecord]) -> dict[str, list[float]]:
     """Latencies in ms, from the definitions."""
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
-    for it in records:
-        if it.status != "completed":
+    for record in records:
+        if record.status != "completed":
             continue
-        start, stamps = it.scheduled_ns, list(it.chunk_ns)
+        start, stamps = record.scheduled_ns, list(record.chunk_ns)
         found["ttft"].append((stamps[0] - start) / 1e6)
-        found["e2el"].append((it.finished_ns - start) / 1e6)
-        if it.output_tokens > 1:
-            found["tpot"].append((it.finished_ns - stamps[0]) / 1e6 / (it.output_tokens - 1))
+        found["e2el"].append((record.finished_ns - start) / 1e6)
+        if record.output_tokens > 1:
+            found["tpot"].append(
+                (record.finished_ns - stamps[0]) / 1e6 / (record.output_tokens - 1)
+            )
         found["itl"] += [(stamps[i + 1] - stamps[i]) / 1e6 for i in range(len(stamps) - 1)]
     return found
 
@@ -100,8 +102,8 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
     records: list[RequestRecord],
 ) -> None:
     result = summarize(records, RUN)
-    seconds = max(it.finished_ns for it in records) / 1e9
-    done = [it for it in records if it.status == "completed"]
+    seconds = max(record.finished_ns for record in records) / 1e9
+    done = [record for record in records if record.status == "completed"]
     good = 0
     for it in done:
         latency, first = it.finished_ns - it.scheduled_ns, it.chunk_ns[0] - it.scheduled_ns
@@ -115,7 +117,9 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
         assert result["request_goodput"] == pytest.approx(good / seconds, rel=1e-4)
         assert result["output_throughput"] == pytest.approx(tokens / seconds, rel=1e-4)
     assert result["slo_attainment"] == pytest.approx(good / len(records), abs=1e-6)
-    assert result["late"] == sum(it.sent_ns - it.scheduled_ns > LATE_S * 1e9 for it in records)
+    assert result["late"] == sum(
+        record.sent_ns - record.scheduled_ns > LATE_S * 1e9 for record in records
+    )
     ended = result["completed"] + result["failed"] + result["cancelled"]
     assert ended == len(records) == result["num_prompts"]
     assert sum(result["failed_by_reason"].values()) == len(records) - len(done)
@@ -125,7 +129,8 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
     right = pytest.approx(sum(known) / len(known), abs=1e-6) if known else None
     assert result["accuracy"] == right
     at_once = max(
-        sum(other.sent_ns <= it.sent_ns < other.finished_ns for other in records) for it in records
+        sum(other.sent_ns <= record.sent_ns < other.finished_ns for other in records)
+        for record in records
     )
     assert result["max_concurrent_requests"] == at_once
 
@@ -144,7 +149,7 @@ def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
         ttfts = brute(its)["ttft"]
         if ttfts:
             assert part["p90_ttft_ms"] == pytest.approx(percentile(ttfts, 90), abs=1e-5)
-    with_objective = [it for it in records if it.objective]
+    with_objective = [record for record in records if record.objective]
     assert sum(part["num_prompts"] for part in result["by_objective"]) == len(with_objective)
     for part in result["by_objective"]:
         own = [
@@ -165,8 +170,8 @@ def test_the_series_conserve_requests_and_obey_littles_law(records: list[Request
     assert sum(series["arrived"]) == len(records)
     assert sum(series["completed"]) == result["completed"]
     assert sum(series["failed"]) == result["failed"]
-    assert sum(series["chunks"]) == sum(len(it.chunk_ns) for it in records)
-    spent_s = sum(it.finished_ns - it.scheduled_ns for it in records) / 1e9
+    assert sum(series["chunks"]) == sum(len(record.chunk_ns) for record in records)
+    spent_s = sum(record.finished_ns - record.scheduled_ns for record in records) / 1e9
     tolerance = 1e-3 * len(series["running"]) * series["step_s"] + 1e-6
     assert sum(series["running"]) * series["step_s"] == pytest.approx(spent_s, abs=tolerance)
 
@@ -175,7 +180,7 @@ def test_the_series_conserve_requests_and_obey_littles_law(records: list[Request
 @given(records=st.lists(records_st(), min_size=1, max_size=20))
 def test_loongserves_normalized_latencies(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
-    done = [it for it in records if it.completed]
+    done = [record for record in records if record.completed]
     if done:
         total = [it.e2el_s * 1000 / (it.input_tokens + it.output_tokens) for it in done]
         first = [it.ttft_s * 1000 / it.input_tokens for it in done]

@@ -120,7 +120,7 @@ async def test_no_run_sends_a_prompt_of_another(tmp_path: Path) -> None:
         words += ["--dataset-name", "random", "--input-len", "40", "--output-len", "3"]
         words += ["--goodput", "e2el:60000", "--label", "raw", "--max-concurrency", "1"]
         assert await sweep.Sweep(sweep.parse(words)).run() == 0
-        prompts = [it["prompt"] for it in server.bodies]
+        prompts = [body["prompt"] for body in server.bodies]
     assert len(prompts) == len(set(prompts)) == 25
     seeds = {read_result(tmp_path / name)["seed"] for name in os.listdir(tmp_path)}
     assert len(seeds) == 3  # a rate that was tried twice has one file

@@ -163,9 +163,11 @@ def test_what_does_not_fit_is_cut_and_counted() -> None:
     fitted = generate(workload("lv-eval"), 500, arrivals=Arrivals(), size=size)
     too_long = [it for it in whole if it.input_length + it.output_length > 100 * K]
     assert fitted.cut == len(too_long) > 100
-    assert all(it.input_length + it.output_length <= 100 * K for it in fitted.requests)
+    assert all(
+        request.input_length + request.output_length <= 100 * K for request in fitted.requests
+    )
     untouched = {it.arrival_ns for it in whole} - {it.arrival_ns for it in too_long}
-    assert all(it in whole for it in fitted.requests if it.arrival_ns in untouched)
+    assert all(request in whole for request in fitted.requests if request.arrival_ns in untouched)
 
 
 def test_cutting_drops_the_hashes_of_what_is_cut() -> None:
@@ -191,7 +193,9 @@ def test_an_unknown_workload_is_named(name: str) -> None:
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4), turns=st.integers(1, 5))
 def test_every_turn_starts_with_the_one_before(lengths: list[int], turns: int) -> None:
-    first = [WorkloadRequest(arrival_ns=0, input_length=it, output_length=7) for it in lengths]
+    first = [
+        WorkloadRequest(arrival_ns=0, input_length=length, output_length=7) for length in lengths
+    ]
     spoken = converse(first, ConversationTurns(count=turns, added_tokens=100))
     assert len(spoken) == turns * len(first)
     if turns == 1:
@@ -211,4 +215,4 @@ def test_every_turn_starts_with_the_one_before(lengths: list[int], turns: int) -
 
 def test_every_request_of_one_size() -> None:
     requests = generate(random_lengths(100, 7), 5, arrivals=Arrivals()).requests
-    assert {(it.input_length, it.output_length) for it in requests} == {(100, 7)}
+    assert {(request.input_length, request.output_length) for request in requests} == {(100, 7)}

@@ -101,7 +101,13 @@ def test_a_byte_of_a_character(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("🙂\x00", add_special_tokens=False)
-    assert [tokenizer.token_bytes(it) for it in ids] == [b"\xf0", b"\x9f", b"\x99", b"\x82", b"\0"]
+    assert [tokenizer.token_bytes(identifier) for identifier in ids] == [
+        b"\xf0",
+        b"\x9f",
+        b"\x99",
+        b"\x82",
+        b"\0",
+    ]
     assert tokenizer.token_bytes(10_000) == b""
 
 

@@ -105,10 +105,15 @@ def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> No
     plan = settings.for_group(SERVERS, layers=6, longest_spt=100)
     ratios = [plan.layer_group(layer).drop_ratio(2, 0) for layer in range(6)]
     assert ratios == pytest.approx([0.0, 0.0, 0.9, 0.9, 0.9, 0.9])
-    assert [(it.first, it.stop) for it in plan.layer_groups] == [(0, 2), (2, 6)]
-    assert {it.micro_partitions for it in plan.layer_groups} == {(1, 2, 2)}
+    assert [(layer_group.first, layer_group.stop) for layer_group in plan.layer_groups] == [
+        (0, 2),
+        (2, 6),
+    ]
+    assert {layer_group.micro_partitions for layer_group in plan.layer_groups} == {(1, 2, 2)}
     shallow = settings.for_group(SERVERS, layers=2, longest_spt=100)
-    assert [(it.first, it.stop) for it in shallow.layer_groups] == [(0, 2)]
+    assert [(layer_group.first, layer_group.stop) for layer_group in shallow.layer_groups] == [
+        (0, 2)
+    ]
 
 
 def test_ratios_by_head_and_micro_partitions_by_layer() -> None:

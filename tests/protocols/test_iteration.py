@@ -88,7 +88,7 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
     rows: list[SequenceCursor], budget: int
 ) -> None:
     lengths = chunk_lengths(rows, budget)
-    decoding = sum(it.prompt <= it.next < it.stop for it in rows)
+    decoding = sum(row.prompt <= row.next < row.stop for row in rows)
     begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
     new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
     if budget > decoding and (begun or new):
@@ -186,7 +186,7 @@ def sarathi(requests: list[Request], budget: int) -> list[dict[int, int]]:
 )
 def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget: int) -> None:
     """The budget is as large as the most rows, as the policy demands."""
-    expected = sarathi([Request(*it) for it in sizes], budget)
+    expected = sarathi([Request(*size) for size in sizes], budget)
     order = sorted(range(len(sizes)), key=lambda number: sizes[number][0])
     states = {
         number: SequenceCursor(0, prompt, prompt + output - 1)
@@ -198,4 +198,4 @@ def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget:
         assert {it: n for it, n in zip(there, lengths, strict=True) if n} == computed
         for it, length in zip(there, lengths, strict=True):
             states[it] = states[it]._replace(next=states[it].next + length)
-    assert all(it.next == it.stop for it in states.values())
+    assert all(state.next == state.stop for state in states.values())

@@ -102,7 +102,7 @@ def test_a_span_is_compared_with_few_of_a_large_group(
         spans += [it.shifted(start) for parts in layout(tokens) for it in parts]
         start += sum(tokens)
     index = SpanIndex(spans)
-    assert sum(len(index.near(it)) for it in spans) <= 3 * len(spans)
+    assert sum(len(index.near(span)) for span in spans) <= 3 * len(spans)
 
 
 def test_equal_positions_are_one_span() -> None:

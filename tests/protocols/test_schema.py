@@ -192,7 +192,7 @@ def test_fields_that_no_message_may_have(kind: Any) -> None:
 
 def test_every_message_of_the_protocol_can_travel() -> None:
     modules = (messages, prefill_job, tokens)
-    classes = {cls for it in modules for cls in vars(it).values() if is_dataclass(cls)}
+    classes = {cls for module in modules for cls in vars(module).values() if is_dataclass(cls)}
     assert len(classes) > 25
     for cls in classes:
         with pytest.raises(ProtocolError):  # compiles the converters, which is what could fail

@@ -720,7 +720,7 @@ def check_turns(world: World) -> None:
 
     def forget_idle(stream: int) -> None:
         whole = world.scenario.lines[stream].ranks
-        concerned = {r for it in rows[stream] for r in concerns.get(it, whole)}
+        concerned = {r for row in rows[stream] for r in concerns.get(row, whole)}
         for r in whole:
             if r not in concerned:
                 quanta.pop((stream, r), None)

@@ -218,7 +218,9 @@ class FakeRank:
 
 
 def _slots(request: ReserveKv, instance: int) -> int:
-    slices = sum(it.span.length for it in request.slices if it.instance == instance)
+    slices = sum(
+        kv_slice.span.length for kv_slice in request.slices if kv_slice.instance == instance
+    )
     if request.answer:
         return slices + sum(it.span.length for it in request.answer if it.instance == instance)
     return slices + (request.sampling.max_tokens if request.master == instance else 0)

@@ -78,7 +78,7 @@ async def test_options_run_as_they_are_named(tiny_llama: Path) -> None:
         first = prompt_of(LENGTH, 1)
         told = await ask(server, first, max_accuracy_loss=0)
         assert plan_of(told) == ("exact", "ulysses", 0.0, True)  # nothing was compared yet
-        assert any(it.row == BOUNDED for it in server.costs.costs.table.buckets)
+        assert any(bucket.row == BOUNDED for bucket in server.costs.costs.table.buckets)
 
         lossless = prompt_of(LENGTH, 2)
         told = await ask(server, lossless, max_accuracy_loss=0)

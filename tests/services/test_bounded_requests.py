@@ -70,7 +70,7 @@ async def warmed(cell: FakeCell, **options: Any) -> None:
     job = await cell.prefilling(first)
     assert job.strategy == ("csa" if options.get("csa") else "ulysses")
     row = first.spec.cls.row
-    await until(lambda: any(it.row == row for it in cell.costs.costs.table.buckets))
+    await until(lambda: any(bucket.row == row for bucket in cell.costs.costs.table.buckets))
     cell.finish(await cell.decoding(first), 4)
     await cell.settled()
 
@@ -162,7 +162,7 @@ async def test_nothing_but_exact_attention_under_a_policy_that_cuts_prompts() ->
         handle = submit(cell, objective=Objective(max_accuracy_loss=1.0))
         job = await cell.prefilling(handle)
         assert job.csa is None
-        assert all(it.row != BOUNDED for it in cell.costs.costs.table.buckets)
+        assert all(bucket.row != BOUNDED for bucket in cell.costs.costs.table.buckets)
 
 
 async def test_requests_of_different_bounds_share_no_step() -> None:
@@ -170,8 +170,8 @@ async def test_requests_of_different_bounds_share_no_step() -> None:
         cell.decode.may_reserve.clear()
         bounds = (0.0, 0.5, 0.5)
         sent = [
-            cell.submit(tokens=50, open=True, objective=Objective(max_accuracy_loss=it))
-            for it in bounds
+            cell.submit(tokens=50, open=True, objective=Objective(max_accuracy_loss=bound))
+            for bound in bounds
         ]
         cell.decode.may_reserve.set()
         strict, wide, same = [await cell.prefilling(it) for it in sent]

@@ -38,9 +38,12 @@ def break_between(ones: Sequence[int], others: Sequence[int], *, keep: Sequence[
     theirs = {(it.laddr, it.raddr) for pid in others for it in _connections(pid)}
     broken = 0
     for pid in ones:
-        for it in _connections(pid):
-            if (it.raddr, it.laddr) in theirs and not {it.laddr.port, it.raddr.port} & set(keep):
-                _shut_down(pid, it.fd)
+        for connection in _connections(pid):
+            if (connection.raddr, connection.laddr) in theirs and not {
+                connection.laddr.port,
+                connection.raddr.port,
+            } & set(keep):
+                _shut_down(pid, connection.fd)
                 broken += 1
     return broken
 
@@ -102,7 +105,10 @@ async def test_a_broken_link_is_noticed_and_made_anew_while_decoding_goes_on(
         await anext(decoding)
         link = cluster.link
         assert link is not None
-        pids = [[it.pid for it in gang.descriptions] for gang in (link.prefill, link.decode)]
+        pids = [
+            [description.pid for description in gang.descriptions]
+            for gang in (link.prefill, link.decode)
+        ]
         stores = [gang.descriptions[0].store_port for gang in (link.prefill, link.decode)]
         assert break_between(*pids, keep=stores) == 4, "from each rank to each"
         await eventually(lambda: cluster.link is not link)

@@ -98,7 +98,7 @@ async def test_kv_is_of_one_key_and_one_salt(server: Served) -> None:
     those: list[dict[str, Any]] = [{}, {"key": KEYS[1]}, {"cache_salt": "a"}, {"cache_salt": "b"}]
     for more in those:
         answers = [await complete(server, text, **more) for _ in range(2)]
-        assert [cached(it) for it in answers] == [0, 128], more
+        assert [cached(answer) for answer in answers] == [0, 128], more
 
 
 async def test_a_salt_is_a_string_that_is_not_empty(server: Served) -> None:

@@ -123,7 +123,7 @@ async def test_a_short_end_is_computed_by_all_holders_inside_of_a_long_step(
         long, end = ask(cell, other), ask(cell, [*text, *range(20)])
         said = await asyncio.gather(answer(long), answer(end))
         prompts = (other, [*text, *range(20)])
-        assert list(said) == [reference_tokens(tiny_llama, it, TOKENS) for it in prompts]
+        assert list(said) == [reference_tokens(tiny_llama, prompt, TOKENS) for prompt in prompts]
         assert end.cached_tokens == 288
         assert end.placement is not None
         assert end.placement.group == (0, 1), "both have kept some"

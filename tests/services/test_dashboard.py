@@ -37,7 +37,7 @@ def expressions() -> list[str]:
 
 
 def test_every_metric_of_the_dashboard_exists(types: dict[str, str]) -> None:
-    asked = {name for it in expressions() for name in re.findall(r"csps:(\w+)", it)}
+    asked = {name for expression in expressions() for name in re.findall(r"csps:(\w+)", expression)}
     histograms = {name for name, kind in types.items() if kind == "histogram"}
     plain = set(types) - histograms
     assert asked <= plain | {name + suffix for name in histograms for suffix in SUFFIXES}

@@ -80,7 +80,7 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
     assert replayed(path) == made[0].commands
     tables = list((tmp_path / "decisions.tables").iterdir())
     assert len(tables) > 1  # what the configurator has filled in was put in force
-    next(it for it in tables if it.name == TABLE.digest).unlink()
+    next(table for table in tables if table.name == TABLE.digest).unlink()
     with pytest.raises(ConfigError, match="is missing"):
         replayed(path)
 

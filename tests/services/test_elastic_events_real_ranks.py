@@ -56,7 +56,7 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
     requests = [cell.submit(**it) for it in wanted[:-1]]
     scaled_up = asyncio.Event()
     answers = [asyncio.ensure_future(read(handle, scaled_up)) for handle in requests]
-    await eventually(lambda: any(it.state == "decoding" for it in requests))
+    await eventually(lambda: any(request.state == "decoding" for request in requests))
     steps = HeldSteps(patch) if event == "preempt and scale down" else None
     requests.append(cell.submit(**wanted[-1]))
     answers.append(asyncio.ensure_future(answer(requests[-1])))
@@ -99,7 +99,9 @@ async def test_streams_go_on_when_a_rank_is_killed(
         cell.gangs["elastic"].process(1).kill()
         held.go_on()
         await eventually(lambda: not cell.service.ready)
-        begun = [it for it in held.requests if not it.ended and it.timings.attempts]
+        begun = [
+            request for request in held.requests if not request.ended and request.timings.attempts
+        ]
         await cell.start_gang("elastic")
         cell.publish()
         assert await asyncio.gather(*held.answers) == expected
@@ -118,15 +120,15 @@ async def test_who_leaves_has_every_slot_freed(
     async with elastic(tiny_llama, event, tp=tp) as cell:
         expected = await undisturbed(cell, event)
         held = await come_to(cell, event, monkeypatch)
-        for it in held.requests[::-2]:
-            it.cancel()
+        for request in held.requests[::-2]:
+            request.cancel()
         held.go_on()
         told = await asyncio.gather(*held.answers)
         assert told[-2::-2] == expected[-2::-2]
         await cell.settled()
         held = await come_to(cell, event, monkeypatch)
-        for it in held.requests:
-            it.cancel()
+        for request in held.requests:
+            request.cancel()
         held.go_on()
         await asyncio.gather(*held.answers)
         await cell.settled()

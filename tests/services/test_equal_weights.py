@@ -65,6 +65,9 @@ async def test_equal_weights_are_one_model_however_instances_are_cut(
         thread_gang(plan(tiny_llama, "prefill", tp=2)) as prefill,
         thread_gang(plan(copy, "decode")) as decode,
     ):
-        found = {it.model_fingerprint for it in descriptions(prefill) + descriptions(decode)}
+        found = {
+            description.model_fingerprint
+            for description in descriptions(prefill) + descriptions(decode)
+        }
         assert len(found) == 1
         assert await linked(prefill, decode, tmp_path) == ""

@@ -69,7 +69,7 @@ async def test_three_chunks_give_the_tokens_of_transformers(tiny_llama: Path) ->
     async with real_cell(tiny_llama, make_policy("tetris", TETRIS), instances=4) as cell:
         requests = [cell.submit(length, seed=length) for length in (90, 33)]
         cancelled = cell.submit(300, max_tokens=500, seed=9)
-        answers = [asyncio.ensure_future(answer(it)) for it in requests]
+        answers = [asyncio.ensure_future(answer(request)) for request in requests]
         await eventually(lambda: cancelled.state == "prefill")
         cancelled.cancel()
         for it, tokens in zip(requests, await asyncio.gather(*answers), strict=True):

@@ -139,7 +139,12 @@ async def test_a_mistake_of_the_ranks_is_one_of_the_server(
 ) -> None:
     async with served(parser, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 500, "internal_error")
-    assert len([it for it in caplog.records if it.levelname == "ERROR" and it.exc_info]) == 1
+    assert (
+        len(
+            [record for record in caplog.records if record.levelname == "ERROR" and record.exc_info]
+        )
+        == 1
+    )
     assert code in caplog.text
 
 

@@ -188,7 +188,9 @@ def test_what_shrinks_with_the_group_goes_on_shrinking_beyond_the_measured_sizes
 def test_table_1_without_a_size_is_interpolated_from_its_neighbours(sp: int) -> None:
     """The quadratic coefficient times SP is nearly constant in the paper's own measurements."""
     full = TETRIS_LLAMA3_8B_A100
-    without = table_of(exact="ring_kv", steps=tuple(it for it in full.steps if it[0].sp != sp))
+    without = table_of(
+        exact="ring_kv", steps=tuple(step for step in full.steps if step[0].sp != sp)
+    )
     assert without.step(sp).d == pytest.approx(full.step(sp).d, rel=0.15)
     predicted = [it.step(sp).predict_ns(131_072) for it in (without, full)]
     assert predicted[0] == pytest.approx(predicted[1], rel=0.15)

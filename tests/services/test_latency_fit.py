@@ -155,7 +155,7 @@ def iterations(cost: DecodeCost) -> list[DecodeMeasurement]:
 def test_planted_link_is_recovered() -> None:
     cost = LinkCost.of_seconds(2.5e-4, 1e-9)
     sizes = [8, 1024, 65_536, 4_000_000]
-    measured = [LinkMeasurement(size=it, seconds=cost.predict_ns(it) / 1e9) for it in sizes]
+    measured = [LinkMeasurement(size=size, seconds=cost.predict_ns(size) / 1e9) for size in sizes]
     fitted = fit_link(measured)
     assert fitted.predict_ns(10**8) == pytest.approx(cost.predict_ns(10**8), rel=1e-4)
     assert fitted.a == pytest.approx(cost.a, rel=1e-3)

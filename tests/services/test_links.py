@@ -44,7 +44,7 @@ class ScriptedEnd:
     """Prints what it was given, and then has ended."""
 
     def __init__(self, lines: Sequence[object]) -> None:
-        self.lines = [json.dumps(it) for it in lines]
+        self.lines = [json.dumps(line) for line in lines]
         self.started: tuple[int, Sequence[str]] | None = None
         self.stopped = False
 

@@ -234,7 +234,7 @@ def test_what_changes_groups_of_an_elastic_gang_is_counted_by_kind() -> None:
     for event, counts in {"migrate": (2, 2000, 0.75), "merge": (1, 0, 0)}.items():
         labels = frozenset({("event", event)})
         names = ("events", "bytes", "seconds")
-        assert tuple(found[f"csps:elastic_{it}_total", labels] for it in names) == counts
+        assert tuple(found[f"csps:elastic_{name}_total", labels] for name in names) == counts
 
 
 def test_gauges_are_read_when_scraped() -> None:

@@ -191,7 +191,7 @@ async def test_a_crowd_of_riders_outlives_its_gang() -> None:
             drawn = [token.index async for token in handle]
             if handle.finish_reason != "cancelled":
                 assert drawn == list(range(1 + number % 7))
-        assert sum(it.timings.attempts == 2 for it in requests) >= 3
+        assert sum(request.timings.attempts == 2 for request in requests) >= 3
         await cell.settled()
 
 

@@ -110,7 +110,10 @@ async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Set
     """Ranks are processes of their own, and none of them stays."""
     async with open_local_gangs(settings) as gangs:
         assert len(await measure_step(gangs, PrefillRun(sp=2, tokens=64))) == 1
-        processes = [it.pid for it in (*gangs.prefill.descriptions, *gangs.decode.descriptions)]
+        processes = [
+            description.pid
+            for description in (*gangs.prefill.descriptions, *gangs.decode.descriptions)
+        ]
         assert len({*processes, os.getpid()}) == 5
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(FaultError, match="rank 1 of prefill gang"):

@@ -160,7 +160,7 @@ def test_a_point_counts_once_with_the_least_of_its_measurements() -> None:
 
 def test_held_out_is_what_the_other_points_say() -> None:
     wrong = [step_row(8192, 0, 1, factor=2.0), *(row for row in ROWS if row.tokens != 8192)]
-    [point] = [it for it in fitted_points(wrong) if it.tokens == 8192]
+    [point] = [fitted_point for fitted_point in fitted_points(wrong) if fitted_point.tokens == 8192]
     right = COST.predict_ns(8192) / 1e9
     assert point.seconds == pytest.approx(2 * right)
     assert point.held_out == pytest.approx(right, rel=1e-3)

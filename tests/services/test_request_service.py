@@ -145,8 +145,8 @@ async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None
         assert len(await read(handle)) == 1
         cell.prefill.finish_job(job)
         await cell.settled()
-        assert all("reserve" not in it.heard for it in cell.decode.ranks)
-        assert not any(it.cancelled for it in (*cell.decode.ranks, *cell.prefill.ranks))
+        assert all("reserve" not in rank.heard for rank in cell.decode.ranks)
+        assert not any(rank.cancelled for rank in (*cell.decode.ranks, *cell.prefill.ranks))
 
 
 async def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
@@ -180,7 +180,7 @@ async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> No
     async with fake_cell(prefill=gang, observer=metrics) as cell:
         await cell.prefilling(cell.submit(tokens=3000))
         shorts = [cell.submit(tokens=100) for _ in range(3)]
-        await until(lambda: all(it.state == "prefill" for it in shorts))
+        await until(lambda: all(short.state == "prefill" for short in shorts))
         await until(lambda: len(cell.prefill.leader.jobs) == 2)
         first, second = cell.prefill.leader.jobs
         assert not first.high_priority
@@ -221,7 +221,7 @@ async def test_one_of_a_batch_is_cancelled_while_slots_are_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         runs = [cell.submit(tokens=count) for count in (50, 70, 60, 40)]
-        await until(lambda: all(it.state == "reserving" for it in runs))
+        await until(lambda: all(run.state == "reserving" for run in runs))
         runs[1].cancel()
         cell.decode.may_reserve.set()
         await until(lambda: all(it.state == "prefill" for it in (runs[0], runs[2], runs[3])))
@@ -542,7 +542,7 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
         handle = cell.submit()
         cell.finish(await cell.decoding(handle), 4)
         assert len(await read(handle)) == 4
-        assert not [it for it in caplog.records if it.exc_info]
+        assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding_alone() -> None:
@@ -735,7 +735,7 @@ async def test_nothing_is_lost_in_a_storm(seed: int) -> None:
         ends = await asyncio.gather(*map(read, requests), return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
         assert all(isinstance(error, GangLost) for error in errors), errors
-        assert all(it.ended for it in requests)
+        assert all(request.ended for request in requests)
         await cell.settled()
 
 

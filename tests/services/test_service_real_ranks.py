@@ -162,7 +162,9 @@ async def real_cell(
     cell = Cell(model, directory, service, instances, tp, backends, kv_slots)
     try:
         await service.start()
-        await asyncio.gather(*(cell.start_gang(it, [1] if it == mortal else ()) for it in roles))
+        await asyncio.gather(
+            *(cell.start_gang(role, [1] if role == mortal else ()) for role in roles)
+        )
         cell.publish()
         await eventually(lambda: service.ready)
         yield cell
@@ -244,7 +246,7 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
         for handle, tokens in zip(requests, answers, strict=True):
             prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 40)
-        migrated = [it for it in events if it.kind == "migrate"]
+        migrated = [event for event in events if event.kind == "migrate"]
         assert len(migrated) > 2
         assert all(it.sent_bytes and it.tokens and it.seconds for it in migrated)
         await cell.settled()
@@ -269,7 +271,7 @@ async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> 
             prompt, count = handle.spec.prompt.tolist(), len(tokens)
             assert count == handle.spec.sampling.max_tokens
             assert tokens == reference_tokens(tiny_llama, prompt, count)
-        assert any(it.kind == "migrate" for it in events)
+        assert any(event.kind == "migrate" for event in events)
         await cell.settled()
 
 

@@ -139,7 +139,9 @@ async def sparsely(
     plan = told["csps"]["plan"]
     assert (plan["attention"], plan["strategy"]) == ("csa", "csa")
     assert (plan["csa"]["locations"], plan["csa"]["levels"]) == (["0-0-0", "0-1-2"], 2)
-    assert plan["csa"]["layer_groups"] == json.loads(json.dumps([asdict(it) for it in groups]))
+    assert plan["csa"]["layer_groups"] == json.loads(
+        json.dumps([asdict(group) for group in groups])
+    )
     return Sparse(told, bytes_between_ranks(server) - before)
 
 

@@ -78,8 +78,8 @@ def test_a_full_file_makes_room_for_a_new_one(tmp_path: Path) -> None:
         tracer.start_span(name).end()
         provider.force_flush()
     provider.shutdown()
-    assert [it.name for it in read_spans([path])] == ["second"]
-    assert [it.name for it in read_spans([tmp_path / "spans.jsonl.1"])] == ["first"]
+    assert [read_span.name for read_span in read_spans([path])] == ["second"]
+    assert [read_span.name for read_span in read_spans([tmp_path / "spans.jsonl.1"])] == ["first"]
 
 
 def test_a_full_disk_does_not_stop_the_server(tmp_path: Path) -> None:

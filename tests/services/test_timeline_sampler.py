@@ -43,7 +43,11 @@ def client(trace_id: int, *, sampled: bool = True, state: str | None = None) -> 
 
 
 def with_timeline(traces: TracerProvider, ids: Iterable[int]) -> list[int]:
-    return [it for it in ids if trace_context.wants_timeline(context_of(traces, client(it)))]
+    return [
+        identifier
+        for identifier in ids
+        if trace_context.wants_timeline(context_of(traces, client(identifier)))
+    ]
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.25, 15), (0.5, 31), (1.0, 63)])

@@ -60,9 +60,9 @@ def test_of_kinds_of_questions_the_worst_counts_and_rows_of_a_kind_add_up() -> N
 def test_plain_text_counts_where_the_model_answers_nothing() -> None:
     text = row(0.5, 60, kind=PLAIN_TEXT)
     retrieving = [text, row(0.5, 97)]
-    assert [it.loss for it in accuracy_samples(retrieving, layers=4)] == [0.03]
+    assert [sample.loss for sample in accuracy_samples(retrieving, layers=4)] == [0.03]
     guessing = [text, replace(row(0.5, 1), right_exact=2)]
-    assert [it.loss for it in accuracy_samples(guessing, layers=4)] == [0.4]
+    assert [sample.loss for sample in accuracy_samples(guessing, layers=4)] == [0.4]
 
 
 def test_places_of_a_shape() -> None:
@@ -85,7 +85,7 @@ def test_what_was_measured_is_learned_and_kept(
     folder = accuracy_folder(regressors_folder(sib))
     model = AccuracyModel.load(folder, {"weights": identity.weights, "dtype": identity.dtype})
     (low, high) = model.loss(
-        [it.setting for it in accuracy_samples([row(0.2, 0), row(0.9, 0)], layers=4)]
+        [sample.setting for sample in accuracy_samples([row(0.2, 0), row(0.9, 0)], layers=4)]
     )
     assert low < 0.05 < high
 
@@ -117,7 +117,7 @@ def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_no
     assert isinstance(learned, PredictedOptions)
     asked = StrategyQuestion(csa=None, bounded=True, servers=(2,), tp=1, tokens=96)
     usual = StrategyChoice(strategy=EXACT, reason="")
-    assert {it.loss for it in learned.options(asked, usual)} == {0.0}
+    assert {option.loss for option in learned.options(asked, usual)} == {0.0}
     description = direct_folder(made, "ttft") / DESCRIPTION
     description.write_text(description.read_text().replace("torch", "another"))
     caplog.clear()
@@ -155,7 +155,7 @@ def test_groups_lie_where_the_gang_that_prefills_does(
     with ScalingInformationBase.create(sib, identity_of(settings)) as base:
         add_times(base)
         groups = train._groups(base, settings)
-    assert [it.locations for it in groups] == [("0-0-0",), ("0-0-0", "0-1-0")]
+    assert [group.locations for group in groups] == [("0-0-0",), ("0-0-0", "0-1-0")]
 
 
 @pytest.mark.parametrize(("cores", "shared"), [(2, None), (1, (0, 0, 1))])

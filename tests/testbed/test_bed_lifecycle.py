@@ -39,7 +39,7 @@ def _machine() -> tuple[set[str], set[str]]:
     """Namespaces, and devices of the machine's own network."""
     devices = json.loads(iproute.run("ip", "-j", "link", "show"))
     namespaces = json.loads(iproute.run("ip", "-j", "netns", "list") or "[]")
-    return {it["name"] for it in namespaces}, {it["ifname"] for it in devices}
+    return {namespace["name"] for namespace in namespaces}, {device["ifname"] for device in devices}
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:

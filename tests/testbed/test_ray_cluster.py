@@ -89,11 +89,17 @@ def test_links_are_measured_between_all_pairs_of_ranks(csps: Csps, tmp_path: Pat
     assert base is not None
     with base:
         rows = base.rows(LinkRow)
-        assert len({it.rpartition("-")[0] for it in gang_places(base, SETTINGS)}) == 2
-    pairs = {kind: {(it.sender, it.receiver) for it in rows if it.kind == kind} for kind in KINDS}
+        assert (
+            len({gang_place.rpartition("-")[0] for gang_place in gang_places(base, SETTINGS)}) == 2
+        )
+    pairs = {
+        kind: {(row.sender, row.receiver) for row in rows if row.kind == kind} for kind in KINDS
+    }
     assert [len(pairs[kind]) for kind in KINDS] == [2, 4]
-    longest = max(it.bytes for it in rows)
+    longest = max(row.bytes for row in rows)
     # Never faster than the link; how slow it may get depends on what else the machine does.
     assert all(
-        it.bytes / it.seconds < 1.15e8 for it in rows if it.kind == BETWEEN and it.bytes == longest
+        row.bytes / row.seconds < 1.15e8
+        for row in rows
+        if row.kind == BETWEEN and row.bytes == longest
     )

@@ -60,7 +60,9 @@ class ResidentHistory:
             held = self._pool.slots
             spans = self._group.history_of(chunk, self._group.member)
             # Attention does not care about the order of keys.
-            runs = list(SlotSet(run for it in spans for run in held.runs(chunk.sequence_id, it)))
+            runs = list(
+                SlotSet(run for span in spans for run in held.runs(chunk.sequence_id, span))
+            )
             slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
             if len(runs) > 1:
                 numbers = torch.cat([torch.arange(run.start, run.stop) for run in runs])
@@ -158,7 +160,7 @@ class History:
         self.resident = ResidentHistory(group, pool)
         self.group_heads, self.scale = group_heads, scale
         self.begin = begin
-        self.own = next(it for it in members if it.rank == group.mesh.rank)
+        self.own = next(member for member in members if member.rank == group.mesh.rank)
         self._members = tuple(members)
         self._asks = asks
         self.any = any(chunk.history and asks(chunk) for chunk in group.step.chunks)
@@ -204,7 +206,7 @@ class History:
             return
         chunks = self.group.step.chunks
         for index, (chunk, rows) in enumerate(zip(chunks, asker.rows, strict=True)):
-            resident = any(it.instance == holder.instance for it in chunk.history)
+            resident = any(kv_slice.instance == holder.instance for kv_slice in chunk.history)
             if rows and resident and self._asks(chunk):
                 yield _Question(index, rows, heads)
 
@@ -219,9 +221,9 @@ class History:
     ) -> HistoryMember | None:
         """Who of the holder's instance answers for a query head: the asker if it can."""
         able = [
-            it
-            for it in self._members
-            if it.instance == holder.instance and head // self.group_heads in it.resident
+            member
+            for member in self._members
+            if member.instance == holder.instance and head // self.group_heads in member.resident
         ]
         return asker if asker in able else next(iter(able), None)
 

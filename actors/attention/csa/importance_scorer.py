@@ -120,7 +120,9 @@ class AllQueriesScorer:
     def finish(self, done: LayerAttention, transfers: Transfers) -> None:
         """See `ImportanceScorer`."""
         with transfers.timeline.phase("importance", layer=done.layer, level=1):
-            self._tallies = {it.index: self._near(done, it) for it in done.rows.parts.values()}
+            self._tallies = {
+                part.index: self._near(done, part) for part in done.rows.parts.values()
+            }
         for level in done.levels:
             self._observe_level(done, level, transfers)
 

@@ -93,19 +93,19 @@ def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[RingBlock]:
         while at < len(merged) and merged[at][0].start == rows.stop and merged[at][1] == keys:
             rows = slice(rows.start, merged[at][0].stop)
             at += 1
-        yield from (RingBlock(rows, it) for it in keys)
+        yield from (RingBlock(rows, key) for key in keys)
 
 
 def _joined(slices: Iterable[slice]) -> Iterator[slice]:
     """Neighbours as one."""
     open_slice: slice | None = None
-    for it in slices:
-        if open_slice is not None and open_slice.stop == it.start:
-            open_slice = slice(open_slice.start, it.stop)
+    for kv_slice in slices:
+        if open_slice is not None and open_slice.stop == kv_slice.start:
+            open_slice = slice(open_slice.start, kv_slice.stop)
             continue
         if open_slice is not None:
             yield open_slice
-        open_slice = it
+        open_slice = kv_slice
     if open_slice is not None:
         yield open_slice
 
@@ -225,12 +225,12 @@ def _extent(parts: tuple[LocalChunk, ...]) -> tuple[int, int, int]:
     if not parts:
         return 0, 0, 0
     rows = parts[-1].rows.stop - parts[0].rows.start
-    return rows, min(it.span.start for it in parts), max(it.span.stop for it in parts)
+    return rows, min(part.span.start for part in parts), max(part.span.stop for part in parts)
 
 
 def resident_tokens(chunk: PrefillChunk, instance: int) -> int:
     """Tokens of a piece's history on an instance."""
-    return sum(it.span.length for it in chunk.history if it.instance == instance)
+    return sum(kv_slice.span.length for kv_slice in chunk.history if kv_slice.instance == instance)
 
 
 def with_history(step: PrefillStep) -> set[int]:
@@ -251,7 +251,7 @@ def going_round(step: PrefillStep, *, heads: int, kv_heads: int, dim: int) -> Se
     for index, chunk in enumerate(step.chunks):
         resident = [history.get(index, 0) for history in parts.history]
         around = parts.size * (parts.size - 1) * max(resident) * 2 * kv_heads * dim
-        asking = _asked_rows([len(it[index]) for it in rows], resident) * heads * (2 * dim + 1)
+        asking = _asked_rows([len(row[index]) for row in rows], resident) * heads * (2 * dim + 1)
         if around >= asking:
             found.discard(chunk.sequence_id)
     return found

@@ -132,7 +132,7 @@ class RingQ(WithTransfers):
 
     def _room(self, asker: int, holder: int, q_thd: Tensor) -> Tensor:
         """For the bytes of one member's answers to another."""
-        rows = sum(it.stop - it.start for it in self._rows(asker, holder))
+        rows = sum(row.stop - row.start for row in self._rows(asker, holder))
         lse_bytes, out_bytes = _bytes_of_a_row(q_thd)
         return torch.empty(rows * (lse_bytes + out_bytes), dtype=torch.uint8, device=q_thd.device)
 
@@ -143,7 +143,7 @@ class RingQ(WithTransfers):
         slices = self._rows(asker, holder)
         heads, dim = q_thd.shape[1:]
         lse_bytes, _ = _bytes_of_a_row(q_thd)
-        total = sum(it.stop - it.start for it in slices)
+        total = sum(kv_slice.stop - kv_slice.start for kv_slice in slices)
         lses = room[: total * lse_bytes].view(_lse_dtype(q_thd)).view(-1)
         outs_nhd = room[total * lse_bytes :].view(q_thd.dtype).view(total, heads, dim)
         begin = 0

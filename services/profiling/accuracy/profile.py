@@ -194,7 +194,7 @@ class AccuracyProfile:
         for row in self.base.rows(AccuracyRow):
             self._tallies[Point.of_row(row)][row.kind].add(row)
         most = self.model.network.spec.max_positions
-        for tokens in (it for it in self.enumeration.lengths if it <= most):
+        for tokens in (length for length in self.enumeration.lengths if length <= most):
             points = list(self.enumeration.points(tokens))
             for number in range(max(kind.rounds for kind in QUESTION_KINDS)):
                 for kind in QUESTION_KINDS:
@@ -242,7 +242,7 @@ class AccuracyProfile:
 
     def _branch(self, point: Point) -> Iterator[Point]:
         """All that is known of it."""
-        return (it for it in self._tallies if it.branch == point.branch)
+        return (tally for tally in self._tallies if tally.branch == point.branch)
 
     def _outdone(self, point: Point, kind: QuestionKind) -> bool:
         """Another kind of questions surely loses more, which is what counts."""
@@ -272,7 +272,7 @@ def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> 
 
 def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyRow:
     branch, all_scores = point.branch, list(scores)
-    questions = sum(it.questions for it in all_scores)
+    questions = sum(all_score.questions for all_score in all_scores)
     return AccuracyRow(
         kind=kind.name,
         tokens=branch.tokens,
@@ -283,9 +283,10 @@ def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyR
         importance_window=branch.scoring.window,
         group_shape=branch.group_shape,
         questions=questions,
-        right_exact=sum(it.right_exact for it in all_scores),
-        right=sum(it.right for it in all_scores),
-        divergence=sum(it.questions * it.divergence for it in all_scores) / questions,
+        right_exact=sum(all_score.right_exact for all_score in all_scores),
+        right=sum(all_score.right for all_score in all_scores),
+        divergence=sum(all_score.questions * all_score.divergence for all_score in all_scores)
+        / questions,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -295,13 +296,13 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
     if not rows:
         return
     yield "tokens  group  N_v  strategy  judged by  window  drop ratio  lost of right answers"
-    for it in sorted(accuracy_samples(rows, layers=layers), key=_order):
-        csa, (low, high) = it.setting.csa, it.interval
+    for sample in sorted(accuracy_samples(rows, layers=layers), key=_order):
+        csa, (low, high) = sample.setting.csa, sample.interval
         yield (
-            f"{it.setting.tokens:>6}  {len(it.setting.locations):>5}  {it.setting.levels:>3}  "
+            f"{sample.setting.tokens:>6}  {len(sample.setting.locations):>5}  {sample.setting.levels:>3}  "
             f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
-            f"{csa.drop_ratios[0][0]:>10.2f}  {it.loss:.1%} [{low:.1%}, {high:.1%}] "
-            f"of {it.questions}"
+            f"{csa.drop_ratios[0][0]:>10.2f}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
+            f"of {sample.questions}"
         )
 
 

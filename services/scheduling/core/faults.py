@@ -106,7 +106,7 @@ class Retries:
 
     def transfer_deadline_ns(self, sequence: Sequence) -> int:
         """How long a sequence's KV may take from its first token on."""
-        tokens = sum(it.tokens for it in sequence.slices)
+        tokens = sum(kv_slice.tokens for kv_slice in sequence.slices)
         return self._deadlines.transfer_ns + self._deadlines.transfer_token_ns * tokens
 
     def transfer_is_late(self, sequence: Sequence) -> None:
@@ -161,7 +161,7 @@ class LivenessTimeouts:
         still to come, and through their other instances for the steps behind those.
         """
         last_heartbeat_ns: dict[InstanceId, int] = {
-            it.id: it.last_heartbeat_ns for it in gang.instances
+            instance.id: instance.last_heartbeat_ns for instance in gang.instances
         }
         oldest_ns = now_ns
         for step in self._steps.by_id.values():  # in the order of their launch
@@ -174,7 +174,9 @@ class LivenessTimeouts:
     @staticmethod
     def _decoding_heartbeat_ns(gang: Gang, now_ns: int) -> int:
         oldest_ns = next(iter(gang.owing.values()), now_ns)
-        return max(oldest_ns, max((it.last_heartbeat_ns for it in gang.instances), default=0))
+        return max(
+            oldest_ns, max((instance.last_heartbeat_ns for instance in gang.instances), default=0)
+        )
 
 
 def _reason(gang: Gang, silent_ns: int) -> str:

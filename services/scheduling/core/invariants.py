@@ -27,10 +27,12 @@ def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Prefi
     instances = list(gangs.instances.values())
     of_sequences, of_steps = sequences.ledger.sums(instances), steps.ledger.sums(instances)
     of_kept = prefix.ledger.sums(instances)
-    for it in instances:
-        held = of_sequences[it.id] + of_steps[it.id] + of_kept[it.id]
-        assert held == it.used, f"entries of {it.id} sum to {held}, counted {it.used}"
-        assert 0 <= it.used <= it.capacity, f"instance {it.id} is over capacity"
+    for instance in instances:
+        held = of_sequences[instance.id] + of_steps[instance.id] + of_kept[instance.id]
+        assert held == instance.used, (
+            f"entries of {instance.id} sum to {held}, counted {instance.used}"
+        )
+        assert 0 <= instance.used <= instance.capacity, f"instance {instance.id} is over capacity"
 
 
 def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
@@ -58,13 +60,15 @@ def _check_steps(gangs: Gangs, steps: Steps) -> None:
     for step in steps.unsent.values():
         assert steps.by_id[step.id] is step, "held, but over"
         assert step.unsent, "sent, but held"
-    for it in gangs.instances.values():
-        held = [step.unsent for step in it.steps.values() if not step.high_priority]
+    for instance in gangs.instances.values():
+        held = [step.unsent for step in instance.steps.values() if not step.high_priority]
         assert held == sorted(held), "sent before one that was launched earlier"
-        mine = [step for step in steps.by_id.values() if it.id in step.undone]
-        assert list(it.steps.values()) == mine, f"steps of {it.id}"
-        assert it.low_priority_steps == sum(not step.high_priority for step in mine), "long steps"
-        assert it.high_priority_ns == sum(
+        mine = [step for step in steps.by_id.values() if instance.id in step.undone]
+        assert list(instance.steps.values()) == mine, f"steps of {instance.id}"
+        assert instance.low_priority_steps == sum(not step.high_priority for step in mine), (
+            "long steps"
+        )
+        assert instance.high_priority_ns == sum(
             step.predicted_ns for step in mine if step.high_priority
         ), "urgent"
 
@@ -85,7 +89,7 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
     for gang in gangs.by_id.values():
         mastered = [it for it in everyone if it.master.gang is gang and it.master.id in it.unfreed]
         assert gang.mastered == len(mastered), "size of a decode group"
-        assert gang.mastered == sum(it.mastered for it in gang.instances), "masters"
+        assert gang.mastered == sum(instance.mastered for instance in gang.instances), "masters"
 
 
 def _check_queue(requests: Requests) -> None:

@@ -59,23 +59,27 @@ class Launcher:
 
     def apply(self, decisions: Many[Decision]) -> None:
         """Carry out all decisions of a round, after all were found to be sound."""
-        plans = [it for it in decisions if type(it) is StartPlan]
-        rides = [it for it in decisions if type(it) is PiggybackPlan]
+        plans = [decision for decision in decisions if type(decision) is StartPlan]
+        rides = [decision for decision in decisions if type(decision) is PiggybackPlan]
         checks = PlanChecks(self._gangs, self._requests, self._prefix)
-        moves = [it for it in decisions if type(it) is MovePlan]
+        moves = [decision for decision in decisions if type(decision) is MovePlan]
         moving = checks.check_moves(
-            [(self._sequences.by_id[it.sequence_id], it.placement) for it in moves]
+            [(self._sequences.by_id[move.sequence_id], move.placement) for move in moves]
         )
         replans = checks.check_replans(
-            [(self._sequences.by_id[it.sequence_id], it) for it in decisions if type(it) is Replan]
+            [
+                (self._sequences.by_id[decision.sequence_id], decision)
+                for decision in decisions
+                if type(decision) is Replan
+            ]
         )
         checked = checks.check(plans, rides)
-        blocked = [it.request_id for it in decisions if type(it) is Blocked]
+        blocked = [decision.request_id for decision in decisions if type(decision) is Blocked]
         self._requests.note_blocked(blocked)
-        for it in decisions:
-            if type(it) is Bypassed:
-                self._requests.live[it.request_id].bypassed_rounds += 1
-        wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
+        for decision in decisions:
+            if type(decision) is Bypassed:
+                self._requests.live[decision.request_id].bypassed_rounds += 1
+        wakes = [decision.at_ns for decision in decisions if type(decision) is WakeAt]
         self._round.wake_ns = min(wakes, default=None)
         evicting = [not self._move(*it) for it in zip(moves, moving, strict=True)]
         for replan in replans:
@@ -239,8 +243,8 @@ class Launcher:
         Args:
             held: the ranks hear of it later (`HeldSteps`).
         """
-        computed = [sequences[it.request_id] for it in planned.chunks]
-        instances = [self._gangs.instances[it] for it in planned.group]
+        computed = [sequences[chunk.request_id] for chunk in planned.chunks]
+        instances = [self._gangs.instances[instance] for instance in planned.group]
         step = Step(
             id=self._gangs.next_id("step"),
             gang=instances[0].gang,

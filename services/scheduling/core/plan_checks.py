@@ -116,11 +116,11 @@ def _cached(
 
 
 def _named(placement: DecodePlacement) -> tuple[PlacedSlice, ...]:
-    return tuple([it for it in placement.slices if it.source])
+    return tuple([kv_slice for kv_slice in placement.slices if kv_slice.source])
 
 
 def _tokens(slices: Iterable[PlacedSlice]) -> int:
-    return sum(it.tokens for it in slices)
+    return sum(kv_slice.tokens for kv_slice in slices)
 
 
 Slots = dict[InstanceId, int]
@@ -184,8 +184,8 @@ class PlanChecks:
         self, plans: Iterable[StartPlan], rides: Iterable[PiggybackPlan] = ()
     ) -> list[CheckedPlan | CheckedPiggyback]:
         """Assert that all of them are whole and that their slots are free."""
-        checked: list[CheckedPlan | CheckedPiggyback] = [self._check_plan(it) for it in plans]
-        checked += [self._check_piggyback(it) for it in rides]
+        checked: list[CheckedPlan | CheckedPiggyback] = [self._check_plan(plan) for plan in plans]
+        checked += [self._check_piggyback(ride) for ride in rides]
         for instance, count in self._slots.items():
             it = self._gangs.instances[instance]
             assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
@@ -194,7 +194,7 @@ class PlanChecks:
     def check_replans(self, replans: Iterable[tuple[Sequence, Replan]]) -> list[CheckedReplan]:
         """Assert that the rests of plans are whole; to be called before `check`, which asserts that
         their slots are free."""
-        return [self._check_replan(*it) for it in replans]
+        return [self._check_replan(*replan) for replan in replans]
 
     def _check_replan(self, sequence: Sequence, replan: Replan) -> CheckedReplan:
         plan, request = sequence.plan, sequence.request
@@ -213,7 +213,7 @@ class PlanChecks:
         pair = GangPair(prefill=sequence.prefill, decode=sequence.decode)
         stop = held[0].chunks[0].start
         for step, histories in zip(replan.steps, found, strict=True):
-            assert [it.request_id for it in step.chunks] == [request.id], "another request's"
+            assert [chunk.request_id for chunk in step.chunks] == [request.id], "another request's"
             assert step.chunks[0].start == stop, "pieces out of order"
             stop += step.chunks[0].length
             self._check_step(step, sequence.prefill.id)
@@ -226,7 +226,7 @@ class PlanChecks:
 
     def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
         """Assert that sequences can go where they are to. Returns the slots that each needs."""
-        return [self._check_move(*it) for it in moves]
+        return [self._check_move(*move) for move in moves]
 
     def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
         assert sequence.joined_ns is not None, "moved before it is decoded"
@@ -288,7 +288,9 @@ class PlanChecks:
             assert self._waiting(chunk.request_id).cls == cls, (
                 "requests of several classes in a step"
             )
-        assert all(gang_of(it) == gang for it in step.group), "an instance of another gang"
+        assert all(gang_of(instance) == gang for instance in step.group), (
+            "an instance of another gang"
+        )
         if any(it.rows for it in chunks):
             _check_rows(step)
 
@@ -315,12 +317,12 @@ class PlanChecks:
                 assert not pair.in_place, "KV is kept where it is decoded, and nowhere else"
                 _check_chunk_placement(chunk, history)
             to_lie = chunk.placement or within(placed.get(chunk.request_id, ()), span_of(chunk))
-            concerned.update(it.instance for it in (*history, *to_lie))
+            concerned.update(kv_slice.instance for kv_slice in (*history, *to_lie))
         return concerned
 
     def _check_piggyback(self, piggyback: PiggybackPlan) -> CheckedPiggyback:
         gang = gang_of(piggyback.placement.master)
-        pairs = [it for it in self._gangs.pairs if it.decode.id == gang]
+        pairs = [pair for pair in self._gangs.pairs if pair.decode.id == gang]
         assert pairs, "a ride on no pair"
         assert piggyback.budget > 0, "a ride that never moves"
         request = self._waiting(piggyback.placement.request_id)
@@ -380,11 +382,11 @@ def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]
     assert covers_once(positions, within(chunk.placement, positions)), (
         "the chunk's KV is not kept once"
     )
-    assert not any(it.source for it in chunk.placement), "somebody else's KV is kept"
+    assert not any(kv_slice.source for kv_slice in chunk.placement), "somebody else's KV is kept"
     moved = [
-        PlacedSlice.of(it.instance, rest)
-        for it in chunk.placement
-        for rest in it.span.without(positions)
+        PlacedSlice.of(kv_slice.instance, rest)
+        for kv_slice in chunk.placement
+        for rest in kv_slice.span.without(positions)
     ]
     history = tuple(own(history))
     once = _total(outside(history, moved)) == _total(history) - _total(moved)
@@ -400,7 +402,7 @@ def _sum(needs: Iterable[Slots]) -> Slots:
 
 
 def _total(slices: Iterable[PlacedSlice]) -> int:
-    return sum(it.tokens for it in slices)
+    return sum(kv_slice.tokens for kv_slice in slices)
 
 
 def _computed(steps: Iterable[PlannedStep], reused: Reused) -> dict[RequestId, int]:

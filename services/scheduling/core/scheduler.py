@@ -256,9 +256,9 @@ class Scheduler:
 
 def _usage(instances: Iterable[Instance]) -> float:
     used = capacity = 0
-    for it in instances:
-        used += it.capacity - it.free_slots
-        capacity += it.capacity
+    for instance in instances:
+        used += instance.capacity - instance.free_slots
+        capacity += instance.capacity
     return used / capacity if capacity else 0.0
 
 

@@ -75,7 +75,7 @@ class Sequences:
 
     def _reusing(self, sequence: Sequence, use: PrefixRef | None, cached: int) -> Sequence:
         sequence.prefill_ref, sequence.cached = use, cached
-        reused = sum(it.tokens for it in sequence.slices if it.source)
+        reused = sum(kv_slice.tokens for kv_slice in sequence.slices if kv_slice.source)
         retain = self._prefix.may_retain(sequence.request, reused)
         sequence.retain = bool(sequence.slices) and retain
         return sequence
@@ -176,7 +176,7 @@ class Sequences:
             drawn: tokens that it has drawn, the last of which has no KV.
             hashes: of blocks that have KV.
         """
-        gang, prompt = sequence.decode, sum(it.tokens for it in sequence.slices)
+        gang, prompt = sequence.decode, sum(kv_slice.tokens for kv_slice in sequence.slices)
         to_come = sequence.answer or (
             PlacedSlice(sequence.master.id, prompt, prompt + generated_tokens),
         )
@@ -279,7 +279,7 @@ class Sequences:
         self._mark_over(sequence)
         if sequence.unfreed:
             sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
-        holders = dict.fromkeys(it.id for it in gangs if self._may_hold(sequence, it))
+        holders = dict.fromkeys(gang.id for gang in gangs if self._may_hold(sequence, gang))
         sequence.prefill_cancelled = sequence.prefill_cancelled or sequence.prefill.id in holders
         if holders:
             self._round.emit(Cancel(sequence_id=sequence.id, gangs=tuple(holders)))

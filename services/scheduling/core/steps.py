@@ -95,7 +95,7 @@ class Steps:
         for sequence in step.sequences:
             sequence.computing -= 1
         leaving: list[Sequence] = []
-        if not any(it.undone for it in step.plan_steps):
+        if not any(plan_step.undone for plan_step in step.plan_steps):
             self._free_plan(step)
             leaving = [
                 it for other in step.plan_steps for it in other.sequences if it.retained_slices
@@ -196,21 +196,23 @@ class Steps:
         for sequence in step.sequences:
             sequence.computing -= 1
         self.ledger.free_all(step.id)
-        if any(it.undone for it in step.plan_steps):
+        if any(plan_step.undone for plan_step in step.plan_steps):
             return []
         self._free_plan(step)
         return [it for other in step.plan_steps for it in other.sequences if it.retained_slices]
 
     def move_to_end(self, step: Step) -> None:
         """A step that the ranks have not heard of goes behind all others."""
-        for steps in (self.by_id, self.unsent, *(it.steps for it in _members(step))):
+        for steps in (self.by_id, self.unsent, *(member.steps for member in _members(step))):
             steps[step.id] = steps.pop(step.id)
 
     def requeue(self, gang: Gang) -> None:
         """The order has changed: who is first where, and when everybody is free."""
         for step in self._of(gang):
             if step.unsent:
-                step.behind = sum(_first_low_priority(it) is not step for it in _members(step))
+                step.behind = sum(
+                    _first_low_priority(member) is not step for member in _members(step)
+                )
                 if not step.behind:
                     step.begin_ns = self._round.now_ns
         self._predict(gang)
@@ -218,11 +220,11 @@ class Steps:
 
 def _members(step: Step) -> list[Instance]:
     """Instances that have not reported."""
-    return [it for it in step.gang.instances if it.id in step.undone]
+    return [instance for instance in step.gang.instances if instance.id in step.undone]
 
 
 def _first_low_priority(instance: Instance) -> Step | None:
-    return next((it for it in instance.steps.values() if not it.high_priority), None)
+    return next((step for step in instance.steps.values() if not step.high_priority), None)
 
 
 def _become_first(step: Step, at_ns: int) -> None:

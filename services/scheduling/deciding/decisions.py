@@ -262,7 +262,7 @@ def _idle_pair(pair: GangPair) -> GangPair:
 
 
 def _slots(gang: Gang) -> int:
-    return sum(it.capacity for it in gang.instances)
+    return sum(instance.capacity for instance in gang.instances)
 
 
 def _context_limit(pair: GangPair) -> int:

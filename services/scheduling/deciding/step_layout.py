@@ -74,7 +74,7 @@ def _cut(step: StepShape, chunk: ChunkShape, begin: int) -> Iterator[PlacedSlice
 
 def cut_at_bounds(step: StepShape) -> bool:
     """Who computes a row keeps its KV, and the bounds say who that is."""
-    return not any(it.rows or it.placement for it in step.chunks)
+    return not any(chunk.rows or chunk.placement for chunk in step.chunks)
 
 
 def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
@@ -120,7 +120,7 @@ def histories_of(
     lying = dict(begun)
     placed = {it.request_id: it.slices for it in plan.decode} if in_place else {}
     for step in plan.steps:
-        yield tuple([lying.get(it.request_id, ()) for it in step.chunks])
+        yield tuple([lying.get(chunk.request_id, ()) for chunk in step.chunks])
         if step is not plan.steps[-1]:
             _extend(lying, step, placed)
 
@@ -142,7 +142,7 @@ def _extend(
         if chunk.request_id in placed:
             lying[chunk.request_id] = (*before, *within(placed[chunk.request_id], span_of(chunk)))
         elif chunk.placement:
-            moved = [it for it in chunk.placement if it.start < chunk.start]
+            moved = [kv_slice for kv_slice in chunk.placement if kv_slice.start < chunk.start]
             lying[chunk.request_id] = (*outside(before, moved), *chunk.placement)
         else:
             lying[chunk.request_id] = (*before, *rows)

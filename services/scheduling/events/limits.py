@@ -66,9 +66,9 @@ class SchedulerDeadlines:
     """Between two looks at who is silent."""
 
     def __post_init__(self) -> None:
-        for it in fields(self):
-            if getattr(self, it.name) < 0:
-                raise ConfigError(f"{it.name} must not be negative")
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise ConfigError(f"{field.name} must not be negative")
         if self.liveness_check_ns == 0:
             raise ConfigError("watch_ns must be positive")
 
@@ -104,7 +104,11 @@ class PreemptionCounter(Protocol):
 
 def delay_counters(instances: Iterable[PreemptionCounter]) -> dict[InstanceId, int]:
     """What a request that begins to wait remembers; those at zero are left out."""
-    return {it.id: it.preemption_delay_ns for it in instances if it.preemption_delay_ns}
+    return {
+        instance.id: instance.preemption_delay_ns
+        for instance in instances
+        if instance.preemption_delay_ns
+    }
 
 
 class PreemptionDelay(NamedTuple):
@@ -138,7 +142,9 @@ def preemption_delay(
         begin_ns: of its step, as predicted.
         predicted_ns: time of its step.
     """
-    held_ns = max(0, *[it.preemption_delay_ns - before.get(it.id, 0) for it in group])
+    held_ns = max(
+        0, *[instance.preemption_delay_ns - before.get(instance.id, 0) for instance in group]
+    )
     waits_ns = max(0, begin_ns - waiting_since_ns - held_ns)
     return PreemptionDelay(held_ns, waits_ns + predicted_ns)
 

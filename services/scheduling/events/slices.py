@@ -53,25 +53,25 @@ def laid_out(
 def tokens_on(shares: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
     """How many tokens each instance has, of whichever origin."""
     tokens: dict[InstanceId, int] = {}
-    for it in shares:
-        tokens[it.instance] = tokens.get(it.instance, 0) + it.tokens
+    for share in shares:
+        tokens[share.instance] = tokens.get(share.instance, 0) + share.tokens
     return tokens
 
 
 def own(shares: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
     """Those that need slots: what other sequences have computed has some."""
-    return (it for it in shares if not it.source)
+    return (share for share in shares if not share.source)
 
 
 def shifted(shares: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
     """The same, so many tokens further on."""
-    return tuple(it.cut(it.span.shifted(tokens)) for it in shares)
+    return tuple(share.cut(share.span.shifted(tokens)) for share in shares)
 
 
 def within(shares: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
     """Those of the positions that the span has."""
-    cuts = (it.cut(it.span.intersection(span)) for it in shares)
-    return tuple(it for it in cuts if it.tokens)
+    cuts = (share.cut(share.span.intersection(span)) for share in shares)
+    return tuple(cut for cut in cuts if cut.tokens)
 
 
 def outside(
@@ -79,7 +79,7 @@ def outside(
 ) -> tuple[PlacedSlice, ...]:
     """Those of the positions that none of the others has, on whichever instance."""
     shares = list(shares)
-    rests = rests_of((it.span for it in shares), [it.span for it in others])
+    rests = rests_of((share.span for share in shares), [other.span for other in others])
     return tuple(it.cut(rest) for it, left in zip(shares, rests, strict=True) for rest in left)
 
 
@@ -87,17 +87,17 @@ def covers_once(span: Span, shares: Iterable[PlacedSlice]) -> bool:
     """Whether the shares have each position of a span once, and no others."""
     if span.step == 1:
         return placed_once(span.start, span.stop, tuple(shares))
-    return span.partitioned_by([it.span for it in shares])
+    return span.partitioned_by([share.span for share in shares])
 
 
 def placed_once(start: int, stop: int, shares: Sequence[PlacedSlice]) -> bool:
     """The same of positions [start, stop)."""
     position = start
     # Mostly one follows upon another, and a span takes microseconds to make.
-    for it in sorted(shares, key=attrgetter("start")):
-        if not (it.start == position < it.stop and it.step == 1):
-            return Span(start, stop).partitioned_by([it.span for it in shares])
-        position = it.stop
+    for share in sorted(shares, key=attrgetter("start")):
+        if not (share.start == position < share.stop and share.step == 1):
+            return Span(start, stop).partitioned_by([share.span for share in shares])
+        position = share.stop
     return position == stop
 
 
@@ -106,14 +106,14 @@ def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -
     where."""
     one, other = _spans_of(some), _spans_of(others)
     return one.keys() == other.keys() and all(
-        sum(it.length for it in spans) == sum(it.length for it in other[place])
-        and not any(rest_of(it, other[place]) for it in spans)
+        sum(span.length for span in spans) == sum(it.length for it in other[place])
+        and not any(rest_of(span, other[place]) for span in spans)
         for place, spans in one.items()
     )
 
 
 def _spans_of(shares: Iterable[PlacedSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
     spans: dict[tuple[InstanceId, int], list[Span]] = {}
-    for it in shares:
-        spans.setdefault((it.instance, it.source), []).append(it.span)
+    for share in shares:
+        spans.setdefault((share.instance, share.source), []).append(share.span)
     return spans

@@ -110,15 +110,15 @@ class _Group:
 
     @property
     def steps(self) -> int:
-        return max(it.low_priority_steps for it in self.candidates)
+        return max(candidate.low_priority_steps for candidate in self.candidates)
 
     @property
     def free_at_ns(self) -> int:
-        return max(it.free_at_ns for it in self.candidates)
+        return max(candidate.free_at_ns for candidate in self.candidates)
 
     def sizes(self, tokens: int) -> list[int] | None:
         """Tokens of each; None if they have no slots for so many."""
-        return level_sizes(tokens, [it.free for it in self.candidates])
+        return level_sizes(tokens, [candidate.free for candidate in self.candidates])
 
 
 class _Queue(NamedTuple):
@@ -162,7 +162,7 @@ class _Groups:
         """Whether anything of the groups and of decode is enough for a request."""
         if not self._decode.has_room(prompt_tokens, output_tokens):
             return False
-        return any(it.sizes(prompt_tokens) is not None for it in self._groups)
+        return any(group.sizes(prompt_tokens) is not None for group in self._groups)
 
     def start(self, request: RequestView, view: View) -> StartPlan | None:
         """Give the request to the group that will be free first."""
@@ -195,10 +195,13 @@ class _Groups:
         cached = view.cached(request, self._gang)
         if cached is None:
             return None
-        reuses, held = Reuses(self._prefill, view.cost), {it.instance for it in cached.slices}
+        reuses, held = (
+            Reuses(self._prefill, view.cost),
+            {kv_slice.instance for kv_slice in cached.slices},
+        )
         for queue in self._queues:
             group = self._groups[queue.number]
-            if held <= {it.id for it in group.candidates}:
+            if held <= {candidate.id for candidate in group.candidates}:
                 reuse = reuses.on(request, cached, group.candidates)
                 soonest = self._groups[self._queues[0].number]
                 whole = view.cost.best(request.cls, soonest.shape, 0, request.prompt_tokens)
@@ -213,7 +216,7 @@ class _Groups:
         self._prefill.start_low_priority(request, reuse.candidates, reuse.sizes, reuse.time_ns)
         self._decode.take(placed, request.output_tokens)
         group = self._groups[number]
-        queues = [it for it in self._queues if it.number != number]
+        queues = [queue for queue in self._queues if queue.number != number]
         if group.steps < self._options.steps_per_group:
             queues.append(_Queue(group.free_at_ns, number))
         heapq.heapify(queues)

@@ -121,7 +121,7 @@ def _pairings() -> str:
 
 
 def _names(kind: type[Any]) -> list[str]:
-    return [it.name for it in fields(kind)]
+    return [field.name for field in fields(kind)]
 
 
 def _whose(option: str) -> str:
@@ -133,9 +133,9 @@ def _whose(option: str) -> str:
 def _pick(kind: type[Options], given: dict[str, object]) -> Options:
     """Take the options of a kind out of those given."""
     picked: dict[str, Any] = {}
-    for it in fields(kind):  # type: ignore[arg-type]
-        if it.name in given:
-            picked[it.name] = _checked(it.name, given.pop(it.name), it.type)
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in given:
+            picked[field.name] = _checked(field.name, given.pop(field.name), field.type)
     return kind(**picked)
 
 

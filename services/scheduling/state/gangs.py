@@ -28,7 +28,7 @@ class Gangs:
         gang = new_gang(event, self._round.now_ns)
         self._generation = max(self._generation, event.generation)
         self.by_id[gang.id] = gang
-        self.instances.update((it.id, it) for it in gang.instances)
+        self.instances.update((instance.id, instance) for instance in gang.instances)
         if gang.may_prefill and gang.may_decode:
             self._links[gang.id, gang.id] = None
         self._pair()

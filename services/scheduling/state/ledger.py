@@ -32,8 +32,10 @@ def decode_slots(placement: HasPlacement, output_tokens: int) -> dict[InstanceId
     if not placement.slices:
         return {}
     slots = {placement.master: 0 if placement.answer else output_tokens}
-    for it in placement.slices:
-        slots[it.instance] = slots.get(it.instance, 0) + (0 if it.source else it.tokens)
+    for kv_slice in placement.slices:
+        slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + (
+            0 if kv_slice.source else kv_slice.tokens
+        )
     for it in placement.answer:
         slots[it.instance] = slots.get(it.instance, 0) + it.tokens
     return slots
@@ -46,7 +48,7 @@ def coming_slots(sequence: Sequence, placement: HasPlacement) -> dict[InstanceId
         lies = (*lies, PlacedSlice(sequence.master_id, *sequence.answer_span))
     coming: dict[InstanceId, int] = {}
     for share in (*placement.slices, *placement.answer):
-        held = [it.span for it in lies if it.instance == share.instance]
+        held = [ly.span for ly in lies if ly.instance == share.instance]
         tokens = sum(it.length for it in rest_of(share.span, held))
         coming[share.instance] = coming.get(share.instance, 0) + tokens
     return coming
@@ -140,7 +142,7 @@ class Ledger:
         """The gang is gone with all its slots."""
         dead = {it.id: None for it in gang.instances}
         for owner in [it for it, held in self._slots.items() if not dead.keys().isdisjoint(held)]:
-            for instance in [it for it in self._slots[owner] if it in dead]:
+            for instance in [slot for slot in self._slots[owner] if slot in dead]:
                 self.free(owner, instance)
         for instance in dead:
             self._instances.pop(instance, None)

@@ -39,7 +39,7 @@ class PrefixCache:
         """A gang has come up."""
         self.ledger.add(gang)
         self.trees[gang.id] = PrefixTree(self.settings.block_tokens)
-        self._slots.update((it.id, 0) for it in gang.instances)
+        self._slots.update((instance.id, 0) for instance in gang.instances)
 
     def drop(self, gang: Gang) -> None:
         """A gang is gone with all that it kept."""
@@ -105,7 +105,10 @@ class PrefixCache:
             shares: where all lies that it has computed.
         """
         self._take(source, tokens_on(slices))
-        start, stop = min(it.start for it in slices), max(it.stop for it in slices)
+        start, stop = (
+            min(kv_slice.start for kv_slice in slices),
+            max(kv_slice.stop for kv_slice in slices),
+        )
         kept = self._insert(gang, source, hashes, slices)
         before, behind = range(start, kept.start), range(kept.stop, stop)
         for rest in (before, behind) if kept else (range(start, stop),):
@@ -136,10 +139,13 @@ class PrefixCache:
         self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
     ) -> range:
         """Which positions of a sequence are kept."""
-        start, stop = min(it.start for it in slices), len(hashes) * self.settings.block_tokens
+        start, stop = (
+            min(kv_slice.start for kv_slice in slices),
+            len(hashes) * self.settings.block_tokens,
+        )
         if stop <= start:
             return range(0)
-        named = (PlacedSlice.of(it.instance, it.span, source) for it in slices)
+        named = (PlacedSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
         return self.trees[gang.id].insert(hashes, start, within(named, Span(start, stop)))
 
     def retained(self, event: Retained) -> None:
@@ -180,10 +186,10 @@ class PrefixCache:
         """Give up what is too much for a gang."""
         tree = self.trees[gang.id]
         excess = {
-            it.id: tree.cached_tokens.get(it.id, 0)
-            - tree.referenced_tokens.get(it.id, 0)
-            - int(self._most * it.capacity)
-            for it in gang.instances
+            instance.id: tree.cached_tokens.get(instance.id, 0)
+            - tree.referenced_tokens.get(instance.id, 0)
+            - int(self._most * instance.capacity)
+            for instance in gang.instances
         }
         if any(it > 0 for it in excess.values()):
             self._evict(gang, excess)
@@ -217,8 +223,8 @@ class PrefixCache:
 
     def _count(self, gang: Gang) -> None:
         used = self.trees[gang.id].referenced_tokens
-        for it in gang.instances:
-            it.reclaimable = self._slots[it.id] - used.get(it.id, 0)
+        for instance in gang.instances:
+            instance.reclaimable = self._slots[instance.id] - used.get(instance.id, 0)
 
     def check_known(self, request: Request) -> None:
         """Assert that what a request knows is so, or known to be out of date."""

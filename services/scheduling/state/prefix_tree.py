@@ -117,15 +117,15 @@ class PrefixTree:
 
     def _add_ref(self, last: Segment, change: int) -> None:
         self.version += 1
-        for it in _upwards(last):
-            before, it.refs = it.refs, it.refs + change
-            if not before or not it.refs:
-                self._count(self.referenced_tokens, it, change)
+        for upward in _upwards(last):
+            before, upward.refs = upward.refs, upward.refs + change
+            if not before or not upward.refs:
+                self._count(self.referenced_tokens, upward, change)
 
     def _touch(self, last: Segment) -> None:
-        for it in _upwards(last):
-            self._recent.pop(it, None)
-            self._recent[it] = None
+        for upward in _upwards(last):
+            self._recent.pop(upward, None)
+            self._recent[upward] = None
 
     # --- keeping -------------------------------------------------------------------------------
 
@@ -235,10 +235,12 @@ class PrefixTree:
         for segment in found:
             assert segment.hashes, "an empty segment"
             covers = Span(segment.start, self.stop(segment)).partitioned_by(
-                [it.span for it in segment.slices]
+                [kv_slice.span for kv_slice in segment.slices]
             )
             assert covers, "positions of a segment are not there once"
-            assert all(it.source == segment.source for it in segment.slices), "of several origins"
+            assert all(kv_slice.source == segment.source for kv_slice in segment.slices), (
+                "of several origins"
+            )
             for first, child in segment.children.items():
                 assert child.parent is segment, "a child of somebody else"
                 assert child.hashes[0] == first, "a child by a wrong name"
@@ -250,8 +252,8 @@ class PrefixTree:
         assert all(it.parent is None or order[it] < order[it.parent] for it in found), "order"
         expected = dict.fromkeys(found, 0)
         for used in refs:
-            for it in _upwards(used):
-                expected[it] += 1
+            for upward in _upwards(used):
+                expected[upward] += 1
         assert all(it.refs == count for it, count in expected.items()), "users"
         for counts, of in (
             (self.cached_tokens, found),

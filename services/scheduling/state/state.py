@@ -224,7 +224,7 @@ class StepPlan(Live, kw_only=True, eq=False):
     @property
     def unsent(self) -> tuple[Step, ...]:
         """Steps that the ranks have not heard of: the last ones."""
-        return tuple([it for it in self.steps if it.unsent])
+        return tuple([step for step in self.steps if step.unsent])
 
 
 class Sequence(Live, kw_only=True, eq=False):
@@ -295,7 +295,7 @@ class Sequence(Live, kw_only=True, eq=False):
     @property
     def answer_span(self) -> tuple[int, int]:
         """Positions of the answer that have slots."""
-        return max((it.stop for it in self.slices), default=0), self.slots_stop
+        return max((kv_slice.stop for kv_slice in self.slices), default=0), self.slots_stop
 
     @property
     def is_moving(self) -> bool:
@@ -376,13 +376,16 @@ def idle_copy(gang: Gang) -> Gang:
         max_positions=gang.max_positions,
         kv_bytes_per_token=gang.kv_bytes_per_token,
     )
-    instances = [InstanceUp(location=str(it.place), kv_slots=it.capacity) for it in gang.instances]
+    instances = [
+        InstanceUp(location=str(instance.place), kv_slots=instance.capacity)
+        for instance in gang.instances
+    ]
     _populate(copy, instances, 0)
     return copy
 
 
 def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
-    places = [Location.parse(it.location) for it in instances]
+    places = [Location.parse(instance.location) for instance in instances]
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
     gang.instances = tuple(
         Instance(
@@ -397,7 +400,7 @@ def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
         )
         for index, it in enumerate(instances)
     )
-    gang.largest = max((it.capacity for it in gang.instances), default=0)
+    gang.largest = max((instance.capacity for instance in gang.instances), default=0)
 
 
 @dataclass(slots=True)
@@ -418,12 +421,14 @@ class Round:
     def discard(self, gang: GangId) -> None:
         """The gang went down later in the turn: no command is for it."""
         kept: list[AnyCommand] = []
-        for it in self.commands:
-            if isinstance(it, Cancel) and gang in it.gangs:
-                left = tuple(other for other in it.gangs if other != gang)
-                kept += [Cancel(sequence_id=it.sequence_id, gangs=left)] if left else []
-            elif not (isinstance(it, ResetGang | SetGroup | Retain | Evict) and it.gang == gang):
-                kept.append(it)
+        for command in self.commands:
+            if isinstance(command, Cancel) and gang in command.gangs:
+                left = tuple(other for other in command.gangs if other != gang)
+                kept += [Cancel(sequence_id=command.sequence_id, gangs=left)] if left else []
+            elif not (
+                isinstance(command, ResetGang | SetGroup | Retain | Evict) and command.gang == gang
+            ):
+                kept.append(command)
         self.commands = kept
 
 

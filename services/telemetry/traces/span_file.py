@@ -30,7 +30,7 @@ def export_request(spans: Sequence[ReadableSpan]) -> Json:
     groups: dict[int, dict[int, list[ReadableSpan]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         groups[id(span.resource)][id(span.instrumentation_scope)].append(span)
-    return {"resourceSpans": [_of_resource(list(it.values())) for it in groups.values()]}
+    return {"resourceSpans": [_of_resource(list(group.values())) for group in groups.values()]}
 
 
 def _of_resource(scopes: Sequence[Sequence[ReadableSpan]]) -> Json:

@@ -73,7 +73,7 @@ class Trace:
     @cached_property
     def root(self) -> RecordedSpan:
         """The request as a whole; where it was not recorded, the span that began first."""
-        return next((it for it in self.spans if it.name == REQUEST), self.spans[0])
+        return next((span for span in self.spans if span.name == REQUEST), self.spans[0])
 
     @property
     def request_id(self) -> str:

@@ -33,14 +33,14 @@ def waterfall(trace: Trace, *, columns: int) -> str:
     """A title, then a line a span: process, name, milliseconds, and a bar on a common axis. Spans
     of one kind of which there are many share a line."""
     lines = list(_lines(trace))
-    labels = max(len(it.label) for it in lines)
+    labels = max(len(line.label) for line in lines)
     width = max(10, columns - labels - len("  12345.6 ms  "))
-    begin = min(it.start_ns for it in trace.spans)
-    end = max(it.end_ns for it in trace.spans)
+    begin = min(span.start_ns for span in trace.spans)
+    end = max(span.end_ns for span in trace.spans)
     texts = [
-        f"{it.label:<{labels}}  {sum(s.duration_ns for s in it.spans) / 1e6:7.1f} ms  "
-        + _bar(it.spans, begin, end, width).rstrip()
-        for it in lines
+        f"{line.label:<{labels}}  {sum(s.duration_ns for s in line.spans) / 1e6:7.1f} ms  "
+        + _bar(line.spans, begin, end, width).rstrip()
+        for line in lines
     ]
     return "\n".join([_title(trace), *texts])
 

@@ -187,8 +187,8 @@ def drawn_by_brute_force(
         begin = end
         with torch.inference_mode():
             rows = [dense.prefill(torch.from_numpy(request.prompt.astype(np.int64)))]
-            rows += [dense.step(it.token) for it in tokens[:-1]]
-        assert [int(row.argmax()) for row in rows] == [it.token for it in tokens]
+            rows += [dense.step(token.token) for token in tokens[:-1]]
+        assert [int(row.argmax()) for row in rows] == [token.token for token in tokens]
         found.append([float(row[it.token]) for row, it in zip(rows, tokens, strict=True)])
     return found
 
@@ -228,7 +228,7 @@ async def check(model: Path, shape: Shape, plan: CsaPlan, *, lengths: Sequence[i
         drawn = [cell.draws(request.sequence_id) for request in requests]
     expected = drawn_by_brute_force(model, plan, requests, drawn)
     for tokens, logprobs in zip(drawn, expected, strict=True):
-        assert [it.logprob for it in tokens] == pytest.approx(logprobs, abs=2e-4)
+        assert [token.logprob for token in tokens] == pytest.approx(logprobs, abs=2e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -279,7 +279,7 @@ async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
     async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
         await answers(cell, requests, plan)
         senders = [rank._kv_link._sender for rank in cell.prefill_gang.ranks]
-        return sum(it.connection.bytes_sent for it in senders if it is not None)
+        return sum(sender.connection.bytes_sent for sender in senders if sender is not None)
 
 
 async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:

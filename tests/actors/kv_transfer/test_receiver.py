@@ -142,12 +142,12 @@ def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor
         mine[:, span.start : span.stop] = kept_ht[:, span.start : span.stop]
     for head in range(len(receiver.heads)):
         blocks = [
-            it
-            for it in receiver.pool.kept_blocks(1, SEQUENCE_ID)
-            if it.heads.start <= head < it.heads.stop
+            kept_block
+            for kept_block in receiver.pool.kept_blocks(1, SEQUENCE_ID)
+            if kept_block.heads.start <= head < kept_block.heads.stop
         ]
-        keys = [it.k_thd[:, head - it.heads.start] for it in blocks]
-        values = [it.v_thd[:, head - it.heads.start] for it in blocks]
+        keys = [block.k_thd[:, head - block.heads.start] for block in blocks]
+        values = [block.v_thd[:, head - block.heads.start] for block in blocks]
         assert rows_of(keys) == rows_of([k_thd[mine[head], head]])
         assert rows_of(values) == rows_of([v_thd[mine[head], head]])
 

@@ -221,7 +221,7 @@ def test_what_lies_together_is_sent_from_where_it_lies(spec: ModelSpec) -> None:
 
 def in_pool(source: Source, tensor: Tensor) -> bool:
     pools = (source.pool.k, source.pool.v)
-    return any(0 <= tensor.data_ptr() - it.data_ptr() < it.nbytes for it in pools)
+    return any(0 <= tensor.data_ptr() - pool.data_ptr() < pool.nbytes for pool in pools)
 
 
 def test_posting_waits_for_nobody(spec: ModelSpec) -> None:

@@ -30,7 +30,9 @@ def request(sequence_id: int, decode: int) -> Request:
 
 
 def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
-    return [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens) for it in requests]
+    return [
+        greedy_tokens(model, request.prompt.tolist(), GREEDY.max_tokens) for request in requests
+    ]
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
@@ -75,7 +77,7 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
         await cell.freed(*range(4))
         cell.check_idle()
         sent = sum(rank._kv_link._sender.connection.bytes_sent for rank in cell.prefill_gang.ranks)  # type: ignore[union-attr]
-        tokens = sum(len(it.prompt) for it in others) + len(stuck.prompt)
+        tokens = sum(len(other.prompt) for other in others) + len(stuck.prompt)
         assert sent < tokens * 2 * (256 + 88), "what nobody wanted has been sent"
 
 

@@ -44,13 +44,15 @@ def go_on(cell: ThreadCell, it: Request) -> int:
 
 
 def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
-    return [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens) for it in requests]
+    return [
+        greedy_tokens(model, request.prompt.tolist(), GREEDY.max_tokens) for request in requests
+    ]
 
 
 async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> None:
     """All of them are answered, and nothing is left."""
     assert await cell.answer(*requests) == expected(model, requests)
-    await cell.freed(*(it.sequence_id for it in requests))
+    await cell.freed(*(request.sequence_id for request in requests))
     await cell.prefilled(*cell.jobs)
     cell.check_idle()
 
@@ -58,7 +60,7 @@ async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> N
 def turns(cell: ThreadCell) -> list[TransferSlots]:
     """Of both decode ranks."""
     receivers = [rank._kv_link._receiver for rank in cell.decode_gang.ranks]
-    return [it.transfer_slots for it in receivers if it is not None]
+    return [receiver.transfer_slots for receiver in receivers if receiver is not None]
 
 
 @pytest.mark.parametrize(

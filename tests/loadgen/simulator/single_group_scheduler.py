@@ -141,7 +141,7 @@ class SingleGroupScheduler:
 
     def _start_waiting(self) -> list[AnyCommand]:
         waiting = [it for it in self._open if it not in self._sequence_of]
-        return [command for it in waiting for command in self._start(it)]
+        return [command for request in waiting for command in self._start(request)]
 
     def _cancel(self, request: int) -> Cancel:
         gangs = tuple(dict.fromkeys(gang for gang in (self._prefill, self._decode) if gang))

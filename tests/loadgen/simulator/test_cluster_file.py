@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
 
 def test_servers_become_gangs_with_places() -> None:
     model = parse_cluster(SMALL, name="small")
-    places = [it.location for it in model.prefill.instances]
+    places = [instance.location for instance in model.prefill.instances]
     assert places == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
     assert (model.decode.tp, model.decode.kv_slots) == (4, (2000,))
     assert model.between is not None
@@ -49,7 +49,7 @@ def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
     data = {"servers": [server], "latency": {"steps": steps, "decode": decode}}
     model = parse_cluster(data, name="shared")
     assert model.shares_cores
-    assert [it.cores for it in model.prefill.instances] == [2] * 4
+    assert [instance.cores for instance in model.prefill.instances] == [2] * 4
 
 
 @pytest.mark.parametrize(

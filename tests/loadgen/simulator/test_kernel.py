@@ -81,7 +81,9 @@ def test_the_mean_wait_is_pollaczek_and_khinchines(load: float, constant: bool) 
         times = poisson(rng, 1200, mean_ns / load)
         lengths = [1000 if constant else rng.choice((100, 1900)) for _ in times]
         outcomes = run(prompts(times, lengths)).outcomes[200:]
-        means.append(sum(it.started_ns - it.arrival.at_ns for it in outcomes) / len(outcomes))
+        means.append(
+            sum(outcome.started_ns - outcome.arrival.at_ns for outcome in outcomes) / len(outcomes)
+        )
     square = mean_ns**2 if constant else (100**2 + 1900**2) / 2
     expected = load / mean_ns * square / 2 / (1 - load)
     mean = sum(means) / len(means)
@@ -93,25 +95,28 @@ def test_littles_law() -> None:
     """Requests in the system, integrated over time, are the sum of the times that they spend."""
     outcomes = run(chats(random.Random(5), 500)).outcomes
     steps = sorted(
-        [(it.arrival.at_ns, 1) for it in outcomes] + [(it.ended_ns, -1) for it in outcomes]
+        [(outcome.arrival.at_ns, 1) for outcome in outcomes]
+        + [(outcome.ended_ns, -1) for outcome in outcomes]
     )
     inside = area = 0
     for (at, change), (later, _) in pairwise(steps):
         inside += change
         area += inside * (later - at)
-    assert area == sum(it.ended_ns - it.arrival.at_ns for it in outcomes)
+    assert area == sum(outcome.ended_ns - outcome.arrival.at_ns for outcome in outcomes)
 
 
 def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
     arrivals = chats(random.Random(7), 300)
     found = run(arrivals, decode=3)
-    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
-    assert found.decoded == sum(it.output_tokens - 1 for it in arrivals)
-    for it in found.outcomes:
-        times = it.token_ns
-        assert len(times) == it.generated_tokens
+    assert [outcome.generated_tokens for outcome in found.outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
+    assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
+    for outcome in found.outcomes:
+        times = outcome.token_ns
+        assert len(times) == outcome.generated_tokens
         assert times == sorted(times)
-        assert (times[0], times[-1]) == (it.first_token_ns, it.ended_ns)
+        assert (times[0], times[-1]) == (outcome.first_token_ns, outcome.ended_ns)
 
 
 def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
@@ -201,11 +206,13 @@ def test_requests_outlive_their_gangs(options: dict[str, Any]) -> None:
         SingleGroupScheduler(sp=4), cluster(decode=2, **options), arrivals, faults=faults
     )
     outcomes = simulator.run().outcomes
-    assert [it.generated_tokens for it in outcomes] == [it.output_tokens for it in arrivals]
-    assert max(it.sequences for it in outcomes) > 1
-    for it in outcomes:
-        assert len(it.token_ns) == it.generated_tokens
-        assert it.token_ns == sorted(it.token_ns)
+    assert [outcome.generated_tokens for outcome in outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
+    assert max(outcome.sequences for outcome in outcomes) > 1
+    for outcome in outcomes:
+        assert len(outcome.token_ns) == outcome.generated_tokens
+        assert outcome.token_ns == sorted(outcome.token_ns)
     simulator.gangs.check_idle()
 
 
@@ -235,7 +242,9 @@ def test_with_one_backend_each_everything_lands() -> None:
     """Whatever the order: several senders, and chats that come while others land."""
     arrivals = chats(random.Random(23), 200, mean_gap_ns=20_000)
     found = run(arrivals, decode=3, receiving_backends=1, **KV)
-    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    assert [outcome.generated_tokens for outcome in found.outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
 
 
 def test_gaps_and_messages_take_their_time() -> None:

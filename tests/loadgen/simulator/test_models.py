@@ -305,7 +305,7 @@ def iterated(
         if not rows:
             continue
         line = cost.small if len(rows) <= cost.tipping_batch else cost.large
-        part += line.a + line.b * sum(it[0] for it in rows.values()) + line.c * len(rows)
+        part += line.a + line.b * sum(row[0] for row in rows.values()) + line.c * len(rows)
         now, part = now + gap_ns + (part >> 48), part & ((1 << 48) - 1)
         drawn += len(rows)
         rows = {number: (context + 1, left - 1) for number, (context, left) in rows.items()}

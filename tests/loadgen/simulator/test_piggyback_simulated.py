@@ -62,7 +62,9 @@ def run(
 def alone_ns(prompt: int) -> int:
     """A prompt that has all iterations to itself."""
     starts = range(0, prompt, BUDGET)
-    return sum(HYBRID.predict_ns([[(min(BUDGET, prompt - it), it)]], 0, 0) for it in starts)
+    return sum(
+        HYBRID.predict_ns([[(min(BUDGET, prompt - start), start)]], 0, 0) for start in starts
+    )
 
 
 # --- closed forms ----------------------------------------------------------------------------
@@ -124,8 +126,8 @@ def test_one_at_a_time_is_lindleys_recursion_bit_for_bit() -> None:
         free_ns = max(free_ns, at_ns) + alone_ns(prompt)
         expected.append(free_ns)
     found = run(arrivals, elastic(), max_batch=1)
-    assert [it.ended_ns for it in found.outcomes] == expected
-    waits = sum(it.started_ns > it.arrival.at_ns for it in found.outcomes)
+    assert [outcome.ended_ns for outcome in found.outcomes] == expected
+    waits = sum(outcome.started_ns > outcome.arrival.at_ns for outcome in found.outcomes)
     assert waits > 100, "nobody had to wait"
 
 
@@ -196,7 +198,7 @@ def test_tokens_come_when_sarathi_draws_them(
     found = run(arrivals, pair(), max_batch=max_batch)
     expected = sarathi(arrivals, max_batch)
     # An arrival within the rounding of an iteration's end may be an iteration earlier or later.
-    starts = {it.at_ns for it in arrivals}
+    starts = {arrival.at_ns for arrival in arrivals}
     near = any(abs(it - at) < 200 for drawn in expected for it in drawn for at in starts)
     if not near:
         for outcome, drawn in zip(found.outcomes, expected, strict=True):
@@ -227,8 +229,10 @@ def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
     arrivals = crowd()
     found = run(arrivals, elastic(3, kv_slots=2000))
     assert not any(it.error for it in found.outcomes)
-    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
-    assert found.decoded == sum(it.output_tokens - 1 for it in arrivals)
+    assert [it.generated_tokens for it in found.outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
+    assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
     for outcome in found.outcomes:
         assert outcome.arrival.at_ns <= outcome.started_ns < outcome.first_token_ns
         assert outcome.token_ns == sorted(outcome.token_ns)
@@ -239,11 +243,15 @@ def test_time_between_tokens_is_bounded_by_the_budget(model: ClusterModel) -> No
     """Whatever the prompts: no gap is longer than an iteration that is full, with the longest
     prompt before it. Whole prompts would take many times as long."""
     arrivals = crowd(60)
-    longest = max(it.prompt_tokens for it in arrivals)
+    longest = max(arrival.prompt_tokens for arrival in arrivals)
     most = 16
     full_ns = HYBRID.predict_ns([[(BUDGET, longest)]], most, most * (longest + 30))
     found = run(arrivals, model, max_batch=most)
-    gaps = [stop - start for it in found.outcomes for start, stop in pairwise(sorted(it.token_ns))]
+    gaps = [
+        stop - start
+        for outcome in found.outcomes
+        for start, stop in pairwise(sorted(outcome.token_ns))
+    ]
     assert max(gaps) <= full_ns
     assert STEP.predict_ns(longest) > 3 * full_ns
 
@@ -255,9 +263,9 @@ def test_riders_outlive_their_gang_and_clients_may_leave() -> None:
     ]
     abandoned = [Abandoned(at_ns=3_000_000, request=2), Abandoned(at_ns=9_000_000, request=30)]
     found = run(crowd(), elastic(2, kv_slots=3000), faults=faults, abandoned=abandoned)
-    errors = [it.error for it in found.outcomes if it.error]
+    errors = [outcome.error for outcome in found.outcomes if outcome.error]
     assert set(errors) <= {"Cancelled"}
-    whole = [it for it in found.outcomes if not it.error]
+    whole = [outcome for outcome in found.outcomes if not outcome.error]
     assert all(it.generated_tokens == len(it.token_ns) == it.arrival.output_tokens for it in whole)
     assert any(it.sequences == 2 for it in whole)
 
@@ -267,7 +275,7 @@ def test_who_leaves_while_commands_are_on_their_way_never_rides(model: ClusterMo
     late = replace(model, notice_ns=1_000_000)
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=5) for _ in range(2)]
     found = run(arrivals, late, abandoned=[Abandoned(at_ns=500_000, request=1)])
-    assert [it.error for it in found.outcomes] == ["Cancelled", ""]
+    assert [outcome.error for outcome in found.outcomes] == ["Cancelled", ""]
 
 
 def test_the_past_does_not_know_the_future() -> None:
@@ -326,7 +334,7 @@ def test_the_command_simulates_an_elastic_gang(tmp_path: Path) -> None:
 def test_permissions_are_those_of_all_or_of_none() -> None:
     model = parse_cluster(FILE, name="x")
     assert model.roles == ("elastic",)
-    assert [it.location for it in model.decode.instances] == ["0-0-0", "0-0-1"]
+    assert [instance.location for instance in model.decode.instances] == ["0-0-0", "0-0-1"]
     mixed = {
         **FILE,
         "servers": [*FILE["servers"], {**FILE["servers"][0], "permissions": ["decode"]}],

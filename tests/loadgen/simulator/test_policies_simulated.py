@@ -55,8 +55,8 @@ def prompts(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
 
 def chats(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
     return [
-        replace(it, output_tokens=(drawn := rng.randint(1, 120)), max_tokens=max(drawn, 64))
-        for it in prompts(rng, requests, rate)
+        replace(prompt, output_tokens=(drawn := rng.randint(1, 120)), max_tokens=max(drawn, 64))
+        for prompt in prompts(rng, requests, rate)
     ]
 
 
@@ -94,16 +94,18 @@ def test_littles_law_and_nothing_lost(policy: str) -> None:
     arrivals = chats(random.Random(3), 300, 2.0)
     found = run(load_cluster("tetris-16"), policy, {}, arrivals)
     steps = sorted(
-        [(it.arrival.at_ns, 1) for it in found.outcomes]
-        + [(it.ended_ns, -1) for it in found.outcomes]
+        [(outcome.arrival.at_ns, 1) for outcome in found.outcomes]
+        + [(outcome.ended_ns, -1) for outcome in found.outcomes]
     )
     inside = area = 0
     for (at, change), (later, _) in pairwise(steps):
         inside += change
         area += inside * (later - at)
-    assert area == sum(it.ended_ns - it.arrival.at_ns for it in found.outcomes)
-    assert [it.generated_tokens for it in found.outcomes] == [it.output_tokens for it in arrivals]
-    assert not any(it.error for it in found.outcomes)
+    assert area == sum(outcome.ended_ns - outcome.arrival.at_ns for outcome in found.outcomes)
+    assert [outcome.generated_tokens for outcome in found.outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
+    assert not any(outcome.error for outcome in found.outcomes)
 
 
 @pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
@@ -111,7 +113,9 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
     """Cutting the trace, or other lengths of unfinished answers, change no earlier turn."""
     cluster = load_cluster("tetris-16")
     rng = random.Random(4)
-    arrivals = [replace(it, output_tokens=80, max_tokens=256) for it in prompts(rng, 80, 2.0)]
+    arrivals = [
+        replace(prompt, output_tokens=80, max_tokens=256) for prompt in prompts(rng, 80, 2.0)
+    ]
     cut_ns = arrivals[40].at_ns
 
     def turns(changed: Sequence[Arrival]) -> list[str]:
@@ -148,7 +152,7 @@ def test_a_slower_machine_with_fewer_requests_takes_its_times() -> None:
             steps=tuple((shape, _times(cost, 3)) for shape, cost in cluster.table.steps),
         ),
     )
-    later = [replace(it, at_ns=3 * it.at_ns) for it in arrivals]
+    later = [replace(arrival, at_ns=3 * arrival.at_ns) for arrival in arrivals]
     options = {"sp": 8, **UNBOUNDED}
     once = run(cluster, "fixed_sp", options, arrivals).outcomes
     threefold = run(slow, "fixed_sp", options, later).outcomes
@@ -193,7 +197,9 @@ def test_requests_that_find_no_slots_wait_for_them() -> None:
         cluster,
         decode=replace(
             cluster.decode,
-            instances=tuple(replace(it, kv_slots=21_000) for it in cluster.decode.instances),
+            instances=tuple(
+                replace(instance, kv_slots=21_000) for instance in cluster.decode.instances
+            ),
         ),
     )
     rng = random.Random(7)

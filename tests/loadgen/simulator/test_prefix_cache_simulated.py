@@ -90,7 +90,7 @@ def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool
         # LoongServe starts a prompt on idle instances while those that have kept it are busy.
         assert outcome.cached in ((0, expected) if policy == "loongserve" else (expected,))
         known[hashes[0]] = len(hashes)
-    again = run([replace(it, hashes=()) for it in arrivals], policy, elastic)
+    again = run([replace(arrival, hashes=()) for arrival in arrivals], policy, elastic)
     kept, all_computed = (sum(it.ttft_ns for it in each.outcomes) for each in (found, again))
     assert kept < all_computed
 
@@ -116,7 +116,7 @@ def test_nothing_is_lost_where_room_is_short_and_gangs_die(
         faults=faults,
         abandoned=[Abandoned(at_ns=601 * MS, request=number) for number in (9, 10, 11)],
     )
-    assert all(it.ended_ns >= 0 for it in found.outcomes)
+    assert all(outcome.ended_ns >= 0 for outcome in found.outcomes)
 
 
 @pytest.mark.parametrize("policy", ["csps", "context_parallel"])
@@ -128,10 +128,13 @@ def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
         GangFault(at_ns=at * MS, role="prefill", up=up) for at, up in ((450, False), (460, True))
     ]
     found, without = (
-        {it.arrival.at_ns: it.cached for it in run(arrivals, policy, False, **more).outcomes}
+        {
+            outcome.arrival.at_ns: outcome.cached
+            for outcome in run(arrivals, policy, False, **more).outcomes
+        }
         for more in ({"rides": 448, "faults": faults}, {"faults": faults})
     )
-    second = [it for it in arrivals if 500 * MS <= it.at_ns < 1000 * MS]
+    second = [arrival for arrival in arrivals if 500 * MS <= arrival.at_ns < 1000 * MS]
     assert not any(without[it.at_ns] for it in second)
     assert all(found[it.at_ns] for it in second)
 
@@ -156,7 +159,7 @@ def test_nothing_is_lost_where_room_is_short_and_the_gang_that_decodes_dies(seed
         GangFault(at_ns=at * MS, role="decode", up=up) for at, up in ((600, False), (800, True))
     ]
     found = run(conversations(seed), "csps", False, rides=256, kv_slots=1800, faults=faults)
-    assert all(it.ended_ns >= 0 for it in found.outcomes)
+    assert all(outcome.ended_ns >= 0 for outcome in found.outcomes)
 
 
 def test_a_turn_may_begin_with_what_is_about_to_be_kept() -> None:

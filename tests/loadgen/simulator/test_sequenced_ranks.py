@@ -111,7 +111,7 @@ def test_a_row_beside_a_long_step_waits_for_three_quanta_at_most() -> None:
     ranks.run()
     gaps = [stop - start for start, stop in pairwise(ranks.tokens[1])]
     assert max(gaps) <= ITERATION_NS + 3 * QUANTUM_NS
-    assert sum(it > ITERATION_NS for it in gaps) > 20, "the step was not beside it"
+    assert sum(gap > ITERATION_NS for gap in gaps) > 20, "the step was not beside it"
     # Nothing is lost: both together take the time of both.
     assert max(ranks.ended[2][0], ranks.finished[1]) == 3000 * MS + 100 * ITERATION_NS
 
@@ -221,9 +221,11 @@ def test_an_elastic_gang_prefills_and_decodes() -> None:
     simulator = Simulator(SingleGroupScheduler(sp=3), elastic(quantum_ns=QUANTUM_NS), arrivals)
     found = simulator.run()
     simulator.gangs.check_idle()
-    assert not any(it.error for it in found.outcomes)
-    assert [len(it.token_ns) for it in found.outcomes] == [it.output_tokens for it in arrivals]
-    assert found.decoded == sum(it.output_tokens - 1 for it in arrivals)
+    assert not any(outcome.error for outcome in found.outcomes)
+    assert [len(outcome.token_ns) for outcome in found.outcomes] == [
+        arrival.output_tokens for arrival in arrivals
+    ]
+    assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
 
 
 def test_what_an_elastic_gang_did_is_done_again_when_it_dies() -> None:

@@ -32,7 +32,7 @@ def simulated(trace: str, load: float, policy: str, requests: int, **options: ob
     size = Size(positions=CLUSTER.max_positions, longest_output=1)
     drawn = generate(workload(trace), requests, arrivals=Arrivals(rate=load), seed=7, size=size)
     run = simulate(CLUSTER, policy, {**UNLIMITED, **options}, drawn)
-    return [it.ttft_ns for it in run.outcomes]
+    return [outcome.ttft_ns for outcome in run.outcomes]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

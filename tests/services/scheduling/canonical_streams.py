@@ -63,7 +63,7 @@ def event_of(data: Canonical) -> AnyEvent:
 
 @cache
 def _events() -> dict[str, type[msgspec.Struct]]:
-    return {_kind(it): it for it in typing.get_args(AnyEvent)}
+    return {_kind(get_arg): get_arg for get_arg in typing.get_args(AnyEvent)}
 
 
 def forget_names() -> None:
@@ -179,11 +179,14 @@ def write_stream(
 ) -> None:
     """Write a stream with its first `full` commands, and digests of the rest."""
     encode = msgspec.json.Encoder(order="deterministic").encode
-    rest = [line_of(*it) for it in commands[full:]]
+    rest = [line_of(*command) for command in commands[full:]]
     digests = [digest_of(rest[at : at + BLOCK]) for at in range(0, len(rest), BLOCK)]
     sizes = (len(turns), len(commands[:full]), len(digests))
-    lines = [encode(sizes), *(encode(tuple(it)) for it in turns)]
-    lines += [*(encode(it) for it in commands[:full]), *(encode(it) for it in digests)]
+    lines = [encode(sizes), *(encode(tuple(turn)) for turn in turns)]
+    lines += [
+        *(encode(command) for command in commands[:full]),
+        *(encode(digest) for digest in digests),
+    ]
     # Without a time and a name in it: equal streams, equal files.
     path.write_bytes(gzip.compress(b"\n".join(lines), mtime=0))
 
@@ -225,7 +228,7 @@ class Follower:
         turn = self._stream.turns[self._turn]
         if now_ns != turn.now_ns:
             self._fail(f"the recording has it at {turn.now_ns} ns, it is {now_ns} ns")
-        present = [canonical_event(it) for it in events]
+        present = [canonical_event(event) for event in events]
         if present != turn.events:
             self._fail("other events", _differing(turn.events, present))
 
@@ -291,7 +294,7 @@ class Follower:
         at = ""
         if self._turn < len(self._stream.turns):
             turn = self._stream.turns[self._turn]
-            told = ", ".join(it["event"] for it in turn.events)
+            told = ", ".join(event["event"] for event in turn.events)
             at = f" at {turn.now_ns} ns (told: {told or 'nothing'})"
         return f"{self._name}: turn {self._turn}{at}"
 

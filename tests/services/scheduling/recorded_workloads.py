@@ -160,7 +160,7 @@ def conversations(seed: int, *, count: int = 12, turns: int = 6) -> list[Arrival
             blocks += rng.randint(1, 6)
             names = [1000 * number + it for it in range(blocks)]
             if turn and rng.random() < 0.2:
-                names = names[: blocks // 2] + [1000 * number + 500 + it for it in names]
+                names = names[: blocks // 2] + [1000 * number + 500 + name for name in names]
             arrivals.append(
                 Arrival(
                     at_ns=turn * 500 * MS + rng.randint(0, 150) * MS,
@@ -315,7 +315,7 @@ IMPATIENT = DeadlineSettings(
     prefill_liveness_ns=SECOND,
     decode_liveness_ns=SECOND,
     gang_recovery_ns=2 * SECOND,
-    watch_ns=200 * MS,
+    liveness_check_ns=200 * MS,
 )
 KEEPS = ReuseSettings(enabled=True, block_tokens=BLOCK_TOKENS)
 STORM_KEEPS = ReuseSettings(enabled=True, max_share=1.0, block_tokens=32)

@@ -69,7 +69,7 @@ def test_a_group_without_slots_is_left_out() -> None:
 def test_an_instance_is_given_so_many_steps_at_a_time() -> None:
     requests = [waiting(n, 1000) for n in range(1, 9)]
     decisions = ask(Picture(requests, [Busy()]), jobs_per_instance=3)
-    assert [numbers(it) for it in plans(decisions)] == [[1], [2], [3]]
+    assert [numbers(plan) for plan in plans(decisions)] == [[1], [2], [3]]
     assert len(decisions) == 3, "the others wait for instances, not for slots"
 
 
@@ -153,7 +153,7 @@ def test_when_the_oldest_finds_no_slots_all_wait_short_ones_too() -> None:
 def test_a_batch_is_as_large_as_it_may_be() -> None:
     requests = [waiting(n, 10) for n in range(1, 9)]
     decisions = ask(Picture(requests, decode=[Busy(requests=2), Busy()]), max_batch=5)
-    assert [type(it).__name__ for it in decisions] == ["StartPlan"] * 3 + ["Blocked"]
+    assert [type(decision).__name__ for decision in decisions] == ["StartPlan"] * 3 + ["Blocked"]
 
 
 # --- keepers ---------------------------------------------------------------------------------
@@ -163,7 +163,12 @@ def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
     """Tokens below a position on each instance."""
     slices = (*placed.slices, *placed.answer)
     return [
-        sum(p < stop for it in slices if it.instance == one for p in it.span.positions)
+        sum(
+            p < stop
+            for kv_slice in slices
+            if kv_slice.instance == one
+            for p in kv_slice.span.positions
+        )
         for one in instances
     ]
 
@@ -228,7 +233,7 @@ def test_what_is_new_goes_first_to_whoever_has_kept_less(
 
 def test_turns_by_hand() -> None:
     turns = interleaved(10, 8, [(7, 4), (8, 1), (9, 9)])
-    kept = sorted((p, it.instance) for it in turns for p in it.span.positions)
+    kept = sorted((p, turn.instance) for turn in turns for p in turn.span.positions)
     assert kept == list(zip(range(10, 18), [7, 8, 9, 7, 9, 7, 9, 7], strict=True))
 
 
@@ -263,11 +268,16 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:
             (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
-            done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1) for it in step.group]
+            done = [
+                ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
+                for instance in step.group
+            ]
             holders = decode_slots(reserve, output)
             assert sum(holders.values()) == prompt + output
             desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
-            freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders]
+            freed = [
+                ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders
+            ]
             desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed)
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 

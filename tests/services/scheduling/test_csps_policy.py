@@ -76,13 +76,17 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
     for plan in started:
         (step,) = plan.steps
         prefill_used.update(sizes(plan))
-        lengths = [by_number[it].prompt_tokens for it in numbers(plan)]
-        assert {by_number[it].cls for it in numbers(plan)} == {by_number[numbers(plan)[0]].cls}
-        assert [it.length for it in step.chunks] == lengths
+        lengths = [by_number[number].prompt_tokens for number in numbers(plan)]
+        assert {by_number[number].cls for number in numbers(plan)} == {
+            by_number[numbers(plan)[0]].cls
+        }
+        assert [chunk.length for chunk in step.chunks] == lengths
         assert (step.bounds[0], step.bounds[-1]) == (0, sum(lengths))
         assert list(step.bounds) == sorted(set(step.bounds))
-        instances = [picture.pairs[0].prefill.instances[it] for it in group(plan)]
-        assert [it.order for it in instances] == sorted(it.order for it in instances)
+        instances = [picture.pairs[0].prefill.instances[instance] for instance in group(plan)]
+        assert [instance.order for instance in instances] == sorted(
+            instance.order for instance in instances
+        )
         if step.high_priority:
             assert len(step.group) == 1
             assert max(lengths) <= 100
@@ -110,7 +114,7 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
 def test_longer_prompts_start_in_order_of_admission(picture: Picture) -> None:
     """The first request of every long step is the oldest long one that waits."""
     started = plans(picture.ask(POLICY))
-    left = [it.id for it in picture.requests if it.priority == "low"]
+    left = [request.id for request in picture.requests if request.priority == "low"]
     for plan in started:
         if not plan.steps[0].high_priority:
             assert numbers(plan)[0] == left[0]
@@ -150,11 +154,11 @@ def test_urgent_steps_never_exceed_what_a_long_step_has_left_to_be_delayed(
 def test_nobody_passes_whom_it_would_delay_beyond_the_bound(picture: Picture) -> None:
     """With a bound of no time at all, nobody starts who is younger than a blocked request."""
     decisions = picture.ask(POLICY)
-    blocked = [it.request_id for it in decisions if isinstance(it, Blocked)]
+    blocked = [decision.request_id for decision in decisions if isinstance(decision, Blocked)]
     started = [it for plan in plans(decisions) for it in numbers(plan)]
     old = [it.id for it in picture.blocked if it.id not in started]
     oldest = min([*blocked, *old], default=1 << 60)
-    high_priority = [it.id for it in picture.requests if it.priority == "high"]
+    high_priority = [request.id for request in picture.requests if request.priority == "high"]
     assert not [it for it in started if it > oldest and it in high_priority]
 
 
@@ -170,9 +174,9 @@ def test_nobody_passes_whom_it_would_delay_beyond_the_bound(picture: Picture) ->
 def test_an_idle_gang_takes_neighbours_in_topology_order(
     places: list[Location], tokens: int
 ) -> None:
-    picture = Picture([waiting(1, tokens)], [Busy(place=str(it)) for it in places])
+    picture = Picture([waiting(1, tokens)], [Busy(place=str(place)) for place in places])
     (plan,) = plans(picture.ask(POLICY))
-    chosen = [places[it] for it in group(plan)]
+    chosen = [places[instance] for instance in group(plan)]
     assert chosen == sorted(chosen)
     assert len(chosen) == min(len(places), -(-tokens // 1000))
 
@@ -278,7 +282,7 @@ def test_slack_is_not_filled_past_somebody_who_is_or_would_be_blocked() -> None:
     requests = [waiting(1, 1700), waiting(2, 600), waiting(3, 250)]
     first, *others = plans(ask(requests, [Busy(), Busy()], decode).ask(POLICY))
     assert numbers(first) == [1]
-    assert [numbers(it) for it in others] == [[2]]
+    assert [numbers(other) for other in others] == [[2]]
     requests = [waiting(1, 1700), waiting(2, 600, blocked_ns=0), waiting(3, 250)]
     first, *_ = plans(ask(requests, [Busy(), Busy()]).ask(POLICY))
     assert numbers(first) == [1]
@@ -349,8 +353,8 @@ def test_a_long_prompt_that_waits_for_instances_blocks_no_short_one() -> None:
     prefill = [Busy(long=((900, 0),) * 2), Busy()]
     requests = [waiting(1, 1900), waiting(2, 500), waiting(3, 50)]
     decisions = ask(requests, prefill).ask(POLICY)
-    assert [numbers(it) for it in plans(decisions)] == [[3]]
-    assert not [it for it in decisions if isinstance(it, Blocked)]
+    assert [numbers(plan) for plan in plans(decisions)] == [[3]]
+    assert not [decision for decision in decisions if isinstance(decision, Blocked)]
 
 
 def test_whoever_is_blocked_is_passed_by_what_ends_within_the_bound() -> None:
@@ -364,9 +368,11 @@ def test_whoever_is_blocked_is_passed_by_what_ends_within_the_bound() -> None:
         waiting(5, 40, 500),
     ]
     decisions = ask(requests, [Busy()], [Busy(700), Busy(700)]).ask(policy)
-    assert [it for it in decisions if isinstance(it, Blocked)] == [Blocked(request_id=1)]
+    assert [decision for decision in decisions if isinstance(decision, Blocked)] == [
+        Blocked(request_id=1)
+    ]
     # The fourth would be computed after the third, and the fifth would make it late in its step.
-    assert [numbers(it) for it in plans(decisions)] == [[3], [5]]
+    assert [numbers(plan) for plan in plans(decisions)] == [[3], [5]]
 
 
 def test_a_round_ends_after_so_many_requests_tried_in_vain() -> None:
@@ -374,14 +380,16 @@ def test_a_round_ends_after_so_many_requests_tried_in_vain() -> None:
     requests = [*(waiting(n, 90, 700) for n in range(3)), waiting(3, 50, 1)]
     assert not plans(ask(requests, decode=[Busy(600)]).ask(policy))
     patient = make_policy("csps", {**OPTIONS, "look_ahead": 4, "overtaking_s": 1.0})
-    assert [numbers(it) for it in plans(ask(requests, decode=[Busy(600)]).ask(patient))] == [[3]]
+    assert [numbers(plan) for plan in plans(ask(requests, decode=[Busy(600)]).ask(patient))] == [
+        [3]
+    ]
 
 
 def test_a_round_that_has_started_enough_asks_for_the_next_one() -> None:
     policy = make_policy("csps", {**OPTIONS, "most_starts": 2})
     decisions = ask([waiting(n, 50) for n in range(5)]).ask(policy)
-    assert len([n for it in plans(decisions) for n in numbers(it)]) == 2
-    assert [it.at_ns for it in decisions if isinstance(it, WakeAt)] == [0]
+    assert len([n for plan in plans(decisions) for n in numbers(plan)]) == 2
+    assert [decision.at_ns for decision in decisions if isinstance(decision, WakeAt)] == [0]
 
 
 def test_nothing_is_started_without_gangs() -> None:
@@ -399,7 +407,9 @@ def decode_slots(requests: list[Request], decode: list[Busy]) -> dict[int, int] 
     if not started:
         return None
     (placed,) = started[0].decode
-    slots = {index_of(it.instance): it.stop - it.start for it in placed.slices}
+    slots = {
+        index_of(kv_slice.instance): kv_slice.stop - kv_slice.start for kv_slice in placed.slices
+    }
     master = index_of(placed.master)
     slots[master] = slots.pop(master, 0) + requests[0].output_tokens
     return slots

@@ -40,7 +40,7 @@ def kept(gang: int, tokens: int, *indices: int) -> Kept:
         PlacedSlice(instance_id(gang, index), start, stop, source=9)
         for index, start, stop in zip(indices, cuts, cuts[1:], strict=False)
     )
-    return Kept(tokens, slices, {it.instance: it.tokens for it in slices})
+    return Kept(tokens, slices, {kv_slice.instance: kv_slice.tokens for kv_slice in slices})
 
 
 @dataclass
@@ -66,7 +66,7 @@ def ask(picture: Picture, policy: str, **options: object) -> list[Decision]:
 
 
 def rides(decisions: list[Decision]) -> list[PiggybackPlan]:
-    return [it for it in decisions if isinstance(it, PiggybackPlan)]
+    return [decision for decision in decisions if isinstance(decision, PiggybackPlan)]
 
 
 policies = pytest.mark.parametrize("policy", OPTIONS)
@@ -108,7 +108,7 @@ def test_a_gang_that_decodes_computes_an_end_if_it_is_done_sooner(policy: str) -
     assert ride.budget == 64 + 40
     placement = ride.placement
     assert gang_of(placement.master) == 2
-    assert sum(it.tokens for it in placement.slices if it.source) == 4960
+    assert sum(kv_slice.tokens for kv_slice in placement.slices if kv_slice.source) == 4960
     picture.kept[1, 1] = kept(1, 4970, 0)
     picture.prefill[0].high_priority = 0
     picture.__post_init__()
@@ -121,8 +121,8 @@ def test_whoever_rides_waits_for_those_that_ride_already(policy: str) -> None:
     before them."""
     requests = [waiting(number, 5000) for number in range(1, 8)]
     picture = KeptPicture(requests, [Busy(90_000, high_priority=130)], [Busy(90_000)])
-    picture.kept = {(it.id, 1): kept(1, 4960, 0) for it in requests}
-    picture.kept |= {(it.id, 2): kept(2, 4960, 0) for it in requests}
+    picture.kept = {(request.id, 1): kept(1, 4960, 0) for request in requests}
+    picture.kept |= {(request.id, 2): kept(2, 4960, 0) for request in requests}
     found = ask(picture, policy, prefill_tokens_max=40)
     assert 3 <= len(rides(found)) < 7
     assert len(rides(found)) + len(plans(found)) == 7
@@ -164,9 +164,9 @@ def test_tetris_goes_on_from_what_was_kept_if_that_is_sooner(
     (plan,) = plans(picture.ask(make_policy("tetris", {"improvement_rate": 0.05})))
     chunks = [step.chunks[0] for step in plan.steps]
     assert chunks[0].start == begins
-    assert sum(it.length for it in chunks) == 8000 - begins
+    assert sum(chunk.length for chunk in chunks) == 8000 - begins
     for step in plan.steps:
-        assert not begins or set(holders) <= {index_of(it) for it in step.group}
+        assert not begins or set(holders) <= {index_of(instance) for instance in step.group}
 
 
 @policies

@@ -43,7 +43,7 @@ def test_a_group_is_given_so_many_steps_at_a_time() -> None:
     picture = Picture([waiting(n, 100) for n in range(9)], [Busy(), Busy(long=((10, 0),))])
     decisions = ask(picture, 1)
     assert len(decisions) == 3
-    assert not [it for it in decisions if isinstance(it, Blocked)]
+    assert not [decision for decision in decisions if isinstance(decision, Blocked)]
 
 
 def test_when_the_oldest_finds_no_slots_all_wait() -> None:

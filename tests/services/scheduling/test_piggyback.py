@@ -34,8 +34,8 @@ def rides(desk: Desk, prompt: int = 500, output: int = 10) -> cmd.Reserve:
 
 
 def freed(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
-    holders = sorted({it.instance for it in reserve.slices} | {reserve.master})
-    return [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders]
+    holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
+    return [ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders]
 
 
 def ask(requests: list[object], decode: list[Busy], **options: object) -> list[Decision]:
@@ -49,12 +49,16 @@ def ask(requests: list[object], decode: list[Busy], **options: object) -> list[D
 def test_whoever_has_room_rides_at_once_in_order_of_admission() -> None:
     requests = [waiting(1, 3000), waiting(2, 50), waiting(3, 200)]
     decisions = ask(requests, [Busy(5000), Busy(5000)], token_budget=100)
-    assert [type(it) for it in decisions] == [PiggybackPlan] * 3
+    assert [type(decision) for decision in decisions] == [PiggybackPlan] * 3
     first = decisions[0]
     assert isinstance(first, PiggybackPlan)
     assert first.budget == 100
-    assert [it.stop - it.start for it in first.placement.slices] == [1500, 1500]
-    masters = [index_of(it.placement.master) for it in decisions if isinstance(it, PiggybackPlan)]
+    assert [kv_slice.stop - kv_slice.start for kv_slice in first.placement.slices] == [1500, 1500]
+    masters = [
+        index_of(decision.placement.master)
+        for decision in decisions
+        if isinstance(decision, PiggybackPlan)
+    ]
     assert masters.count(0) in (1, 2), "masters take turns"
 
 
@@ -65,7 +69,7 @@ def test_when_the_oldest_finds_no_slots_all_wait() -> None:
 
 def test_a_batch_is_as_large_as_it_may_be() -> None:
     decisions = ask([waiting(n, 10) for n in range(1, 9)], [Busy(requests=2)], max_batch=5)
-    assert [type(it) for it in decisions] == [PiggybackPlan] * 3 + [Blocked]
+    assert [type(decision) for decision in decisions] == [PiggybackPlan] * 3 + [Blocked]
 
 
 def test_a_budget_that_rows_use_up_is_refused() -> None:
@@ -85,7 +89,7 @@ def test_a_rider_is_reserved_with_its_prompt_and_joins_at_once() -> None:
     desk = riding()
     reserve = rides(desk, 1500)
     assert reserve.piggybacked
-    assert [it.stop - it.start for it in reserve.slices] == [750, 750]
+    assert [kv_slice.stop - kv_slice.start for kv_slice in reserve.slices] == [750, 750]
     assert desk.scheduler.counts.decode_kv == (1500 + 10) / 8000
     assert desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id)) == []
     assert desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10)) == []

@@ -54,7 +54,9 @@ def _absolute(gaps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 def hold_ups(played: TimedCell, came_ns: dict[int, int]) -> dict[int, tuple[int, int]]:
     """Of each request that is not urgent: how long younger ones that were urgent ran on an instance
     of its step until that ended, on the one that was held up most; and how long it took without."""
-    high_priority = [it for it in played.ended_steps if it.command.high_priority]
+    high_priority = [
+        ended_step for ended_step in played.ended_steps if ended_step.command.high_priority
+    ]
     found = {}
     for step in played.ended_steps:
         if step.command.high_priority:
@@ -153,7 +155,7 @@ def test_nobody_waits_for_overtakers_longer_than_the_bound(
     arrivals: list[tuple[int, int, int]], decode: list[int]
 ) -> None:
     """Whoever passes a blocked request has drawn its last token when the bound is over."""
-    sizes = [it for it in arrivals if it[1] + it[2] <= sum(decode)]
+    sizes = [arrival for arrival in arrivals if arrival[1] + arrival[2] <= sum(decode)]
     played = cell([900, 900], decode)
     played.play(sizes)
     assert len(played.finished) == len(sizes)
@@ -206,7 +208,9 @@ def test_what_was_measured_takes_the_place_of_what_was_predicted(measured: float
     they took less. Each comes when the one before it is over."""
     played = cell([4000], [100_000], measured=measured)
     played.play([(0, 348, 1)] + [(MS + n * 85 * MS, 40, 1) for n in range(60)])
-    (long,) = (it for it in played.ended_steps if not it.command.high_priority)
+    (long,) = (
+        ended_step for ended_step in played.ended_steps if not ended_step.command.high_priority
+    )
     passing_ns = 42 * MS * measured
     allowed = (350 * MS - 42 * MS) // passing_ns + 1
     came = (long.delayed_ns + 350 * MS * measured) // (85 * MS) + 1

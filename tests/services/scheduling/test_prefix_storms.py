@@ -81,7 +81,7 @@ class KeepingCell(RandomCell):
 
     def _reserve(self, command: cmd.Reserve) -> None:
         super()._reserve(command)
-        here = sum(it.tokens for it in command.slices if it.source)
+        here = sum(kv_slice.tokens for kv_slice in command.slices if kv_slice.source)
         self._check_reused(command.sequence_id, command.slices, here)
         if self._elastic or command.piggybacked:
             assert here == command.cached, "reused, but not named"
@@ -106,7 +106,7 @@ class KeepingCell(RandomCell):
     def _check_reused(self, number: int, slices: tuple[cmd.PlacedSlice, ...], cached: int) -> None:
         """What others have computed lies there, is the beginning of this prompt, and nothing
         else."""
-        named = [it for it in slices if it.source]
+        named = [kv_slice for kv_slice in slices if kv_slice.source]
         positions = sorted(p for it in named for p in it.span.positions)
         if named:
             assert positions == list(range(cached)), "not the prompt's beginning"
@@ -144,7 +144,7 @@ class KeepingCell(RandomCell):
         assert not sequence.freeing, "kept, but it was cancelled"
         drawn = request.drawn - (request.output - reserve.output_tokens)
         computed = reserve.prompt_tokens + max(drawn - 1, 0)
-        reused = sum(it.tokens for it in reserve.slices if it.source)
+        reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
         if command.stop > command.start:
             assert reused <= command.start < command.stop <= computed, "kept, not computed"
         answer = reserve.answer or (
@@ -181,7 +181,7 @@ class KeepingCell(RandomCell):
         if isinstance(order, cmd.Evict):
             gone = range(order.start, order.stop)
             self._check_unread((gang, order.sequence_id), gone)
-            for p in [it for it in lies if it in gone]:
+            for p in [ly for ly in lies if ly in gone]:
                 del lies[p]
         else:
             self.sequences[order.sequence_id].unfreed = []
@@ -195,7 +195,9 @@ class KeepingCell(RandomCell):
 
     def _check_unread(self, place: Place, gone: range) -> None:
         reading = [history for step, _ in self.steps.values() for history in step.history]
-        reading += [it.reserve.slices for it in self.sequences.values() if it.unfreed]
+        reading += [
+            sequence.reserve.slices for sequence in self.sequences.values() if sequence.unfreed
+        ]
         for share in (share for slices in reading for share in slices):
             if (gang_of(share.instance), share.source) == place:
                 assert not set(share.span.positions) & set(gone), "released while it is read"
@@ -205,7 +207,7 @@ class KeepingCell(RandomCell):
         super()._gang_dies(gang)
         for dead in before - set(self.gangs):
             self._orders.pop(dead, None)
-            for place in [it for it in self.lies if it[0] == dead]:
+            for place in [ly for ly in self.lies if ly[0] == dead]:
                 del self.lies[place]
 
     @property
@@ -220,7 +222,7 @@ class KeepingCell(RandomCell):
         for place in self.retain:
             used.update(self.lies.get(place, {}).values())
         for step, undone in self.steps.values():
-            if not (self._elastic or any(it.retain for it in step.chunks)):
+            if not (self._elastic or any(chunk.retain for chunk in step.chunks)):
                 sizes = slots_of(step, step.history)
                 used.update({it: sizes.get(it, 0) for it in undone})
         for gang in self.gangs.values():

@@ -61,7 +61,7 @@ def replay(name: str, stream: Stream, scheduler: Scheduler) -> None:
     follower = Follower(name, stream)
     for turn in stream.turns:
         try:
-            outcome = scheduler.handle([event_of(it) for it in turn.events], turn.now_ns)
+            outcome = scheduler.handle([event_of(event) for event in turn.events], turn.now_ns)
         except Exception as error:
             error.add_note(f"{follower.place}: all commands before it are the recorded ones")
             raise
@@ -109,7 +109,7 @@ def follower_of(tmp_path: Path, commands: Sequence[AnyCommand], full: int) -> Fo
         canonical_streams.Turn(50, [], None, 0),
     ]
     path = tmp_path / "stream.jsonl.gz"
-    write_stream(path, turns, [(0, canonical_command(it)) for it in commands], full)
+    write_stream(path, turns, [(0, canonical_command(command)) for command in commands], full)
     return Follower("named", read_stream(path))
 
 

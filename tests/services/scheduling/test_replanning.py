@@ -166,7 +166,7 @@ def test_who_leaves_between_chunks_gives_everything_back() -> None:
     made = Line(CHUNKS)
     _, first = started(made)
     commands = made.turn(ev.RequestCancelled(request_id=1))
-    assert [type(it) for it in commands] == [cmd.Cancel]
+    assert [type(command) for command in commands] == [cmd.Cancel]
     made.turn(*done(first))
     assert made.taken == 0
     assert made.policy.seen == []
@@ -228,7 +228,9 @@ class Counting(Tetris):
 
     def decide(self, view: View) -> Sequence[Decision]:
         decisions = super().decide(view)
-        self.made_again += sum(1 for it in decisions if isinstance(it, Replan) and it.steps)
+        self.made_again += sum(
+            1 for decision in decisions if isinstance(decision, Replan) and decision.steps
+        )
         return decisions
 
 

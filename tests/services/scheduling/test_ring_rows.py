@@ -66,7 +66,7 @@ def test_policies_lay_them_out(policy: str, strategy: str) -> None:
     (step,) = plan.steps
     (chunk,) = step.chunks
     assert (step.strategy, len(step.group)) == (strategy, 2)
-    spans = [(it.instance, it.start, it.stop) for it in chunk.rows]
+    spans = [(row.instance, row.start, row.stop) for row in chunk.rows]
     first, second = step.group
     assert spans == [(first, 0, 250), (first, 750, 1000), (second, 250, 500), (second, 500, 750)]
 
@@ -75,4 +75,4 @@ def test_tetris_stripes_them_where_it_is_told_to() -> None:
     picture = Picture([waiting(1, 1000, cls="ring_kv/exact")], [Busy(), Busy()])
     (plan,) = plans(list(picture.ask(make_policy("tetris", {"layout": "striped"}))))
     ((chunk,),) = [step.chunks for step in plan.steps]
-    assert [(it.start, it.stop, it.step) for it in chunk.rows] == [(0, 999, 2), (1, 1000, 2)]
+    assert [(row.start, row.stop, row.step) for row in chunk.rows] == [(0, 999, 2), (1, 1000, 2)]

@@ -21,7 +21,7 @@ placements = st.builds(
 def test_as_whole_as_in_two_pieces(
     shares: tuple[PlacedSlice, ...], cut: int, data: st.DataObject
 ) -> None:
-    stop = max(it.stop for it in shares)
+    stop = max(share.stop for share in shares)
     chunks = [*within(shares, Span(0, min(cut, stop))), *within(shares, Span(min(cut, stop), stop))]
     chunks = data.draw(st.permutations(chunks))
     assert same_placement(shares, chunks)
@@ -32,7 +32,7 @@ def test_as_whole_as_in_two_pieces(
 def test_not_with_a_position_elsewhere_or_of_another_origin(
     shares: tuple[PlacedSlice, ...], data: st.DataObject
 ) -> None:
-    stop = max(it.stop for it in shares)
+    stop = max(share.stop for share in shares)
     position = data.draw(st.integers(0, stop - 1))
     (moved,) = within(shares, Span(position, position + 1))
     rest = [*within(shares, Span(0, position)), *within(shares, Span(position + 1, stop))]

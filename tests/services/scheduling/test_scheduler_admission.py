@@ -267,11 +267,11 @@ def test_whoever_is_admitted_rides_in_an_idle_gang(
 
 
 def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
-    holders = sorted({it.instance for it in reserve.slices} | {reserve.master})
+    holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
     return [
         ev.FirstToken(sequence_id=reserve.sequence_id),
         ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=reserve.output_tokens),
-        *(ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in holders),
+        *(ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders),
     ]
 
 
@@ -289,7 +289,7 @@ def test_whatever_is_admitted_is_served_at_last(
 ) -> None:  # fmt: skip
     """All at once, before there are gangs, and played to the end in any order."""
     desk = Desk(policy)  # type: ignore[arg-type]
-    desk.turn(*[desk.submit(*it) for it in requests])
+    desk.turn(*[desk.submit(*request) for request in requests])
     commands = desk.turn(gang_up(1, prefill, prefill=True), gang_up(2, decode, decode=True), LINK)
     assert _play(desk, commands, random) == len(requests)
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
@@ -324,7 +324,7 @@ def test_nothing_is_placed_where_it_has_more_tokens_than_positions(
         up.append(gang_up(second, decode, decode=True, max_positions=limits[1]))
         up.append(ev.LinkUp(prefill=first, decode=second))
         longest[second] = min(limits)
-    commands = desk.turn(*up, *[desk.submit(*it) for it in requests])
+    commands = desk.turn(*up, *[desk.submit(*request) for request in requests])
     refused = len(only(commands, cmd.Refuse))
 
     def check(reserve: cmd.Reserve) -> None:
@@ -363,14 +363,19 @@ def _play(
 
 def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
     """All that happens to a sequence, at once; the step's other members draw their tokens, too."""
-    firsts = [ev.FirstToken(sequence_id=it.sequence_id) for it in step.chunks]
-    done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1000) for it in step.group]
+    firsts = [ev.FirstToken(sequence_id=chunk.sequence_id) for chunk in step.chunks]
+    done = [
+        ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1000)
+        for instance in step.group
+    ]
     sequence = reserve.sequence_id
     landed = [
-        ev.KvReceived(sequence_id=sequence, instance=it.instance, tokens=it.stop - it.start)
-        for it in reserve.slices
+        ev.KvReceived(
+            sequence_id=sequence, instance=kv_slice.instance, tokens=kv_slice.stop - kv_slice.start
+        )
+        for kv_slice in reserve.slices
     ]
     holders = sorted(decode_slots(reserve, reserve.output_tokens))
     finished = ev.Finished(sequence_id=sequence, generated_tokens=reserve.output_tokens)
-    freed = [ev.Freed(sequence_id=sequence, instance=it) for it in holders]
+    freed = [ev.Freed(sequence_id=sequence, instance=holder) for holder in holders]
     return [*firsts, *done, *landed, finished, *freed]

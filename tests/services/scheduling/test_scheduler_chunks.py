@@ -64,7 +64,7 @@ def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     )
     assert third.history == (history, ())
     assert third.chunks == (cmd.Chunk(one, 400, 100), cmd.Chunk(two, 0, 100))
-    assert [type(it) for it in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
+    assert [type(command) for command in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
 def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> None:
@@ -111,9 +111,9 @@ def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
     steps = only(commands, cmd.RunStep)
     one, two = (it.sequence_id for it in only(commands, cmd.Reserve))
     done = [
-        ev.StepDone(step_id=it.step_id, instance=instance, took_ns=10)
-        for it in steps
-        for instance in it.group
+        ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
+        for step in steps
+        for instance in step.group
     ]
     for event in done[:-1]:
         assert made.turn(event) == []
@@ -126,9 +126,9 @@ def test_a_request_in_chunks_lacks_its_first_token_only_after_the_last() -> None
     made = desk(CHUNKS)
     steps = only(submitted(made), cmd.RunStep)
     done = [
-        ev.StepDone(step_id=it.step_id, instance=instance, took_ns=10)
-        for it in steps
-        for instance in it.group
+        ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
+        for step in steps
+        for instance in step.group
     ]
     assert made.turn(*done[:-1]) == []
     assert len(only(made.turn(done[-1]), cmd.Restart)) == 2

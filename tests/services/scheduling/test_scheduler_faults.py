@@ -50,7 +50,7 @@ def test_prefill_lost_after_the_first_token_goes_on_with_the_second() -> None:
     plan = desk.start(3000)
     desk.turn(*plan.prefilled(), plan.landed()[0])
     commands = desk.turn(PREFILL_DOWN)
-    assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
+    assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
     again = sent(desk.turn(*replaced_prefill(desk)))
     assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (3001, 9)
     assert again.step.chunks[0].length == 3001
@@ -254,7 +254,7 @@ def test_kv_on_a_connection_that_breaks_is_computed_again() -> None:
     landing, decoding = desk.start(3000), desk.start(50)
     desk.turn(landing.landed()[0], *decoding.joined())
     commands = desk.turn(ev.LinkDown(prefill=1, decode=2, reason="peer hung up"))
-    assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
+    assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
     assert commands[0] == cmd.Cancel(sequence_id=landing.sequence, gangs=(1, 2))
     assert not desk.scheduler.ready
     assert desk.turn(*landing.steps_done(), *landing.freed()) == []
@@ -277,7 +277,7 @@ def test_an_attempt_that_fails_on_living_gangs_is_followed_by_another_after_a_pa
     desk = Desk().ready()
     plan = desk.start()
     commands = desk.turn(plan.failed())
-    assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
+    assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
     assert desk.scheduler.counts.waiting == 1
     assert desk.wake_at_ns == desk.now_ns + PAUSE_NS
     assert desk.turn(desk.submit(50)) != []  # the others go on
@@ -308,7 +308,7 @@ def test_refused_slots_are_not_counted_as_taken() -> None:
     plan = desk.start(3000)
     refusing = plan.holders[0]
     desk.turn(ev.Freed(sequence_id=plan.sequence, instance=refusing), plan.failed())
-    held = {it.instance: it.stop - it.start for it in plan.reserve.slices}
+    held = {kv_slice.instance: kv_slice.stop - kv_slice.start for kv_slice in plan.reserve.slices}
     left = sum(n for it, n in held.items() if it != refusing)
     left += 10 * (plan.reserve.master != refusing)
     assert desk.scheduler.counts.decode_kv == left / 18000
@@ -319,7 +319,7 @@ def test_a_wrong_amount_of_kv_is_a_fault(more: int) -> None:
     desk = Desk().ready()
     plan = desk.start(3000)
     commands = desk.turn(*plan.prefilled(), plan.landed(more)[0])
-    assert [type(it) for it in commands] == [cmd.Cancel, cmd.Restart]
+    assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
     restart = only(commands, cmd.Restart)[0]
     assert restart.error.code == "ProtocolError"
     assert f"KV of {1500 + more} tokens" in restart.error.message

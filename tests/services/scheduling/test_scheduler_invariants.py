@@ -61,7 +61,7 @@ def test_any_moves_agree_with_a_list_of_holdings(
     ledgers = [Ledger(), Ledger()]
     for ledger in ledgers:
         ledger.add(gang)
-    ids = [it.id for it in gang.instances]
+    ids = [instance.id for instance in gang.instances]
     held: dict[tuple[int, int, int], int] = {}
     for kind, which, owner, amounts in moves:
         ledger = ledgers[which]
@@ -80,9 +80,9 @@ def test_any_moves_agree_with_a_list_of_holdings(
             ledger.free(owner, ids[at])
             held.pop((which, owner, at), None)
         expected = [sum(n for (_, _, at), n in held.items() if at == i) for i in range(3)]
-        assert [it.used for it in gang.instances] == expected
+        assert [instance.used for instance in gang.instances] == expected
         sums = [ledger.sums(gang.instances) for ledger in ledgers]
-        assert [sums[0][it] + sums[1][it] for it in ids] == expected
+        assert [sums[0][identifier] + sums[1][identifier] for identifier in ids] == expected
     if dies:
         for ledger in ledgers:
             ledger.drop(gang)
@@ -187,7 +187,7 @@ def test_near_rooms_chooses_as_near_places(places: list[Location], data: st.Data
     """Also after some of the instances were given something to do."""
     count, most = len(places), data.draw(st.integers(1, 60))
     free = data.draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
-    gang = new_gang(gang_up(1, free, prefill=True, places=[str(it) for it in places]), 0)
+    gang = new_gang(gang_up(1, free, prefill=True, places=[str(place) for place in places]), 0)
     overlay = PrefillOverlay(gang, 0)
     rooms = LocalityAllocator(overlay.candidates, most, steps=2)
     for _ in range(data.draw(st.integers(0, 6))):
@@ -196,7 +196,7 @@ def test_near_rooms_chooses_as_near_places(places: list[Location], data: st.Data
         overlay.start_low_priority(waiting(1, 1), [spot], [tokens], data.draw(st.integers(0, 5)))
         rooms.update(spot)
     wanted = data.draw(st.integers(1, 500))
-    open_spots = [it for it in overlay.candidates if it.low_priority_steps < 2]
+    open_spots = [candidate for candidate in overlay.candidates if candidate.low_priority_steps < 2]
     freest = sorted(open_spots, key=lambda it: (-it.free, it.free_at_ns, it.place))
     expected = near_places({it.place: min(most, it.free) for it in freest}, wanted)
     chosen = rooms.nearest(wanted)
@@ -265,7 +265,10 @@ def test_a_class_that_names_a_strategy_begins_with_it() -> None:
     assert costs.best("ring_kv/whatever", TWO, 0, 100).strategy == "ring_kv"
     unmeasured = costs.best("unheard_of/1", TWO, 0, 100)
     assert (unmeasured.strategy, unmeasured.time_ns) == ("unheard_of", 225_000)
-    assert [it.row for it in costs.cache_misses()] == ["ring_kv/whatever", "unheard_of/1"]
+    assert [cache_miss.row for cache_miss in costs.cache_misses()] == [
+        "ring_kv/whatever",
+        "unheard_of/1",
+    ]
 
 
 DROPS = option_name("csa", CsaSettings(levels=2, drop_ratios=((0.5,),)))

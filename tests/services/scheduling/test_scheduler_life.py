@@ -17,7 +17,7 @@ def reserved(desk: Desk) -> float:
 def test_a_request_runs_from_submission_to_its_last_token() -> None:
     desk = Desk().ready()
     commands = desk.turn(desk.submit(prompt=3000, output=10))
-    assert [type(it) for it in commands] == [cmd.Reserve, cmd.RunStep]
+    assert [type(command) for command in commands] == [cmd.Reserve, cmd.RunStep]
     plan = sent(commands)
     assert plan.step.chunks == (cmd.Chunk(plan.sequence, 0, 3000),)
     assert plan.step.bounds == (0, 1500, 3000)
@@ -27,7 +27,10 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
         "exact",
         False,
     )
-    assert [(it.start, it.stop) for it in plan.reserve.slices] == [(0, 1500), (1500, 3000)]
+    assert [(kv_slice.start, kv_slice.stop) for kv_slice in plan.reserve.slices] == [
+        (0, 1500),
+        (1500, 3000),
+    ]
     assert desk.scheduler.counts.running == 1
     assert desk.turn(plan.first_token, *plan.steps_done()) == []
     assert desk.turn(*plan.landed()) == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
@@ -55,10 +58,10 @@ def test_ids_contain_the_highest_generation_and_never_come_again() -> None:
     desk = Desk()
     desk.turn(desk.prefill(generation=7), desk.decode(generation=3), LINK)
     plans = [desk.start() for _ in range(3)]
-    assert {it.sequence >> COUNTER_BITS for it in plans} == {7}
-    assert {it.step.step_id >> COUNTER_BITS for it in plans} == {7}
-    assert len({it.sequence for it in plans}) == len({it.step.step_id for it in plans}) == 3
-    assert [it.step.step_id for it in plans] == sorted(it.step.step_id for it in plans)
+    assert {plan.sequence >> COUNTER_BITS for plan in plans} == {7}
+    assert {plan.step.step_id >> COUNTER_BITS for plan in plans} == {7}
+    assert len({plan.sequence for plan in plans}) == len({plan.step.step_id for plan in plans}) == 3
+    assert [plan.step.step_id for plan in plans] == sorted(plan.step.step_id for plan in plans)
 
 
 def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
@@ -67,11 +70,11 @@ def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
         desk.prefill(), desk.decode(), LINK, *[desk.submit(prompt=50) for _ in range(4)]
     )
     seen: set[int] = set()
-    for it in commands:
-        if isinstance(it, cmd.Reserve):
-            seen.add(it.sequence_id)
-        elif isinstance(it, cmd.RunStep):
-            assert {chunk.sequence_id for chunk in it.chunks} <= seen
+    for command in commands:
+        if isinstance(command, cmd.Reserve):
+            seen.add(command.sequence_id)
+        elif isinstance(command, cmd.RunStep):
+            assert {chunk.sequence_id for chunk in command.chunks} <= seen
     assert len(seen) == 4
 
 
@@ -96,8 +99,8 @@ def test_decode_takes_over_when_all_kv_has_landed_and_not_before() -> None:
 def test_all_that_join_in_a_turn_join_with_one_command() -> None:
     desk = Desk().ready()
     plans = [desk.start() for _ in range(3)]
-    commands = desk.turn(*[event for it in plans for event in it.joined()])
-    assert commands == [cmd.SetGroup(gang=2, joined=tuple(it.sequence for it in plans))]
+    commands = desk.turn(*[event for plan in plans for event in plan.joined()])
+    assert commands == [cmd.SetGroup(gang=2, joined=tuple(plan.sequence for plan in plans))]
 
 
 def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
@@ -220,7 +223,7 @@ def test_one_of_a_batch_is_cancelled() -> None:
     requests = [desk.submit(prompt=50), desk.submit(prompt=40)]
     commands = desk.turn(desk.prefill(1, 4000), desk.decode(), LINK, *requests)
     (step,), (one, other) = only(commands, cmd.RunStep), only(commands, cmd.Reserve)
-    assert [it.length for it in step.chunks] == [50, 40]
+    assert [chunk.length for chunk in step.chunks] == [50, 40]
     assert desk.turn(ev.RequestCancelled(request_id=one.request_id)) == [
         cmd.Cancel(sequence_id=one.sequence_id, gangs=(1, 2))
     ]

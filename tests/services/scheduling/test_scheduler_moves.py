@@ -34,11 +34,11 @@ def moving() -> tuple[Desk, Sent]:
 
 def used(desk: Desk) -> list[int]:
     gang = desk.scheduler._gangs.by_id[1]
-    return [it.used for it in gang.instances]
+    return [instance.used for instance in gang.instances]
 
 
 def freed(plan: Sent, *instances: int) -> list[ev.AnyEvent]:
-    return [ev.Freed(sequence_id=plan.sequence, instance=it) for it in instances]
+    return [ev.Freed(sequence_id=plan.sequence, instance=instance) for instance in instances]
 
 
 def test_it_has_slots_in_both_places_until_it_has_moved() -> None:

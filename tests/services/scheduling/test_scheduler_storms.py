@@ -63,7 +63,9 @@ def test_nothing_is_lost_in_a_storm(seed: int) -> None:
 def test_rows_move_in_storms() -> None:
     """More than a few, of gangs that may."""
     moving = range(len(POLICIES) - 1, 120, len(POLICIES))
-    moves = [sum(isinstance(it, MoveKv) for it in storm(seed).commands) for seed in moving]
+    moves = [
+        sum(isinstance(command, MoveKv) for command in storm(seed).commands) for seed in moving
+    ]
     assert sum(moves) > 3
 
 

@@ -28,7 +28,7 @@ class LayoutCell(RandomCell):
         for chunk, history in zip(command.chunks, command.history, strict=True):
             lies = self._lies.setdefault(chunk.sequence_id, {})
             assert sorted(lies) == list(range(chunk.start)), "chunks follow one upon another"
-            told = [(p, it.instance) for it in history for p in it.span.positions]
+            told = [(p, kv_slice.instance) for kv_slice in history for p in kv_slice.span.positions]
             assert sorted(told) == sorted(lies.items()), "history is not where it was left"
             computed = sorted(rows_of(command, chunk))
             positions = range(chunk.start, chunk.start + chunk.length)

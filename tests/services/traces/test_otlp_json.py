@@ -91,8 +91,8 @@ def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
     assert (outer.service, outer.rank, outer.failed, inner.failed) == ("csps-test", 3, False, True)
     told = {key: outer.attributes[key] for key in "abcdef"}
     assert told == {"a": True, "b": -(2**60), "c": 0.5, "d": "é", "e": [1, 2], "f": []}
-    assert [it.name for it in alone.spans] == ["alone"]
-    assert outer.start_ns == next(it for it in spans if it.name == "outer").start_time
+    assert [span.name for span in alone.spans] == ["alone"]
+    assert outer.start_ns == next(span for span in spans if span.name == "outer").start_time
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:

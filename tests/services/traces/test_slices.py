@@ -33,7 +33,7 @@ def test_exchanges_begun_together_and_ended_in_turn_have_a_row_each() -> None:
     events = [Event("first all-to-all", begin, 7_000 + begin, 0, begin) for begin in (1, 2, 3)]
     events += [Event("first all-to-all", 7_001, 8_000, 1, 1), Event("all-gather", 2, 9_000, 1)]
     levels = {
-        row: [it["args"]["level"] for it in slices]
+        row: [kv_slice["args"]["level"] for kv_slice in slices]
         for (_, row), slices in by_row(rank_trace(reversed(events))).items()
     }
     assert levels == {

@@ -143,8 +143,8 @@ def test_a_timeline_is_written_for_perfetto(folder: Path, tmp_path: Path) -> Non
     out = tmp_path / "timeline.json"
     main(["timeline", "request-2", "--traces", str(folder), "--out", str(out)])
     events = json.loads(out.read_text())["traceEvents"]
-    assert sum(it["ph"] == "X" for it in events) == 6
-    assert {it["ph"] for it in events} == {"X", "M", "s", "f"}
+    assert sum(event["ph"] == "X" for event in events) == 6
+    assert {event["ph"] for event in events} == {"X", "M", "s", "f"}
 
 
 def test_a_folder_without_requests_says_so(tmp_path: Path) -> None:

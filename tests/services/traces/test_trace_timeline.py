@@ -93,7 +93,9 @@ def test_phases_lie_below_their_job_in_the_requests_trace(written: Written) -> N
     assert {span.trace_id for span in (job, *phases)} == {TRACE_ID}
     assert {span.parent_id for span in phases} == {job.span_id}
     assert [span.name for span in phases] == [f"prefill.{event.name}" for event in EVENTS]
-    assert [(it.start_ns, it.end_ns) for it in phases] == [(e.start_ns, e.end_ns) for e in EVENTS]
+    assert [(phase.start_ns, phase.end_ns) for phase in phases] == [
+        (e.start_ns, e.end_ns) for e in EVENTS
+    ]
 
 
 @pytest.mark.parametrize("carrier", [{}, UNSAMPLED, {**UNSAMPLED, **STATE}])
@@ -153,7 +155,7 @@ def test_the_timeline_has_the_phases_of_both_ranks(written: Written) -> None:
         (exchange,) = rows[f"prefill rank {rank}", "first all-to-all"]
         assert (exchange["ts"], exchange["dur"]) == (1000, 4000)
         assert exchange["args"] == {"layer": 0, "level": 2, "micro": 1, "bytes": 0}
-        assert [it["name"] for it in rows[f"prefill rank {rank}", "jobs"]] == ["prefill.compute"]
+        assert [row["name"] for row in rows[f"prefill rank {rank}", "jobs"]] == ["prefill.compute"]
 
 
 def span(
@@ -209,12 +211,14 @@ def test_arrows_lead_from_process_to_process() -> None:
         ),
     )
     events = trace_events(Trace(spans))
-    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     ends: dict[int, dict[str, tuple[str, float]]] = defaultdict(dict)
-    for it in events:
-        if it["ph"] in "sf":
-            ends[it["id"]][it["ph"]] = (names[it["pid"]], it["ts"])
-    arrows = sorted((*it["s"], *it["f"]) for it in ends.values())
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]][event["ph"]] = (names[event["pid"]], event["ts"])
+    arrows = sorted((*end["s"], *end["f"]) for end in ends.values())
     assert arrows == [
         ("prefill rank 0", 49_999, "decode rank 0", 60_999),
         ("prefill rank 1", 50_999, "decode rank 0", 60_999),
@@ -222,5 +226,5 @@ def test_arrows_lead_from_process_to_process() -> None:
         ("router", 12_000, "prefill rank 0", 12_000),
         ("router", 12_000, "prefill rank 1", 12_000),
     ]
-    for it in ends.values():
-        assert it["s"][1] <= it["f"][1]
+    for end in ends.values():
+        assert end["s"][1] <= end["f"][1]

@@ -116,9 +116,9 @@ class KvHolders:
 
     def __init__(self, gang: GangView, max_batch: int) -> None:
         instances = sorted(gang.instances, key=lambda it: it.order)
-        self.free = {it.id: it.free_slots for it in instances}
+        self.free = {instance.id: instance.free_slots for instance in instances}
         """In topology order."""
-        self._mastered = {it.id: it.mastered for it in instances}
+        self._mastered = {instance.id: instance.mastered for instance in instances}
         self._left = max_batch - gang.mastered
 
     def has_room(self, tokens: int, taken: Mapping[InstanceId, int] | None = None) -> bool:
@@ -186,7 +186,7 @@ class KvHolders:
         held = tokens_on(slices)
         # The first to keep a token is who has fewest, so that all have as many at any time.
         turns = sorted(room, key=lambda it: (held.get(it, 0), -room[it]))
-        rooms = [(it, room[it]) for it in turns if room[it]]
+        rooms = [(turn, room[turn]) for turn in turns if room[turn]]
         answer = tuple(interleaved(request.prompt_tokens, request.output_tokens, rooms))
         master = min(room, key=lambda it: (self._mastered[it], -room[it]))
         return Placed(slices, master, answer, taken)
@@ -264,8 +264,8 @@ class ContextParallelPair:
 
     def plans(self) -> Iterator[StartPlan | PiggybackPlan]:
         """Everything that starts here."""
-        for it in self._plans:
-            yield it.plan() if isinstance(it, WholePrompts) else it
+        for plan in self._plans:
+            yield plan.plan() if isinstance(plan, WholePrompts) else plan
 
     def start_high_priority(self, request: RequestView) -> GangStartResult:
         """Compute a short prompt inside whatever runs on one instance, with others if they start in
@@ -283,7 +283,7 @@ class ContextParallelPair:
         elif whole is not None:
             self._start_whole(request, whole)
         else:
-            roomy = any(it.free >= request.prompt_tokens for it in self._candidates)
+            roomy = any(candidate.free >= request.prompt_tokens for candidate in self._candidates)
             waits = roomy and self._has_room(request, NOTHING)
             return GangStartResult.WAITS if waits else GangStartResult.BLOCKED
         return GangStartResult.STARTS
@@ -315,7 +315,7 @@ class ContextParallelPair:
         work = self._long(request)
         if work is None:
             # With slots enough, only outstanding steps are in the way.
-            roomy = sum(it.free for it in self._candidates) >= request.prompt_tokens
+            roomy = sum(candidate.free for candidate in self._candidates) >= request.prompt_tokens
             waits = roomy and self._has_room(request, NOTHING)
             return GangStartResult.WAITS if waits else GangStartResult.BLOCKED
         self._start(request, work, high_priority=False)
@@ -385,7 +385,9 @@ class ContextParallelPair:
         """A prompt, or what follows upon what was kept of it, on the group that will be done
         first."""
         most = self._options.jobs_per_instance
-        candidates = [it for it in self._candidates if it.low_priority_steps < most]
+        candidates = [
+            candidate for candidate in self._candidates if candidate.low_priority_steps < most
+        ]
         work = self._best(request, NOTHING, candidates)
         cached = self._view.cached(request, self._gang)
         if cached is not None:
@@ -399,7 +401,7 @@ class ContextParallelPair:
     ) -> Reuse | None:
         """The group that pays, of those with slots; all of them have the instances that hold what
         is reused."""
-        held = {it.instance for it in cached.slices}
+        held = {kv_slice.instance for kv_slice in cached.slices}
         numbers = [number for number, it in enumerate(candidates) if it.id in held]
         if not candidates or len(numbers) < len(held) or not self._has_room(request, cached):
             return None
@@ -408,13 +410,13 @@ class ContextParallelPair:
         by_server = groupby(candidates, key=lambda it: it.place.server_id)
         servers = [sum(1 for _ in same) for _, same in by_server]
         groups = PooledGroup.of(
-            servers, sizes, [it.free_at_ns - now_ns for it in candidates], numbers
+            servers, sizes, [candidate.free_at_ns - now_ns for candidate in candidates], numbers
         )
         best: Reuse | None = None
         for index, size in enumerate(sizes):
             if size < len(held):
                 continue
-            group = [candidates[it] for it in groups.members(index)]
+            group = [candidates[member] for member in groups.members(index)]
             work = self._reuses.on(request, cached, group)
             if work and (best is None or self._pays(work.ends_ns - now_ns, best.ends_ns - now_ns)):
                 best = work

@@ -76,7 +76,9 @@ class ContextParallel:
                 break
             # What counts of a longer prompt is what is left to compute.
             at_head = lines.is_open(high_priority=high_priority)
-            if not high_priority and any(it.start_end(request, at_head=at_head) for it in gangs):
+            if not high_priority and any(
+                gang.start_end(request, at_head=at_head) for gang in gangs
+            ):
                 started += 1
             elif at_head:
                 verdict = _try(gangs, request, high_priority=high_priority)
@@ -86,7 +88,7 @@ class ContextParallel:
                     break
                 if verdict is GangStartResult.WAITS:
                     lines.close(high_priority=high_priority)
-        return [*(plan for it in gangs for plan in it.plans()), *others]
+        return [*(plan for gang in gangs for plan in gang.plans()), *others]
 
     def idle_capacity(self, pair: PairView) -> IdleCapacity:
         """On idle gangs."""
@@ -95,7 +97,7 @@ class ContextParallel:
 
 class _Trial:
     def __init__(self, pair: PairView, max_batch: int) -> None:
-        self._slots = sum(it.free_slots for it in pair.prefill.instances)
+        self._slots = sum(instance.free_slots for instance in pair.prefill.instances)
         self._holders = KvHolders(pair.decode, max_batch)
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
@@ -142,10 +144,12 @@ def _try(
 ) -> GangStartResult:
     """The best that any pair of gangs has to say."""
     best = GangStartResult.BLOCKED
-    for it in gangs:
+    for gang in gangs:
         best = min(
             best,
-            it.start_high_priority(request) if high_priority else it.start_low_priority(request),
+            gang.start_high_priority(request)
+            if high_priority
+            else gang.start_low_priority(request),
         )
         if best is GangStartResult.STARTS:
             break

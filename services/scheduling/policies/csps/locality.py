@@ -83,12 +83,12 @@ class LocalityAllocator:
         candidates = self.nearest(tokens)
         if candidates is None and len(self._preferences) == self._all:
             candidates = _candidates(
-                [seat for it in self._servers.values() for seat in it.preferences]
+                [seat for server in self._servers.values() for seat in server.preferences]
             )
         if candidates is None:
             return None
         most = tokens if len(candidates) == self._all else self._most
-        group = CandidateGroup(candidates, [min(most, it.free) for it in candidates])
+        group = CandidateGroup(candidates, [min(most, candidate.free) for candidate in candidates])
         return group if sum(group.room) >= tokens else None
 
     def nearest(self, tokens: int) -> list[Candidate] | None:

@@ -184,7 +184,7 @@ class LeastWait:
 
     def _heap(self) -> list[_Wait]:
         if self._waits is None:
-            self._waits = [self._wait(it) for it in self._prefill.candidates]
+            self._waits = [self._wait(candidate) for candidate in self._prefill.candidates]
             heapq.heapify(self._waits)
         return self._waits
 
@@ -248,7 +248,7 @@ class LongPrompts:
             return StartResult.STARTS
         if group is None:
             # With slots enough, only outstanding steps are in the way.
-            room = sum(it.free for it in self._prefill.candidates)
+            room = sum(candidate.free for candidate in self._prefill.candidates)
             return StartResult.WAITS if room >= request.prompt_tokens else StartResult.BLOCKED
         choice = self._best(request, group, request.prompt_tokens)
         step = WholePrompts(
@@ -265,12 +265,14 @@ class LongPrompts:
     def _ends_ns(self, request: RequestView, group: CandidateGroup) -> int:
         """When a group will have computed all of a prompt."""
         choice = self._best(request, group, request.prompt_tokens)
-        return max(it.free_at_ns for it in group.candidates) + choice.time_ns
+        return max(candidate.free_at_ns for candidate in group.candidates) + choice.time_ns
 
     def _best(self, request: RequestView, group: CandidateGroup, tokens: int) -> BestOption:
         """How a group computes all of a prompt, and others that fill its last SPT, when it is
         free."""
-        waited_ns = max(it.free_at_ns for it in group.candidates) - request.submitted_ns
+        waited_ns = (
+            max(candidate.free_at_ns for candidate in group.candidates) - request.submitted_ns
+        )
         shape = self._prefill.shape(group.candidates)
         return self._cost.best(request.cls, shape, 0, tokens, waited_ns)
 
@@ -306,10 +308,13 @@ class LongPrompts:
         left = request.prompt_tokens - cached.tokens
         if left > len(candidates) * self._options.spt_tokens:
             wider = self._allocator_of_round().group(left)
-            ids = {it.id for it in candidates}
+            ids = {candidate.id for candidate in candidates}
             candidates += [it for it in (wider.candidates if wider else ()) if it.id not in ids]
             candidates.sort(key=lambda it: it.order)
-        if any(it.low_priority_steps >= self._options.jobs_per_instance for it in candidates):
+        if any(
+            candidate.low_priority_steps >= self._options.jobs_per_instance
+            for candidate in candidates
+        ):
             return None
         return self._round_plan.reuses.on(request, cached, candidates)
 
@@ -339,7 +344,7 @@ class LongPrompts:
         slack = len(group.candidates) * spt - step.tokens
         idle = self._prefill.idle
         if slack <= 0 or (
-            idle and idle > sum(not it.low_priority_steps for it in group.candidates)
+            idle and idle > sum(not candidate.low_priority_steps for candidate in group.candidates)
         ):
             return  # an idle instance serves them sooner
         queue = self._queue_to_last_filler(younger, slack, step.cls, high_priority_id)
@@ -347,7 +352,7 @@ class LongPrompts:
             return
         decode = self._round_plan.decode
         passed: list[tuple[Placed, int]] = []
-        room = sum(it.free for it in self._prefill.candidates) - step.tokens
+        room = sum(candidate.free for candidate in self._prefill.candidates) - step.tokens
         for other in queue:
             placed = self._round_plan.place(other)
             room -= other.prompt_tokens

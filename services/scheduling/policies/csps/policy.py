@@ -120,7 +120,7 @@ class _Round:
                 next_urgent += 1
             else:
                 break
-        return [*self._others, *(plan for it in self._pairs for plan in it.round_plan.plans())]
+        return [*self._others, *(plan for pair in self._pairs for plan in pair.round_plan.plans())]
 
     def _consider_short(self, request: RequestView) -> bool:
         self._come_to(request)
@@ -146,7 +146,7 @@ class _Round:
             return True  # as a filler
         self._come_to(request)
         end_by_ns = self._end_by_ns
-        return any(it.start_end(request, end_by_ns, at_head=at_head) for it in self._pairs)
+        return any(pair.start_end(request, end_by_ns, at_head=at_head) for pair in self._pairs)
 
     def _started(self, request: RequestView) -> bool:
         return any(pair.round_plan.started(request) for pair in self._pairs)

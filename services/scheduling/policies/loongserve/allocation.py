@@ -98,7 +98,7 @@ class _Allocating:
         move_ns: MoveNs,
     ) -> None:
         self._model, self._move_ns = model, move_ns
-        self._lengths = [it.tokens for it in prompts]
+        self._lengths = [prompt.tokens for prompt in prompts]
         self._chosen = list(idle)
         self._decoding = decoding
         self._left = [*decoding, *others]
@@ -165,7 +165,9 @@ class _Allocating:
     def _targets(self, source: Elastic) -> Migration | None:
         """Where the KV of an instance fits; None if nowhere. Who was given what others held keeps
         it."""
-        if any(source.id == target for it in self._migrations for target, _ in it.targets):
+        if any(
+            source.id == target for migration in self._migrations for target, _ in migration.targets
+        ):
             return None
         others = [it._replace(unused=self._room[it.id]) for it in self._left if it != source]
         return targets_of(source, others)
@@ -194,7 +196,7 @@ class MoveCosts:
     ) -> None:
         self._gang, self._cost, self._generated_tokens = gang, cost, drawn
         self._iteration_ns = iteration_ns
-        self._servers = {it.id: it.place.server_id for it in gang.instances}
+        self._servers = {instance.id: instance.place.server_id for instance in gang.instances}
 
     def ns(self, migration: Migration) -> int | None:
         """One part after the other, since all of them leave one instance; None if nobody knows."""
@@ -250,19 +252,19 @@ def moves(migration: Migration, sequences: Sequence[SequenceView]) -> Iterator[M
         sequences: that are decoded in the gang.
     """
     room = dict(migration.targets)
-    for it in sequences:
-        start, stop = it.answer_span
-        answer = it.answer or (PlacedSlice(it.master_id, start, stop),)
-        lying = [share.instance for share in (*it.slices, *answer)]
-        if migration.source not in (*lying, it.master_id):
+    for sequence in sequences:
+        start, stop = sequence.answer_span
+        answer = sequence.answer or (PlacedSlice(sequence.master_id, start, stop),)
+        lying = [share.instance for share in (*sequence.slices, *answer)]
+        if migration.source not in (*lying, sequence.master_id):
             continue
-        slices = tuple(_elsewhere(it.slices, migration.source, room))
+        slices = tuple(_elsewhere(sequence.slices, migration.source, room))
         kept = tuple(_elsewhere(answer, migration.source, room))
-        master = it.master_id
+        master = sequence.master_id
         if master == migration.source:
             master = (kept or slices)[0].instance
-        placement = DecodePlacement(it.request_id, slices, master, kept)
-        yield MovePlan(sequence_id=it.id, placement=placement)
+        placement = DecodePlacement(sequence.request_id, slices, master, kept)
+        yield MovePlan(sequence_id=sequence.id, placement=placement)
 
 
 def _elsewhere(

@@ -104,7 +104,7 @@ class Dispatcher:
         preempted: list[DecodeGroup] = []
         again: list[int] = []
         for batch in roomiest:
-            left = [it for it in queue if it not in taken]
+            left = [request for request in queue if request not in taken]
             more, in_ns = self._instead(left, taken, unused, dop, batch)
             again.append(in_ns)
             if more:
@@ -120,7 +120,7 @@ class Dispatcher:
     def cost(self, prompts: Sequence[PendingPrompt], dop: int, batch: DecodeGroup) -> float:
         """What a batch loses by one prefill iteration of its instances, per token (Eq. 1). How long
         an answer will be is unknown: what was drawn so far counts."""
-        time_ns = self._model.ns([it.tokens for it in prompts], dop)
+        time_ns = self._model.ns([prompt.tokens for prompt in prompts], dop)
         loss = 0.0
         for request in batch.requests:
             loss += time_ns / request.generated_tokens
@@ -129,9 +129,9 @@ class Dispatcher:
     def gain(self, prompts: Sequence[PendingPrompt], batch: DecodeGroup) -> float:
         """What requests gain that need not wait for a batch to end, per token (Eq. 2)."""
         gained = 0.0
-        for it in prompts:
-            spared = spared_ns(it.waited_ns, batch.requests, self._average_decode_ns)
-            gained += spared / it.tokens
+        for prompt in prompts:
+            spared = spared_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
+            gained += spared / prompt.tokens
         return gained
 
     def _instead(
@@ -157,7 +157,7 @@ class Dispatcher:
         behind = cost if wait else cost - gain
         gained_ns = wait + math.ceil(behind / sum([1 / it.tokens for it in more]))
         time_ns = round(self._model.ns([it.tokens for it in (*taken, *more)], wider))
-        grown_ns = max(time_ns, min(it.executed_ns for it in batch.requests) // 4)
+        grown_ns = max(time_ns, min(request.executed_ns for request in batch.requests) // 4)
         return (), 1 + min(gained_ns, grown_ns)
 
     def _more(
@@ -187,7 +187,7 @@ class Dispatcher:
 
 
 def _tokens(prompts: Sequence[PendingPrompt]) -> int:
-    return sum(it.tokens for it in prompts)
+    return sum(prompt.tokens for prompt in prompts)
 
 
 def _fewest_batches(
@@ -206,9 +206,9 @@ def _fewest_batches(
 
 def _as_one(batches: Sequence[DecodeGroup]) -> DecodeGroup:
     return DecodeGroup(
-        instances=tuple(instance for it in batches for instance in it.instances),
-        requests=tuple(request for it in batches for request in it.requests),
-        context=sum(it.context for it in batches),
+        instances=tuple(instance for batch in batches for instance in batch.instances),
+        requests=tuple(request for batch in batches for request in batch.requests),
+        context=sum(batch.context for batch in batches),
     )
 
 

@@ -55,7 +55,9 @@ class ElasticGang:
 
     def __init__(self, gang: GangView, view: View, options: LoongServeOptions) -> None:
         self._gang, self._view, self._options = gang, view, options
-        self._sequences: dict[InstanceId, list[SequenceView]] = {it.id: [] for it in gang.instances}
+        self._sequences: dict[InstanceId, list[SequenceView]] = {
+            instance.id: [] for instance in gang.instances
+        }
         joined = [it for it in gang.decoding.values() if it.joined_ns is not None]
         merged: list[tuple[set[InstanceId], list[SequenceView]]] = []
         for sequence in gang.decoding.values():
@@ -70,7 +72,7 @@ class ElasticGang:
                     concerned, rows = concerned | members, [*others, *rows]
             merged = [*apart, (concerned, rows)]
         self._groups = merged
-        self.unused = {it.id: it.free_slots for it in gang.instances}
+        self.unused = {instance.id: instance.free_slots for instance in gang.instances}
         """Slots that nobody was promised, this round included."""
         self.model = PrefillModel(self._eq7, options.tipping_tokens)
         self._moving = MoveCosts(gang, view.cost, self.generated_tokens, self._usual_ns)
@@ -110,19 +112,24 @@ class ElasticGang:
     def elastic(self, instances: Sequence[InstanceId]) -> tuple[Elastic, ...]:
         """As the four steps see them."""
         return tuple(
-            Elastic(it.id, it.order, self.unused[it.id], it.capacity - self.unused[it.id])
-            for it in self._gang.instances
-            if it.id in instances
+            Elastic(
+                instance.id,
+                instance.order,
+                self.unused[instance.id],
+                instance.capacity - self.unused[instance.id],
+            )
+            for instance in self._gang.instances
+            if instance.id in instances
         )
 
     @property
     def all(self) -> tuple[Elastic, ...]:
         """Every instance."""
-        return self.elastic([it.id for it in self._gang.instances])
+        return self.elastic([instance.id for instance in self._gang.instances])
 
     def ready_ns(self, instances: Sequence[InstanceId]) -> int | None:
         """From when on these may prefill: at once if they decode nothing; None while they do."""
-        found = [it for it in self._gang.instances if it.id in instances]
+        found = [instance for instance in self._gang.instances if instance.id in instances]
         if any(it.steps for it in found):
             return None
         rows = [
@@ -139,8 +146,8 @@ class ElasticGang:
     @property
     def busy(self) -> set[InstanceId]:
         """They prefill, or KV moves."""
-        moving = [it for it in self.sequences if it.is_moving]
-        return {it.id for it in self._gang.instances if it.steps}.union(
+        moving = [sequence for sequence in self.sequences if sequence.is_moving]
+        return {instance.id for instance in self._gang.instances if instance.steps}.union(
             *(instances_of(it) for it in moving)
         )
 
@@ -149,7 +156,9 @@ class ElasticGang:
         """They neither prefill nor decode."""
         taken = self.busy.union(*(members for members, _ in self._groups))
         taken |= {it for sequence in self._gang.decoding.values() for it in instances_of(sequence)}
-        return self.elastic([it.id for it in self._gang.instances if it.id not in taken])
+        return self.elastic(
+            [instance.id for instance in self._gang.instances if instance.id not in taken]
+        )
 
     @property
     def movable(self) -> tuple[Elastic, ...]:
@@ -157,14 +166,14 @@ class ElasticGang:
         those that read what others have computed."""
         held: dict[InstanceId, int] = {}
         busy = self.busy
-        for it in self.sequences:
-            if it.joined_ns is None or any(share.source for share in it.slices):
-                busy |= instances_of(it)
+        for sequence in self.sequences:
+            if sequence.joined_ns is None or any(share.source for share in sequence.slices):
+                busy |= instances_of(sequence)
                 continue
-            for share in it.slices:
+            for share in sequence.slices:
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
-            start, stop = it.answer_span
-            for share in it.answer or (PlacedSlice(it.master_id, start, stop),):
+            start, stop = sequence.answer_span
+            for share in sequence.answer or (PlacedSlice(sequence.master_id, start, stop),):
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
         return tuple(
             it for it in self.all if it.id not in busy and it.used and it.used == held.get(it.id, 0)
@@ -184,7 +193,7 @@ class ElasticGang:
         """Of those that may prefill, who can beside these plans, and what slots they have left."""
         taken = {it for plan in plans for step in plan.steps for it in step.group}
         left = [it.id for it in idle if it.id not in taken]
-        apart = [it for it in batches if taken.isdisjoint(one.id for one in it.instances)]
+        apart = [batch for batch in batches if taken.isdisjoint(one.id for one in batch.instances)]
         return self.elastic(left), [
             it._replace(instances=self.elastic([one.id for one in it.instances])) for it in apart
         ]
@@ -192,13 +201,13 @@ class ElasticGang:
     def batches(self) -> list[tuple[DecodeGroup, int]]:
         """Decode groups that do not prefill, and from when on they may be preempted."""
         busy = self.busy
-        stepped = {it.id: it.stepped_ns for it in self._gang.instances}
+        stepped = {instance.id: instance.stepped_ns for instance in self._gang.instances}
         found = []
         for members, rows in self._groups:
             if not busy.isdisjoint(members):
                 continue
             iteration_ns = self._batch_ns(len(members), rows)
-            since_ns = max(stepped[it] for it in members)
+            since_ns = max(stepped[member] for member in members)
             ready_ns = since_ns + self._options.decode_iterations * iteration_ns
             found.append((self._batch(members, rows), ready_ns))
         return found
@@ -215,7 +224,7 @@ class ElasticGang:
 
     def _batch(self, members: set[InstanceId], rows: Sequence[SequenceView]) -> DecodeGroup:
         iteration_ns = self._batch_ns(len(members), rows)
-        requests = tuple(self._decoding(it, iteration_ns) for it in rows)
+        requests = tuple(self._decoding(row, iteration_ns) for row in rows)
         return DecodeGroup(self.elastic(sorted(members)), requests, _context(rows))
 
     def _batch_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
@@ -241,11 +250,14 @@ class ElasticGang:
 
 def instances_of(sequence: SequenceView) -> set[InstanceId]:
     """Who takes part in decoding it."""
-    return {sequence.master_id, *(it.instance for it in (*sequence.slices, *sequence.answer))}
+    return {
+        sequence.master_id,
+        *(kv_slice.instance for kv_slice in (*sequence.slices, *sequence.answer)),
+    }
 
 
 def _context(rows: Sequence[SequenceView]) -> int:
-    return sum(share.tokens for it in rows for share in it.slices)
+    return sum(share.tokens for row in rows for share in row.slices)
 
 
 class PrefixReuse:
@@ -268,10 +280,10 @@ class PrefixReuse:
     ) -> StartPlan | None:
         """Compute the rest of a prompt where its beginning lies; None if these may not prefill, or
         have no slots, or all of the prompt would be computed sooner by all that may."""
-        names = dict.fromkeys(it.instance for it in cached.slices)
+        names = dict.fromkeys(kv_slice.instance for kv_slice in cached.slices)
         holders = sorted(self._gang.elastic(list(names)), key=lambda it: it.order)
         free = {it.id for it in idle}
-        disturbed = [it for it in batches if not names.keys().isdisjoint(_ids(it))]
+        disturbed = [batch for batch in batches if not names.keys().isdisjoint(_ids(batch))]
         free.update(*map(_ids, disturbed))
         if not free.issuperset(names):
             return None
@@ -284,7 +296,7 @@ class PrefixReuse:
 
     def _cost(self, took_ns: float, batch: DecodeGroup) -> float:
         """Eq. 1."""
-        return sum([took_ns / it.generated_tokens for it in batch.requests])
+        return sum([took_ns / request.generated_tokens for request in batch.requests])
 
     def _gain(self, prompt: PendingPrompt, batch: DecodeGroup) -> float:
         """Eq. 2."""
@@ -294,7 +306,7 @@ class PrefixReuse:
     def _plan(
         self, prompt: PendingPrompt, cached: CachedView, holders: Sequence[Elastic], took_ns: float
     ) -> StartPlan | None:
-        members, left = [it.id for it in holders], prompt.tokens - cached.tokens
+        members, left = [holder.id for holder in holders], prompt.tokens - cached.tokens
         laid = laid_out(members, striped(left, len(members)), cached.tokens)
         rows = tuple(it for it in laid if it.tokens)
         computed = tokens_on(rows)
@@ -312,7 +324,7 @@ class PrefixReuse:
         ring = len(members) > 1
         step = PlannedStep(
             group=tuple(members),
-            bounds=bounds_of([computed.get(it, 0) for it in members]),
+            bounds=bounds_of([computed.get(member, 0) for member in members]),
             chunks=(PlannedChunk(prompt.id, cached.tokens, left, rows=rows if ring else ()),),
             strategy=RING if ring else ALONE,
             predicted_ns=round(took_ns),
@@ -322,7 +334,7 @@ class PrefixReuse:
 
 
 def _ids(batch: DecodeGroup) -> set[InstanceId]:
-    return {it.id for it in batch.instances}
+    return {instance.id for instance in batch.instances}
 
 
 def _take(unused: dict[InstanceId, int], slots: Mapping[InstanceId, int]) -> None:
@@ -387,12 +399,12 @@ class StaticGroups:
 
     def _ready_ns(self, group: Sequence[Elastic]) -> int | None:
         """From when on; None while it prefills."""
-        return self._gang.ready_ns([it.id for it in group])
+        return self._gang.ready_ns([instance.id for instance in group])
 
     def _next(
         self, queue: Sequence[PendingPrompt], group: Sequence[Elastic]
     ) -> tuple[PendingPrompt, ...]:
-        slots = sum(it.unused for it in group)
+        slots = sum(instance.unused for instance in group)
         dispatcher = Dispatcher(
             self._gang.model,
             future_slots=slots,

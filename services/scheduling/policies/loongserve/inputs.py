@@ -106,7 +106,7 @@ class DecodeGroup(NamedTuple):
     @property
     def unused(self) -> int:
         """Slots of the group."""
-        return sum(it.unused for it in self.instances)
+        return sum(instance.unused for instance in self.instances)
 
 
 class Eq7(NamedTuple):
@@ -144,7 +144,7 @@ class PrefillModel:
 
     def ns(self, lengths: Sequence[int], dop: int) -> float:
         """T(R, E)."""
-        return self.eq7(dop).ns(sum(lengths), sum(it * it for it in lengths))
+        return self.eq7(dop).ns(sum(lengths), sum(length * length for length in lengths))
 
     def tipping_ns(self, dop: int) -> float:
         """Iterations that take longer are compute-bound: more requests only make them longer."""
@@ -176,5 +176,5 @@ def worth_waiting(
     on those that are available."""
     if dop >= all_dop:
         return False
-    lengths = [it.tokens for it in prompts]
+    lengths = [prompt.tokens for prompt in prompts]
     return wait < model.ns(lengths, dop) - model.ns(lengths, all_dop)

@@ -211,7 +211,7 @@ class _Round:
             if not self._room():
                 break
             cached = self._view.cached(views[prompt.id], self._pair.decode.id)
-            holders = {it.instance for it in cached.slices} if cached else set()
+            holders = {kv_slice.instance for kv_slice in cached.slices} if cached else set()
             plan = None
             if cached is not None and busy.isdisjoint(holders):
                 plan = starting.start(prompt, cached, idle, batches)
@@ -230,7 +230,7 @@ class _Round:
             yield decision
 
     def _asking_again(self) -> Iterator[Decision]:
-        future = [it for it in self._wakes if it > self._view.now_ns]
+        future = [wake for wake in self._wakes if wake > self._view.now_ns]
         if future:
             yield WakeAt(at_ns=min(future))
 
@@ -259,7 +259,7 @@ class _Round:
         self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup], moving: int
     ) -> Dispatched:
         """What moves has so many slots twice until it is there."""
-        available = len(idle) + sum(len(it.instances) for it in batches)
+        available = len(idle) + sum(len(batch.instances) for batch in batches)
         room = self._max_batch - self._pair.decode.mastered
         dispatcher = Dispatcher(
             self._model,
@@ -289,11 +289,11 @@ class _Round:
         movable = {it.id for it in self._gang.movable}
         for batch in batches:
             rows = self._gang.sequences_of(batch)
-            if any(it.id in self._taken for it in batch.instances):
+            if any(instance.id in self._taken for instance in batch.instances):
                 continue
-            if any(it.id in self._moved for it in rows):
+            if any(row.id in self._moved for row in rows):
                 continue
-            now = self._gang.elastic([it.id for it in batch.instances])
+            now = self._gang.elastic([instance.id for instance in batch.instances])
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
@@ -305,7 +305,7 @@ class _Round:
         gang, of_master = self._gang, dict[InstanceId, list[SequenceView]]()
         for row in rows:
             of_master.setdefault(row.master_id, []).append(row)
-        own = [it.id for it in batch.instances]
+        own = [instance.id for instance in batch.instances]
         idle = [it.id for it in gang.idle if it.id not in self._taken]
         mastered = {it: len(found) for it, found in of_master.items()}
         wanted = levelled(mastered, [*own, *idle], gang.most_sequences)
@@ -328,7 +328,7 @@ class _Round:
         most_ns = round(self._options.max_delay_s * 1e9)
         if dispatched.preempted or not batches or not most_ns:
             return False
-        decoding = [request for it in batches for request in it.requests]
+        decoding = [request for batch in batches for request in batch.requests]
         wait = wait_ns(decoding, self._pair.decode.decode_ns)
         oldest = dispatched.prompts[0].id
         since_ns = next(it.waiting_since_ns for it in self._view.waiting("low") if it.id == oldest)
@@ -351,7 +351,7 @@ class _Round:
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
         known = {it.id for it in (*idle, *decoding)}  # one that is emptied counts as idle
         others = [it for it in self._gang.movable if it.id not in known]
-        room = self.unused - sum(it.future for it in prompts)
+        room = self.unused - sum(prompt.future for prompt in prompts)
         given = partial(allocate, prompts, idle, decoding, self._model, others=others)
         allocation = given(move_ns=self._gang.move_ns)
         if allocation is not None and sum(map(_slots, allocation.migrations)) > room:
@@ -365,7 +365,10 @@ class _Round:
         prompts.sort(key=lambda it: (-it.tokens, it.id))
         search = plain if self._options.batching == "plain" else pruned
         objective: Objective = "sum" if self._options.objective == "sum" else "normalised"
-        lengths, slots = [it.tokens for it in prompts], [it.unused for it in instances]
+        lengths, slots = (
+            [prompt.tokens for prompt in prompts],
+            [instance.unused for instance in instances],
+        )
         batching = search(lengths, slots, self._model, objective)
         if batching is None:
             return
@@ -375,7 +378,7 @@ class _Round:
         ]
         yield from self._start(batches)
         slowest_ns = max(
-            self._model.ns([it.tokens for it in requests], len(group))
+            self._model.ns([request.tokens for request in requests], len(group))
             for requests, group in batches
         )
         yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
@@ -419,7 +422,10 @@ class _Round:
     ) -> Iterator[StartPlan]:
         gang = self._gang
         kept = place_kv(
-            [(requests, gang.elastic([it.id for it in group])) for requests, group in batches],
+            [
+                (requests, gang.elastic([instance.id for instance in group]))
+                for requests, group in batches
+            ],
             gang.all,
             gang.mastered,
             most_rows=gang.most_sequences,
@@ -427,14 +433,14 @@ class _Round:
         for (requests, group), places in zip(batches, kept, strict=True):
             for where in places:
                 self._take(where)
-            lengths = [it.tokens for it in requests]
+            lengths = [request.tokens for request in requests]
             predicted_ns = round(self._model.ns(lengths, len(group)))
-            self._started.update((it.id, None) for it in requests)
+            self._started.update((request.id, None) for request in requests)
             yield self._noted(start(requests, group, places, predicted_ns))
 
     def _noted(self, plan: StartPlan) -> StartPlan:
         for step in plan.steps:
-            self._taken.update((it, None) for it in step.group)
+            self._taken.update((instance, None) for instance in step.group)
         for it in plan.decode:
             self._taken[it.master] = None
             self._taken.update((share.instance, None) for share in (*it.slices, *it.answer))
@@ -468,6 +474,6 @@ def _whole_groups(chosen: Sequence[Elastic], preempted: Sequence[DecodeGroup]) -
     """With one instance of a group preempted, all of it stands still, and may as well prefill."""
     found: dict[InstanceId, Elastic] = {it.id: it for it in chosen}
     for batch in preempted:
-        if any(it.id in found for it in batch.instances):
-            found.update((it.id, it) for it in batch.instances)
+        if any(instance.id in found for instance in batch.instances):
+            found.update((instance.id, instance) for instance in batch.instances)
     return list(found.values())

@@ -99,11 +99,11 @@ def place_kv(
     """
     holders = {it.id: _Holder(it, mastered.get(it.id, 0)) for it in everyone}
     placed = [
-        _place_prompts(prompts, [holders[it.id] for it in group], most_rows)
+        _place_prompts(prompts, [holders[instance.id] for instance in group], most_rows)
         for prompts, group in batches
     ]
     spare = sorted(holders.values(), key=lambda it: (not it.mastered, -it.unused, it.order))
-    return [tuple(_place_answer(*it, spare) for it in lines) for lines in placed]
+    return [tuple(_place_answer(*line, spare) for line in lines) for lines in placed]
 
 
 def _place_prompts(
@@ -117,7 +117,7 @@ def _place_prompts(
     lines = []
     for prompt in prompts:
         master = _master(prompt, holders[:size])
-        line = [master, *(it for it in holders if it is not master)]
+        line = [master, *(holder for holder in holders if holder is not master)]
         lines.append((prompt, line, _fill(prompt.tokens, line)))
     return lines
 
@@ -132,7 +132,7 @@ def _place_answer(
 def _size(prompts: Sequence[PendingPrompt], holders: Sequence[_Holder], most_rows: int) -> int:
     """The least degree of parallelism that holds the KV, answers included where they can be, and
     whose masters stay below the threshold."""
-    future = sum(it.future for it in prompts)
+    future = sum(prompt.future for prompt in prompts)
     rows = len(prompts)
     for size in range(1, len(holders) + 1):
         first = holders[:size]
@@ -144,7 +144,7 @@ def _size(prompts: Sequence[PendingPrompt], holders: Sequence[_Holder], most_row
 
 def _master(prompt: PendingPrompt, holders: Sequence[_Holder]) -> _Holder:
     """The least busy holder that has room for all of a request, or else the roomiest."""
-    roomy = [it for it in holders if it.unused - it.awaited >= prompt.future]
+    roomy = [holder for holder in holders if holder.unused - holder.awaited >= prompt.future]
     by_load = sorted(roomy, key=lambda it: (it.mastered, it.awaited - it.unused, it.order))
     master = by_load[0] if by_load else max(holders, key=lambda it: (it.unused, -it.order))
     master.mastered += 1
@@ -189,18 +189,20 @@ def start(
     ring = len(members) > 1
     chunks = tuple(
         PlannedChunk(
-            it.id,
+            prompt.id,
             0,
-            it.tokens,
-            rows=laid_out(members, striped(it.tokens, len(members))) if ring else (),
+            prompt.tokens,
+            rows=laid_out(members, striped(prompt.tokens, len(members))) if ring else (),
         )
-        for it in prompts
+        for prompt in prompts
     )
     counts = dict.fromkeys(members, 0)
     for chunk in chunks:
         for instance, tokens in tokens_on(chunk.rows).items():
             counts[instance] += tokens
-    bounds = (0, *accumulate(counts.values())) if ring else (0, sum(it.tokens for it in prompts))
+    bounds = (
+        (0, *accumulate(counts.values())) if ring else (0, sum(prompt.tokens for prompt in prompts))
+    )
     step = PlannedStep(
         group=tuple(members),
         bounds=bounds,
@@ -324,7 +326,9 @@ class Regrouping:
         for source in batch.instances:
             migration = None
             if source.id in movable:
-                migration = targets_of(source, [it for it in batch.instances if it != source])
+                migration = targets_of(
+                    source, [instance for instance in batch.instances if instance != source]
+                )
             move_ns = None if migration is None else self._move_ns(migration)
             if migration is None or move_ns is None:
                 continue
@@ -378,6 +382,6 @@ class Regrouping:
 
     def _lengths(self, batch: DecodeGroup, iteration_ns: int) -> Iterator[tuple[float, float]]:
         """Of answers, and of what is left of them, in tokens, as far as anybody knows."""
-        for it in batch.requests:
-            rest = max(0, self._average_decode_ns - it.executed_ns) / iteration_ns
-            yield it.generated_tokens + rest, rest
+        for request in batch.requests:
+            rest = max(0, self._average_decode_ns - request.executed_ns) / iteration_ns
+            yield request.generated_tokens + rest, rest

@@ -88,10 +88,13 @@ class DecodeOverlay:
         self._options = options
         self._batch = gang.mastered
         self._holders = {
-            it.id: _Holder(it.id, it.order, it.free_slots, it.mastered) for it in gang.instances
+            instance.id: _Holder(
+                instance.id, instance.order, instance.free_slots, instance.mastered
+            )
+            for instance in gang.instances
         }
-        self._freest = sorted(it.rank for it in self._holders.values())
-        self._free = sum(it.free for it in self._holders.values())
+        self._freest = sorted(holder.rank for holder in self._holders.values())
+        self._free = sum(holder.free for holder in self._holders.values())
         self._largest = -1
         """Slots of the instance that has most; less than none if that is not known."""
 
@@ -102,7 +105,7 @@ class DecodeOverlay:
         if self._holders[self._freest[0][1]].free >= output_tokens:
             return True
         if self._largest < 0:
-            self._largest = max(it.free for it in self._holders.values())
+            self._largest = max(holder.free for holder in self._holders.values())
         return output_tokens <= self._largest
 
     def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
@@ -126,7 +129,7 @@ class DecodeOverlay:
         if self._batch >= self._options.max_batch:
             return None
         total = prompt_tokens + output_tokens
-        roomy = [it for it in self._holders.values() if it.free >= total]
+        roomy = [holder for holder in self._holders.values() if holder.free >= total]
         if not roomy:
             return None
         # Compared as fractions of integers, since a float would lose ties.
@@ -238,7 +241,7 @@ class Piggybacking:
             placed: names what the gang has kept.
             within_ns: from now on; None if no time is too long.
         """
-        kept = sum(it.tokens for it in placed.slices if it.source)
+        kept = sum(kv_slice.tokens for kv_slice in placed.slices if kv_slice.source)
         new = request.prompt_tokens - kept
         if not kept or new > self.most or request.cls not in (EXACT, AUTO):
             return None

@@ -123,26 +123,26 @@ class PrefillOverlay:
         """Of one instance."""
         self.candidates = [
             Candidate(
-                it,
-                it.id,
-                it.place,
-                it.order,
-                it.free_slots,
-                it.low_priority_steps,
-                len(it.steps) - it.low_priority_steps,
-                it.high_priority_ns,
-                max(now_ns, it.free_at_ns),
-                it.preempted_ns,
-                it.preemption_delay_ns,
+                instance,
+                instance.id,
+                instance.place,
+                instance.order,
+                instance.free_slots,
+                instance.low_priority_steps,
+                len(instance.steps) - instance.low_priority_steps,
+                instance.high_priority_ns,
+                max(now_ns, instance.free_at_ns),
+                instance.preempted_ns,
+                instance.preemption_delay_ns,
             )
-            for it in gang.instances
+            for instance in gang.instances
         ]
-        self.idle = sum(not it.low_priority_steps for it in self.candidates)
+        self.idle = sum(not candidate.low_priority_steps for candidate in self.candidates)
         """Instances without a long step."""
 
     def shape(self, group: list[Candidate]) -> GroupShape:
         """Of instances in topology order."""
-        return GroupShape.of([it.place for it in group], self._tp)
+        return GroupShape.of([instance.place for instance in group], self._tp)
 
     def spare_ns(self, candidate: Candidate) -> int | None:
         """What urgent steps on an instance may still cost; None if they overtake nothing."""
@@ -174,7 +174,7 @@ class PrefillOverlay:
         Args:
             request: the oldest that it computes.
         """
-        begin_ns = max(it.free_at_ns for it in group)
+        begin_ns = max(instance.free_at_ns for instance in group)
         since_ns = request.waiting_since_ns
         found = preemption_delay(request.delays_before, since_ns, group, begin_ns, predicted_ns)
         budget = Budget(found.budget_ns(self._preemption_budget_ns, predicted_ns))
@@ -363,12 +363,12 @@ class Reuse(NamedTuple):
     @property
     def ends_ns(self) -> int:
         """When it will have been computed."""
-        return max(it.free_at_ns for it in self.candidates) + self.time_ns
+        return max(candidate.free_at_ns for candidate in self.candidates) + self.time_ns
 
     @property
     def high_priority_end_ns(self) -> int:
         """When an urgent one would have been computed, from now on."""
-        return max(it.high_priority_ns for it in self.candidates) + self.time_ns
+        return max(candidate.high_priority_ns for candidate in self.candidates) + self.time_ns
 
 
 class _Nothing(NamedTuple):
@@ -386,12 +386,14 @@ class Reuses:
 
     def __init__(self, overlay: PrefillOverlay, cost: CostView) -> None:
         self._overlay, self._cost = overlay, cost
-        self._candidates: dict[InstanceId, Candidate] = {it.id: it for it in overlay.candidates}
+        self._candidates: dict[InstanceId, Candidate] = {
+            candidate.id: candidate for candidate in overlay.candidates
+        }
 
     def holders(self, cached: CachedView) -> list[Candidate]:
         """Who has to be in the group."""
-        ids = dict.fromkeys(it.instance for it in cached.slices)
-        return sorted((self._candidates[it] for it in ids), key=lambda it: it.order)
+        ids = dict.fromkeys(kv_slice.instance for kv_slice in cached.slices)
+        return sorted((self._candidates[identifier] for identifier in ids), key=lambda it: it.order)
 
     def on(
         self, request: RequestView, cached: CachedView, candidates: list[Candidate]
@@ -402,11 +404,11 @@ class Reuses:
         shares = level_sizes(left, limits) if min(limits) >= 0 else None
         if shares is None:
             return None
-        held = {it.instance for it in cached.slices}
+        held = {kv_slice.instance for kv_slice in cached.slices}
         used = [(it, n) for it, n in zip(candidates, shares, strict=True) if n or it.id in held]
         group = [candidate for candidate, _ in used]
         shape = self._overlay.shape(group)
-        waited_ns = max(it.free_at_ns for it in group) - request.submitted_ns
+        waited_ns = max(instance.free_at_ns for instance in group) - request.submitted_ns
         choice = self._cost.best(request.cls, shape, cached.tokens, left, waited_ns)
         return Reuse(cached, group, [n for _, n in used], choice.strategy, choice.time_ns)
 
@@ -456,7 +458,7 @@ def reuse_step(request: RequestView, reuse: Reuse, *, high_priority: bool = Fals
     """Its step."""
     start = reuse.cached.tokens
     step = PlannedStep(
-        group=tuple([it.id for it in reuse.candidates]),
+        group=tuple([candidate.id for candidate in reuse.candidates]),
         bounds=bounds_of(reuse.sizes),
         chunks=(PlannedChunk(request.id, start, request.prompt_tokens - start),),
         strategy=reuse.strategy,

@@ -154,13 +154,13 @@ class _Bounds:
     """
 
     def __init__(self, costs: Sequence[tuple[float, float, float, float]]) -> None:
-        b = accumulate([it[1] for it in costs], min)
-        c = accumulate([it[2] for it in costs], min)
-        d = accumulate([min(it[3], it[2] / 2) for it in costs], min)
+        b = accumulate([cost[1] for cost in costs], min)
+        c = accumulate([cost[2] for cost in costs], min)
+        d = accumulate([min(cost[3], cost[2] / 2) for cost in costs], min)
         self.work = list(zip(b, c, d, strict=True))
         """Over all sizes up to each: earlier chunks may be on smaller groups."""
         self.constant = [
-            list(accumulate([it[0] for it in costs[low:]], min)) for low in range(len(costs))
+            list(accumulate([cost[0] for cost in costs[low:]], min)) for low in range(len(costs))
         ]
         """Over sizes from one to another, so many further on."""
 

@@ -172,7 +172,7 @@ class PooledGroup:
 def are_even(servers: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether this module's groups are those of `groups.py`."""
     width = servers[0]
-    even = all(it == width for it in servers)
+    even = all(server == width for server in servers)
     return even and all(size <= width or size % width == 0 for size in sizes)
 
 
@@ -189,12 +189,12 @@ class AnyHome:
     def __init__(self, lanes: list[Lane], sizes: Sequence[int]) -> None:
         self._lanes, self._sizes = lanes, sizes
         self._width = width = len(lanes[0])
-        self._by_last = by_last = sorted([it[-1] for it in lanes])
+        self._by_last = by_last = sorted([lane[-1] for lane in lanes])
         keys = [
-            min([it[size - 1] for it in lanes]) if size <= width else by_last[size // width - 1]
+            min([lane[size - 1] for lane in lanes]) if size <= width else by_last[size // width - 1]
             for size in sizes
         ]
-        self.free_ns = [it >> NUMBER_BITS for it in keys]
+        self.free_ns = [key >> NUMBER_BITS for key in keys]
         self._homes: dict[int, Home] = {}
 
     def inside(self, top: int) -> AnyHome | Home:
@@ -203,7 +203,7 @@ class AnyHome:
         if size <= width:
             return self.taken(top)
         last = self._by_last[size // width - 1]
-        lanes = [it for it in self._lanes if it[-1] <= last]
+        lanes = [lane for lane in self._lanes if lane[-1] <= last]
         return AnyHome(lanes, self._sizes[: top + 1])
 
     def taken(self, index: int) -> Home:
@@ -235,7 +235,7 @@ class Home:
             lane[size - 1] if size <= width else by_last[max(size // width - 1, place)]
             for size in sizes
         ]
-        self.free_ns = [it >> NUMBER_BITS for it in keys]
+        self.free_ns = [key >> NUMBER_BITS for key in keys]
 
     def inside(self, top: int) -> Home:
         """As `groups.Choice`; the beginning of a line has the beginnings that the line has."""
@@ -250,8 +250,8 @@ class Home:
         lane, size = self._lane, self._sizes[index]
         width = len(lane)
         if size <= width:
-            return tuple(sorted([it & NUMBER for it in lane[:size]]))
+            return tuple(sorted([request & NUMBER for request in lane[:size]]))
         others = [it for it in self._by_last if it != lane[-1]]
         lasts = [lane[-1], *others[: size // width - 1]]
-        starts = sorted([(it & NUMBER) // width * width for it in lasts])
+        starts = sorted([(last & NUMBER) // width * width for last in lasts])
         return tuple([number for start in starts for number in range(start, start + width)])

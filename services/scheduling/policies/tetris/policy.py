@@ -97,7 +97,7 @@ def balancing_moves(
     """
     held = tokens_on(history)
     assert held.keys() <= set(group), "history outside of the group"
-    fixed = tokens_on(it for it in history if it.source)
+    fixed = tokens_on(kv_slice for kv_slice in history if kv_slice.source)
     level, total = _level(group, fixed, sum(held.values()))
     targets = _targets(
         total, [held.get(it, 0) for it in level], [(free or {}).get(it) for it in level]
@@ -207,10 +207,10 @@ def predicted_ends(
     free, ends = list(free_ns), []
     for step in plan_of(sequence).unsent:
         assert step.command is not None, "held without a command"
-        group = [numbers[it] for it in step.command.group]
-        end_ns = max(free[it] for it in group) + step.predicted_ns
-        for it in group:
-            free[it] = end_ns
+        group = [numbers[instance] for instance in step.command.group]
+        end_ns = max(free[instance] for instance in group) + step.predicted_ns
+        for instance in group:
+            free[instance] = end_ns
         ends.append(end_ns)
     return ends
 
@@ -317,7 +317,7 @@ class _Pair:
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Whether there are slots enough, on whichever instances."""
-        free = sum(it.free for it in self._candidates)
+        free = sum(candidate.free for candidate in self._candidates)
         return prompt_tokens <= free and self._decode.has_room(prompt_tokens, output_tokens)
 
     def start(self, request: RequestView, view: View) -> StartPlan | None:
@@ -341,9 +341,11 @@ class _Pair:
         """Chunks of what follows upon KV that was kept, which stays where it lies and whose holders
         are in every group; None if there are not slots enough."""
         cdsp = self._cdsp(cost)
-        free_ns = [it.free_at_ns - self._now_ns for it in self._candidates]
-        slots = [it.free - cached.taken.get(it.id, 0) for it in self._candidates]
-        holders = {it.instance for it in cached.slices}
+        free_ns = [candidate.free_at_ns - self._now_ns for candidate in self._candidates]
+        slots = [
+            candidate.free - cached.taken.get(candidate.id, 0) for candidate in self._candidates
+        ]
+        holders = {kv_slice.instance for kv_slice in cached.slices}
         held = [number for number, it in enumerate(self._candidates) if it.id in holders]
         if min(slots) < 0:
             return None
@@ -383,8 +385,8 @@ class _Pair:
         """Chunks as steps, in the line of their instances."""
         steps = []
         holding = dict.fromkeys(work.holders, 0)
-        for it in self._candidates:
-            it.free -= work.cached.taken.get(it.id, 0)
+        for candidate in self._candidates:
+            candidate.free -= work.cached.taken.get(candidate.id, 0)
         for chunk, parts in zip(work.chunks, work.sizes, strict=True):
             computing = zip(chunk.members, parts, strict=True)
             # Who has no slots left takes part if it holds history.
@@ -412,7 +414,7 @@ class _Pair:
         the oldest first: each on the times at which instances are free of those before it."""
         numbers = {it.id: number for number, it in enumerate(self._candidates)}
         for candidate in self._candidates:
-            sent = [it.end_ns for it in candidate.view.steps.values() if not it.unsent]
+            sent = [step.end_ns for step in candidate.view.steps.values() if not step.unsent]
             candidate.free_at_ns = max([self._now_ns, *sent])
         for sequence in view.planned:
             held = unsent_commands(sequence)
@@ -427,8 +429,8 @@ class _Pair:
                 if steps:
                     continue
             for command, end_ns in zip(held, ends_ns, strict=True):
-                for it in command.group:
-                    self._candidates[numbers[it]].free_at_ns = end_ns
+                for instance in command.group:
+                    self._candidates[numbers[instance]].free_at_ns = end_ns
 
     def _better(
         self, sequence: PlannedView, first: RunStep, end_ns: int, cost: CostView
@@ -455,7 +457,7 @@ class _Pair:
         choice = cost.best(request.cls, self._prefill.shape(group), chunk.start, chunk.length)
         self._prefill.start_low_priority(request, group, tokens, choice.time_ns)
         step = PlannedStep(
-            group=tuple([it.id for it in group]),
+            group=tuple([instance.id for instance in group]),
             bounds=bounds_of(tokens),
             chunks=(PlannedChunk(request.id, chunk.start, chunk.length),),
             strategy=choice.strategy,

@@ -76,16 +76,22 @@ def brute_force(
         for requests in cuts(len(lengths_n), parts)
         for instances in cuts(used, parts)
     ]
-    return min((it for it in costs if it is not None), default=None)
+    return min((cost for cost in costs if cost is not None), default=None)
 
 
 def check_whole(found: Batching, requests: int, instances: int) -> None:
     """Every request once, in order; instances in order without gaps."""
-    assert [it.first for it in found.batches] == [0, *(it.stop for it in found.batches[:-1])]
-    assert [it.begin for it in found.batches] == [0, *(it.end for it in found.batches[:-1])]
+    assert [batch.first for batch in found.batches] == [
+        0,
+        *(batch.stop for batch in found.batches[:-1]),
+    ]
+    assert [batch.begin for batch in found.batches] == [
+        0,
+        *(batch.end for batch in found.batches[:-1]),
+    ]
     assert found.batches[-1].stop == requests
     assert found.batches[-1].end <= instances
-    assert all(it.first < it.stop and it.begin < it.end for it in found.batches)
+    assert all(batch.first < batch.stop and batch.begin < batch.end for batch in found.batches)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +108,7 @@ def test_is_what_brute_force_finds(
         return
     check_whole(found, len(lengths_n), len(slots_n))
     assert found.cost == pytest.approx(best, rel=1e-9)
-    parts = tuple(((it.first, it.stop), (it.begin, it.end)) for it in found.batches)
+    parts = tuple(((batch.first, batch.stop), (batch.begin, batch.end)) for batch in found.batches)
     assert cost_of(parts, lengths_n, slots_n, model, objective) == pytest.approx(best, rel=1e-9)
 
 
@@ -111,7 +117,7 @@ def test_a_short_prompt_is_not_batched_with_a_long_one(objective: Objective) -> 
     """The released code, whose bound is reversed, never splits."""
     found = plain([100_000, 500], [210_000] * 4, LWM, objective)
     assert found is not None
-    assert [it.stop - it.first for it in found.batches] == [1, 1]
+    assert [batch.stop - batch.first for batch in found.batches] == [1, 1]
     assert found.batches[0].end - found.batches[0].begin == 3
 
 

@@ -86,7 +86,7 @@ class Watched:
 
     def _see(self, now_ns: int, events: Sequence[AnyEvent], commands: Sequence[AnyCommand]) -> None:
         self._scheduler.check_invariants()
-        self.commands += [(now_ns, it) for it in commands]
+        self.commands += [(now_ns, command) for command in commands]
         self.turns.append((tuple(events), tuple(commands)))
         self.held.append(self._scheduler.counts.decode_kv)
 
@@ -101,7 +101,7 @@ class Watched:
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
         (found,) = [it for it in self.reserved if it.request_id == request]
-        named = {found.master, *(it.instance for it in (*found.slices, *found.answer))}
+        named = {found.master, *(kv_slice.instance for kv_slice in (*found.slices, *found.answer))}
         return sorted(map(index_of, named))
 
 
@@ -161,7 +161,7 @@ def test_an_answer_grows_over_what_its_prompt_has_left() -> None:
 def test_many_rows_have_several_masters() -> None:
     watched = Watched([arrival(0, 20, 50) for _ in range(12)], scale_up_batch=3, tipping_tokens=900)
     masters = [index_of(it.master) for it in watched.reserved]
-    counts = sorted(masters.count(it) for it in set(masters))
+    counts = sorted(masters.count(master) for master in set(masters))
     assert counts[-1] - counts[0] <= 1
     assert len(counts) > 1
 
@@ -183,16 +183,18 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, migrate: bo
     moved = any(isinstance(it, MoveKv) for _, it in watched.commands)
     if not migrate or slots > 300:  # where there are few, little is gained by it
         assert moved == migrate
-    assert all(it.sequences == 1 and not it.error for it in watched.run.outcomes)
+    assert all(outcome.sequences == 1 and not outcome.error for outcome in watched.run.outcomes)
     passed = dict.fromkeys(range(1, len(arrivals) + 1), 0)
     waiting: dict[int, None] = {}
     for events, commands in watched.turns:
-        waiting.update((it.request_id, None) for it in events if hasattr(it, "prompt_tokens"))
-        started = [it.request_id for it in commands if isinstance(it, Reserve)]
+        waiting.update(
+            (event.request_id, None) for event in events if hasattr(event, "prompt_tokens")
+        )
+        started = [command.request_id for command in commands if isinstance(command, Reserve)]
         for it in started:
             del waiting[it]
-        for it in waiting:
-            passed[it] += bool(started) and it < max(started)
+        for request in waiting:
+            passed[request] += bool(started) and request < max(started)
     assert max(passed.values()) <= rounds
 
 
@@ -220,7 +222,7 @@ def test_a_group_shrinks_when_there_is_room_on_fewer_instances() -> None:
     watched = Watched(arrivals, two, tipping_tokens=9000)
     assert watched.instances(4) == [0, 1]
     (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    assert len({it.instance for it in (*move.slices, *move.answer)}) == 1
+    assert len({kv_slice.instance for kv_slice in (*move.slices, *move.answer)}) == 1
     token_ns = watched.run.outcomes[3].token_ns
     gaps = [after - before for before, after in pairwise(token_ns)]
     assert (max(gaps[10:20]), max(gaps[-20:])) == (30 * MS, 10 * MS)
@@ -234,13 +236,13 @@ def test_groups_become_one_for_a_prompt_that_waits() -> None:
     arrivals = [arrival(0, 300, 300), arrival(100, 300, 300), arrival(300, 3_000, 5)]
     watched = Watched(arrivals, two)
     (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    (elsewhere,) = {it.instance for it in (*move.slices, *move.answer)}
+    (elsewhere,) = {kv_slice.instance for kv_slice in (*move.slices, *move.answer)}
     first, second, third = watched.reserved
     assert first.master != second.master == elsewhere or second.master != first.master == elsewhere
     step = watched.steps[-1]
-    assert third.sequence_id in [it.sequence_id for it in step.chunks]
+    assert third.sequence_id in [chunk.sequence_id for chunk in step.chunks]
     assert elsewhere not in step.group
-    assert all(it.sequences == 1 for it in watched.run.outcomes)
+    assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
 @pytest.mark.parametrize(("most", "group"), [(900, 4), (600, 1)])
@@ -251,10 +253,10 @@ def test_who_decodes_for_longer_than_anybody_knew_gives_way(most: int, group: in
     arrivals = [*(arrival(50 * n, 20, most) for n in range(4)), arrival(200, 300, 20)]
     watched = Watched(arrivals, cluster(slots=1_000, **FAST), migrate=group > 1)
     *talking, late = watched.run.outcomes
-    assert [len(it.group) for it in watched.steps] == [1] * 4 + [group]
+    assert [len(step.group) for step in watched.steps] == [1] * 4 + [group]
     assert late.started_ns < 1500 * MS
     assert min(it.ended_ns for it in talking) > 6000 * MS
-    assert all(it.sequences == 1 for it in watched.run.outcomes)
+    assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
 def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well() -> None:
@@ -284,7 +286,7 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
         two = cluster(instances=2, decode=decode, **FAST)
     masters = [it.master for it in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved]
     ends_early = masters[0]
-    arrivals = [arrival(0, 20, 20 if it == ends_early else 200) for it in masters]
+    arrivals = [arrival(0, 20, 20 if master == ends_early else 200) for master in masters]
     watched = Watched(arrivals, two, **options)
     moves = [it for _, it in watched.commands if isinstance(it, MoveKv)]
     reserved = {it.sequence_id: it for it in watched.reserved}
@@ -295,7 +297,7 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
         assert move.slices == before.slices
         kept = [it for it in move.answer if it.instance == before.master]
         assert sum(it.tokens for it in kept) >= 19, "what was drawn is not moved"
-    assert all(it.sequences == 1 for it in watched.run.outcomes)
+    assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(it, marks=slow) for it in (2, 3, 4, 5))])
@@ -307,7 +309,7 @@ def test_gangs_that_regroup_all_the_time_lose_nothing(seed: int) -> None:
     model = cluster(slots=1_500, exchange_ms=10, **(FAST, LINKS)[seed % 2])
     options = {"scale_up_batch": 2, "decode_iterations": 1}
     watched = Watched(arrivals, model, gone[:: 3 + seed % 3], **options)
-    assert all(it.sequences == 1 for it in watched.run.outcomes if not it.error)
+    assert all(outcome.sequences == 1 for outcome in watched.run.outcomes if not outcome.error)
     assert sum(isinstance(it, MoveKv) for _, it in watched.commands) > 5
 
 
@@ -321,7 +323,7 @@ def test_what_moves_may_cost_kept_kv_that_a_plan_goes_on_from(seed: int) -> None
     ]
     model = cluster(slots=1_500, instances=3, exchange_ms=10, **FAST)
     watched = Watched(arrivals, model, reuse=KEEPS, decode_iterations=1)
-    assert all(not it.error for it in watched.run.outcomes)
+    assert all(not outcome.error for outcome in watched.run.outcomes)
 
 
 @pytest.mark.parametrize("after_ms", [40, 90, 300])
@@ -334,7 +336,7 @@ def test_cancelling_frees_everything(migrate: bool, after_ms: int) -> None:
     ]
     model = cluster(slots=4_000, **LINKS)
     watched = Watched(arrivals, model, gone[::2], migrate=migrate)
-    assert sum(not it.error for it in watched.run.outcomes) >= 30
+    assert sum(not outcome.error for outcome in watched.run.outcomes) >= 30
     assert any(isinstance(it, MoveKv) for _, it in watched.commands) == migrate
 
 
@@ -359,7 +361,7 @@ def test_who_is_preempted_may_be_emptied_as_well(seed: int) -> None:
     """Or not, if somebody who is still prefilled is to be decoded there."""
     arrivals = random_arrivals(seed, 150, 2_000, gap_ms=8)
     watched = Watched(arrivals, cluster(slots=4_000, **LINKS))
-    assert all(not it.error for it in watched.run.outcomes)
+    assert all(not outcome.error for outcome in watched.run.outcomes)
 
 
 @pytest.mark.parametrize("at_ms", [200, 700, 1500])
@@ -371,7 +373,7 @@ def test_a_gang_that_dies_takes_moves_along(at_ms: int) -> None:
     ]
     arrivals = random_arrivals(9, 60, 4_000)
     watched = Watched(arrivals, cluster(slots=4_000, **LINKS), faults=faults)
-    assert all(not it.error for it in watched.run.outcomes)
+    assert all(not outcome.error for outcome in watched.run.outcomes)
     for it, asked in zip(watched.run.outcomes, arrivals, strict=True):
         assert it.drawn == asked.output_tokens
 
@@ -385,7 +387,7 @@ def test_the_same_requests_are_decided_the_same() -> None:
 def test_static_groups_never_change(dop: int) -> None:
     watched = Watched(random_arrivals(5, 40, 20_000), static_dop=dop, max_batch=1000)
     for step in watched.steps:
-        assert len({index_of(it) // dop for it in step.group}) == 1
+        assert len({index_of(instance) // dop for instance in step.group}) == 1
     for it in watched.reserved:
         assert len({number // dop for number in watched.instances(it.request_id)}) == 1
 
@@ -415,7 +417,7 @@ def test_its_options_are_checked() -> None:
 @pytest.mark.parametrize("options", [{"objective": "sum"}, {"batching": "pruned"}])
 def test_both_objectives_and_the_pruned_search_serve(options: dict[str, str]) -> None:
     watched = Watched(random_arrivals(2, 30, 2_000), cluster(slots=2_000), **options)
-    assert all(not it.error for it in watched.run.outcomes)
+    assert all(not outcome.error for outcome in watched.run.outcomes)
 
 
 # --- kept KV ---------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_who_is_left_out_is_the_best_of_all(
 ) -> None:
     """Brute force over the instances of a group."""
     group = batch(instances, *executed, context=context)
-    found = regrouping(average_ns).shrink(group, {it.id for it in instances})
+    found = regrouping(average_ns).shrink(group, {instance.id for instance in instances})
     dop, rows = len(instances), len(executed)
     best, chosen = 0.0, None
     for it in instances if dop > 1 else []:
@@ -167,11 +167,11 @@ def test_who_is_freed_is_emptied_soonest_of_those_that_pay(
     found = regrouping(average_ns).free(everyone, batches, startable, lambda _: alone_ns)
     paying = []
     for group in batches:
-        youngest = min(it.executed_ns for it in group.requests)
-        for it in group.instances:
-            spared, takes = max(alone_ns, average_ns - youngest), PER_SLOT * it.used
-            fits = it.used <= sum(other.unused for other in everyone if other != it)
-            if fits and startable(it) and spared > takes:
+        youngest = min(request.executed_ns for request in group.requests)
+        for instance in group.instances:
+            spared, takes = max(alone_ns, average_ns - youngest), PER_SLOT * instance.used
+            fits = instance.used <= sum(other.unused for other in everyone if other != instance)
+            if fits and startable(instance) and spared > takes:
                 paying.append(takes)
     assert (found is None) == (not paying)
     assert found is None or PER_SLOT * found.instance.used == min(paying)

@@ -63,7 +63,7 @@ def dispatcher(
 
 
 def ids(found: Dispatched) -> list[int]:
-    return [it.id for it in found.prompts]
+    return [prompt.id for prompt in found.prompts]
 
 
 # --- the model ---------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
     ]
     found = dispatcher(future=future, average_ns=average_ns).dispatch(prompts, free, busy)
     room = sum(it.unused for it in free) + sum(it.unused for it in found.preempted)
-    assert sum(it.tokens for it in found.prompts) <= room
-    assert sum(it.future for it in found.prompts) <= future
+    assert sum(prompt.tokens for prompt in found.prompts) <= room
+    assert sum(prompt.future for prompt in found.prompts) <= future
     youngest = max(ids(found), default=-1)
-    passed = [it for it in prompts[: max(0, youngest)] if it not in found.prompts]
+    passed = [prompt for prompt in prompts[: max(0, youngest)] if prompt not in found.prompts]
     assert all(it.bypassed_rounds < 2 for it in passed), "passed once too often"
     assert len(set(ids(found))) == len(found.prompts)
 

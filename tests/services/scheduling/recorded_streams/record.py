@@ -48,10 +48,10 @@ class Recorder:
 
     def handle(self, events: Sequence[AnyEvent], now_ns: int) -> Outcome:
         """Decide, and note it."""
-        told = [canonical_event(it) for it in events]
+        told = [canonical_event(event) for event in events]
         outcome = self._scheduler.handle(events, now_ns)
         number = len(self.turns)
-        self.commands += [(number, canonical_command(it)) for it in outcome.commands]
+        self.commands += [(number, canonical_command(command)) for command in outcome.commands]
         self.turns.append(Turn(now_ns, told, outcome.wake_at_ns, len(outcome.commands)))
         return outcome
 
@@ -69,7 +69,7 @@ class Watched:
     def decide(self, view: View) -> Sequence[Decision]:
         """Ask the policy."""
         decisions = self._policy.decide(view)
-        self._counts.update(type(it).__name__ for it in decisions)
+        self._counts.update(type(decision).__name__ for decision in decisions)
         return decisions
 
     def __getattr__(self, name: str) -> Any:

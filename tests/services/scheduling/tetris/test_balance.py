@@ -14,7 +14,11 @@ from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 def positions(shares: tuple[PlacedSlice, ...]) -> list[tuple[int, int]]:
     """(position, instance), ascending."""
-    return sorted((at, it.instance) for it in shares for at in range(it.start, it.stop, it.step))
+    return sorted(
+        (at, share.instance)
+        for share in shares
+        for at in range(share.start, share.stop, share.step)
+    )
 
 
 @st.composite
@@ -45,7 +49,7 @@ def test_members_have_as_much_to_within_a_token(
 ) -> None:
     history, group = world
     after = moved(history, balancing_moves(history, group))
-    held = [tokens_on(after).get(it, 0) for it in group]
+    held = [tokens_on(after).get(instance, 0) for instance in group]
     assert max(held) - min(held) <= 1
     assert [at for at, _ in positions(after)] == [at for at, _ in positions(history)]
 
@@ -56,14 +60,14 @@ def test_only_displaced_tokens_move(world: tuple[tuple[PlacedSlice, ...], list[i
     history, group = world
     moves = balancing_moves(history, group)
     before, after = tokens_on(history), tokens_on(moved(history, moves))
-    displaced = sum(max(0, before.get(it, 0) - after.get(it, 0)) for it in group)
-    assert sum(it.tokens for it in moves) == displaced
+    displaced = sum(max(0, before.get(instance, 0) - after.get(instance, 0)) for instance in group)
+    assert sum(move.tokens for move in moves) == displaced
     total, size = sum(before.values()), len(group)
     least = sum(max(0, held - -(-total // size)) for held in before.values())
     most = sum(max(0, held - total // size) for held in before.values())
     assert least <= displaced <= most
-    givers = {it for it in group if before.get(it, 0) > after.get(it, 0)}
-    assert givers.isdisjoint(it.instance for it in moves)
+    givers = {instance for instance in group if before.get(instance, 0) > after.get(instance, 0)}
+    assert givers.isdisjoint(move.instance for move in moves)
 
 
 @given(histories(), st.integers(0, 10))
@@ -81,16 +85,20 @@ def test_what_others_have_computed_stays_and_counts(
 ) -> None:
     """Members differ by a token, but for those who have more of that."""
     history, group = world
-    end = sorted(it.stop for it in history)[len(history) * chunks // 4]
-    kept = tuple(msgspec.structs.replace(it, source=7) for it in history if it.stop <= end)
-    lying = (*kept, *(it for it in history if it.stop > end))
+    end = sorted(kv_slice.stop for kv_slice in history)[len(history) * chunks // 4]
+    kept = tuple(
+        msgspec.structs.replace(kv_slice, source=7) for kv_slice in history if kv_slice.stop <= end
+    )
+    lying = (*kept, *(kv_slice for kv_slice in history if kv_slice.stop > end))
     moves = balancing_moves(lying, group, None if room is None else dict.fromkeys(group, room))
-    assert not any(it.source for it in moves)
+    assert not any(move.source for move in moves)
     assert outside(kept, moves) == kept
     if room is None:
         held, fixed = tokens_on(moved(lying, moves)), tokens_on(kept)
-        with_own = [held[it] for it in group if held.get(it, 0) > fixed.get(it, 0)]
-        least = min(held.get(it, 0) for it in group)
+        with_own = [
+            held[instance] for instance in group if held.get(instance, 0) > fixed.get(instance, 0)
+        ]
+        least = min(held.get(instance, 0) for instance in group)
         assert all(tokens - least <= 1 for tokens in with_own)
 
 

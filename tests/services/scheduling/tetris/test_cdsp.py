@@ -93,7 +93,7 @@ class PlainCdsp:
         best, chosen = inf, ()
         for size in sizes:
             group = get_group(pool, held, size)
-            ttft = max(pool.queue[it] for it in group) + self.took(size, past, left)
+            ttft = max(pool.queue[instance] for instance in group) + self.took(size, past, left)
             if ttft < best * (1.0 - self.rate):
                 best, chosen = ttft, group
         return best, chosen
@@ -104,7 +104,9 @@ class PlainCdsp:
         """Alg. 3."""
         group = get_group(pool, held, now)
         following = get_group(pool, group, then)
-        budget = max(pool.queue[it] for it in following) - max(pool.queue[it] for it in group)
+        budget = max(pool.queue[it] for it in following) - max(
+            pool.queue[instance] for instance in group
+        )
         a, b, c, d = self.costs[now]
         if budget <= a:
             return 0, group
@@ -123,7 +125,7 @@ class PlainCdsp:
         best, group = self.single(left, past, held, sizes, pool)
         found = Plan(best, ((left, group),))
         pool = pool.within(group)
-        inside = [it for it in sizes if it <= len(group)]
+        inside = [size for size in sizes if size <= len(group)]
         for now in inside:
             for then in inside:
                 if now >= then:
@@ -131,7 +133,9 @@ class PlainCdsp:
                 length, group = self.chunk(left, past, held, now, then, pool)
                 if not length:
                     continue
-                elapsed = max(pool.queue[it] for it in group) + self.took(now, past, length)
+                elapsed = max(pool.queue[instance] for instance in group) + self.took(
+                    now, past, length
+                )
                 after = Plan(0.0)
                 if length < left:
                     larger = [it for it in inside if it >= then]
@@ -157,13 +161,13 @@ def chains(
     inside, pool = [it for it in sizes if it <= len(group)], pool.within(group)
     for size in inside:
         group = get_group(pool, held, size)
-        queue = max(pool.queue[it] for it in group)
+        queue = max(pool.queue[instance] for instance in group)
         yield Plan(queue + plain.took(size, past, left), ((left, group),))
     for now, then in combinations(inside, 2):
         length, group = plain.chunk(left, past, held, now, then, pool)
         if not 0 < length < left:
             continue
-        elapsed = max(pool.queue[it] for it in group) + plain.took(now, past, length)
+        elapsed = max(pool.queue[instance] for instance in group) + plain.took(now, past, length)
         larger = [it for it in inside if it >= then]
         rest = chains(plain, left - length, past + length, group, larger, pool.later(elapsed))
         for after in rest:
@@ -228,7 +232,7 @@ class World:
 
 
 def shape(chunks: list[CdspChunk]) -> Chunks:
-    return tuple((it.length, it.members) for it in chunks)
+    return tuple((chunk.length, chunk.members) for chunk in chunks)
 
 
 # --- against other ways to the same --------------------------------------------------------------
@@ -248,7 +252,7 @@ def test_so_is_the_plan_of_what_is_left_of_a_prompt(world: World, data: st.DataO
     numbers = st.integers(0, sum(world.servers) - 1)
     held = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
     past = data.draw(st.integers(1, 100 * K))
-    sizes = [it for it in world.sizes if it >= len(held)]
+    sizes = [size for size in world.sizes if size >= len(held)]
     expected = world.plain.schedule(world.length, past, held, sizes, world.pool)
     chunks = world.plan(past=past, held=held)
     assert [len(it) for _, it in shape(chunks)] == [len(it) for _, it in expected.chunks]
@@ -271,7 +275,7 @@ def absolute(chunks: Chunks, world: World) -> float:
     """When chunks end, by times at which instances are free."""
     free, end, past = dict(enumerate(map(float, world.queue))), 0.0, 0
     for length, group in chunks:
-        end = max(free[it] for it in group) + world.plain.took(len(group), past, length)
+        end = max(free[instance] for instance in group) + world.plain.took(len(group), past, length)
         free.update(dict.fromkeys(group, end))
         past += length
     return end
@@ -290,16 +294,16 @@ def test_shrinking_queues_and_absolute_times_are_the_same(world: World) -> None:
 @given(worlds())
 def test_chunks_are_whole_nested_and_in_order(world: World) -> None:
     chunks = world.plan()
-    assert sum(it.length for it in chunks) == world.length
+    assert sum(chunk.length for chunk in chunks) == world.length
     for before, after in pairwise(chunks):
         assert after.start == before.start + before.length
         assert set(before.members) < set(after.members)
         assert before.end_ns <= after.begin_ns
     if len(chunks) > 1:
-        assert min(it.length for it in chunks) >= world.least
-    for it in chunks:
-        assert len(set(it.members)) == len(it.members)
-        assert it.begin_ns >= max(world.queue[member] for member in it.members)
+        assert min(chunk.length for chunk in chunks) >= world.least
+    for chunk in chunks:
+        assert len(set(chunk.members)) == len(chunk.members)
+        assert chunk.begin_ns >= max(world.queue[member] for member in chunk.members)
 
 
 @given(worlds())
@@ -332,7 +336,11 @@ def test_a_rate_of_almost_one_gives_the_smallest_group(world: World) -> None:
 def test_a_plan_does_not_depend_on_the_clock(world: World, seconds: int) -> None:
     """A rate asks for an improvement of the time from now, whatever has passed by then."""
     delayed = World(
-        world.servers, [it + seconds * S for it in world.queue], world.length, 0.0, world.least
+        world.servers,
+        [request + seconds * S for request in world.queue],
+        world.length,
+        0.0,
+        world.least,
     )
     plain = World(world.servers, world.queue, world.length, 0.0, world.least)
     assert [len(it.members) for it in plain.plan()] == [len(it.members) for it in delayed.plan()]
@@ -372,7 +380,7 @@ class LookUp:
 
 
 def looked_up(length: int, sizes: tuple[int, ...]) -> Cdsp:
-    return Cdsp((8, 8), {it: LookUp(it, length) for it in sizes}, chunked=False)
+    return Cdsp((8, 8), {size: LookUp(size, length) for size in sizes}, chunked=False)
 
 
 def test_the_second_example_of_too_much_parallelism() -> None:

@@ -26,7 +26,7 @@ def tetris(**options: object) -> Tetris:
 
 
 def groups(plan: StartPlan) -> list[list[int]]:
-    return [[index_of(it) for it in step.group] for step in plan.steps]
+    return [[index_of(instance) for instance in step.group] for step in plan.steps]
 
 
 def test_a_prompt_begins_on_idle_instances_and_goes_on_with_all() -> None:
