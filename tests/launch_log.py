@@ -117,10 +117,12 @@ def replay(log: Log, random: Random) -> None:
         AssertionError: two sides of a message differ.
     """
     ranks = {rank: _Standing(launches) for rank, launches in log.items()}
-    while any(it.launch for it in ranks.values()):
+    while any(rank.launch for rank in ranks.values()):
         possible = [rank for rank in ranks if _can_meet(ranks, rank)]
         if not possible:
-            raise Deadlock({rank: it.launch for rank, it in ranks.items() if it.launch})
+            raise Deadlock(
+                {rank: waiting.launch for rank, waiting in ranks.items() if waiting.launch}
+            )
         _meet(ranks, random.choice(possible))
 
 
@@ -154,11 +156,11 @@ def _meet(ranks: Mapping[int, _Standing], rank: int) -> None:
             assert other.bytes == launch.bytes, (launch, other)
             ranks[peer].end()
         return
-    target, size = next(it for it in own.sends if _takes(ranks[it[0]], launch, rank))
-    peer = ranks[target]
-    taken = next(recv for recv in peer.recvs if recv[0] == rank)
+    target, size = next(send for send in own.sends if _takes(ranks[send[0]], launch, rank))
+    receiver = ranks[target]
+    taken = next(recv for recv in receiver.recvs if recv[0] == rank)
     assert taken[1] == size, f"{rank} sends {target} {size} bytes, who expects {taken[1]}"
     own.sends.remove((target, size))
-    peer.recvs.remove(taken)
+    receiver.recvs.remove(taken)
     own.met()
-    peer.met()
+    receiver.met()

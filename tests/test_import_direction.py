@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,11 @@ ROOMS: dict[str, set[str]] = {
     "actors": {"protocols", "kernels", "models"},
     "configurator": {"protocols"},
     "services": {"protocols", "kernels", "models", "actors", "configurator"},
-    "services/scheduling": {"protocols"},
+    "services/scheduling": {"protocols", "configurator.costs"},
     "loadgen": {"protocols", "services.scheduling", "configurator", "models.needle_prompts"},
     "tools": {"protocols", "kernels", "models", "actors", "configurator", "services", "loadgen"},
 }
 """Other rooms that a room may import."""
-
-FOLDERS: dict[str, set[str]] = {
-    "levels": set(),
-    "collectives": set(),
-    "strategies": {"levels", "collectives", "engine"},
-    "csa": {"levels", "strategies"},
-}
-"""Folders of `actors` that one of them may import; of strategies only who chooses knows all."""
 
 TENSORS = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, set[str] | None] = {
@@ -40,13 +33,37 @@ LIBRARIES: dict[str, set[str] | None] = {
     "kernels": {"torch", "triton", "flash_attn"},
     "models": {*TENSORS, "tokenizers", "jinja2"},
     "actors": {*TENSORS, "opentelemetry", "uvloop"},
-    "configurator": {"numpy", "lightgbm"},
+    "configurator": {"numpy", "lightgbm", "msgspec"},
     "services": None,
     "services/scheduling": {"numpy", "msgspec"},
     "loadgen": None,
     "tools": None,
 }
 """Libraries that a room may import besides the standard one; None is any."""
+
+PATHS = {
+    path.relative_to(ROOT).as_posix(): path
+    for room in ROOMS
+    if "/" not in room
+    for path in sorted((ROOT / room).rglob("*.py"))
+}
+MODULES = {f"csps.{name.removesuffix('.py').replace('/', '.')}": name for name in PATHS}
+
+
+def _edges(path: Path) -> set[str]:
+    """Return the product files that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {MODULES.get(name) or MODULES.get(node.module or "") for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {MODULES.get(alias.name) for alias in node.names}
+    return {name for name in found if name is not None and PATHS[name] != path}
+
+
+EDGES = {name: _edges(path) for name, path in PATHS.items()}
+FOLDERS = sorted({parent.as_posix() for name in EDGES for parent in Path(name).parents} - {"."})
 
 NEVER: dict[str, set[str]] = {"loadgen": {"ray", "torch"}}
 
@@ -63,16 +80,23 @@ def test_a_room_imports_only_what_the_map_allows(room: str) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_strategies_import_each_other_in_one_direction(folder: str) -> None:
-    folders = {path.name for path in (ROOT / "actors").iterdir() if path.is_dir()}
-    others = folders - {folder, *FOLDERS[folder]}
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in sorted((ROOT / "actors" / folder).rglob("*.py"))
-        for line, name in imports(path)
-        if any(name.startswith(f"csps.actors.{other}.") for other in others)
-    ]
-    assert not wrong
+def test_parts_of_a_folder_import_each_other_one_way(folder: str) -> None:
+    """Hold the subfolders of a folder, and its loose files as one part, to a graph without circles.
+
+    Imports inside functions and under TYPE_CHECKING count as well.
+    """
+    imported: dict[str, set[str]] = {}
+    for importer, found in EDGES.items():
+        if importer.startswith(f"{folder}/"):
+            part = _part(folder, importer)
+            others = {_part(folder, path) for path in found if path.startswith(f"{folder}/")}
+            imported.setdefault(part, set()).update(others - {part})
+    assert not _circle(imported), f"{folder}: {' -> '.join(_circle(imported))}"
+
+
+def test_files_import_each_other_one_way() -> None:
+    """Hold all files of the product to a graph without circles."""
+    assert not _circle(EDGES), " -> ".join(_circle(EDGES))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -96,6 +120,21 @@ def test_tests_have_names_of_their_own() -> None:
     """Without packages, pytest tells test files apart by their base names only."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))
+
+
+def _part(folder: str, path: str) -> str:
+    """Return the subfolder that a file belongs to, or "." for a loose file."""
+    first, slash, _ = path.removeprefix(f"{folder}/").partition("/")
+    return first if slash else "."
+
+
+def _circle(imported: Mapping[str, Set[str]]) -> list[str]:
+    """Return the parts of a circle in order, or none."""
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,15 +1,14 @@
-"""What a step costs on a group, and which strategy makes it cheapest there.
+"""Cost tables predict a step's time on a group and choose the cheapest strategy allowed there.
 
-Loss of accuracy and time both depend on the group, so a policy that compares groups compares each
-at its own cheapest allowed strategy. A table answers: latency models for the times, and for every
-row of classes, group shape and bucket of lengths the options that there are, with the loss of each.
-Classes of one row differ in their bounds, which are applied when it is looked up: a bound on TTFT
-to what is left of it when the step will start. Behind history all attention is exact, and by which
-strategy depends on both lengths. A bucket that nobody has filled in is *cold*: it answers what is
-known of such lengths without history, or else what its class begins with, and is remembered, so
-that the configurator can fill it in the background; the next table is put in force by its digest.
+Both time and accuracy loss depend on the group, so a policy compares every group at its own
+cheapest strategy. A `CostTable` combines latency models with options: for each row of request
+classes, group shape and range of lengths, the available strategies and their losses. The classes
+of a row differ only in their bounds, which a look-up applies.
 
-A cost table as bytes, as it lies beside the log of a live router under its digest.
+A look-up in a bucket without options is a cache miss. It falls back to the bucket without history,
+then to the default of the class. `Costs` remembers the miss, so that the configurator can fill the
+bucket in the background; the next table takes effect by its digest. `stored` and `read_stored`
+convert a table to and from the file beside a router's decision log.
 """
 
 from __future__ import annotations
@@ -38,50 +37,50 @@ from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import GroupShape
 
 EXACT = "exact"
-"""The class of requests that allow exact attention only."""
+"""Class of requests that allow exact attention only."""
 EXACT_STRATEGY = "ulysses"
 QUANTUM_NS = 1_000
-"""Predictions are multiples of it, so that noise in their last digits decides nothing."""
+"""Unit of all predictions, so that noise in their last digits decides nothing."""
 MILLION = 1_000_000
 WHOLE_PERMILLE = 1_000
 LARGEST_BATCH = 1_024
-"""Decode batches up to this size are compared with one another."""
+"""Largest decode batch that `rows_alone` compares."""
 MAX_CACHE_MISSES = 4_096
-"""Cold buckets that are remembered at a time."""
+"""Most cache misses remembered at a time."""
 
 
 class Bucket(NamedTuple):
-    """Requests for which there are the same options on groups of one shape."""
+    """A range of lengths whose requests have the same options on groups of one shape."""
 
     row: str
-    """Of classes (`plans.RequestClass.row`)."""
+    """Row of request classes (`RequestClass.row`)."""
     shape: GroupShape
     exponent: int
-    """Lengths in [2^exponent, 2^(exponent + 1))."""
+    """Exponent of the lengths, which are in [2^exponent, 2^(exponent + 1))."""
     history_bits: int = 0
-    """Bits of the history before them, which is in [2^(kept - 1), 2^kept) tokens; 0 has none."""
+    """Bits of the history, which is in [2^(history_bits - 1), 2^history_bits) tokens; 0: none."""
 
 
 class Allowed(NamedTuple):
     """An option of a bucket."""
 
     strategy: str
-    """With its settings (`protocols.options`)."""
+    """Strategy with its settings (`protocols/attention/plan.py`)."""
     permille: int = WHOLE_PERMILLE
-    """Its time in thousandths of what exact attention takes that is not cut; 1000 of an option
-    without settings: what the latency model says of it."""
+    """Time in thousandths of exact attention. 1000 without settings: the latency model of the
+    strategy itself gives the time."""
     loss_ppm: int = 0
     """Predicted loss of accuracy, in millionths."""
 
 
 class BestOption(msgspec.Struct, frozen=True, order=True, gc=False):
-    """The best option within the bounds, or what comes nearest to keeping them."""
+    """The best option within the bounds, or the closest one if none is."""
 
     time_ns: int
     strategy: str
-    """With its settings (`protocols.options`)."""
+    """Strategy with its settings (`protocols/attention/plan.py`)."""
     cache_miss: bool = False
-    """Nobody has filled in the bucket."""
+    """True if the table has no options for the bucket."""
 
 
 class StepLatency(Protocol):
@@ -89,11 +88,11 @@ class StepLatency(Protocol):
 
     @property
     def in_ns(self) -> tuple[float, float, float, float]:
-        """(a, b, c, d) in nanoseconds: a + b L + c C L + d L^2."""
+        """Coefficients (a, b, c, d) in nanoseconds: a + b L + c C L + d L^2."""
         ...
 
     def predict_ns(self, length: int, history: int = 0) -> int:
-        """Of a step with one piece."""
+        """Predict a step with one chunk."""
         ...
 
 
@@ -101,7 +100,7 @@ class IterationLatency(Protocol):
     """Time of a decode iteration on groups of one shape."""
 
     def predict_ns(self, batch: int, context: int) -> int:
-        """Of `batch` requests that attend to `context` tokens together."""
+        """Predict an iteration of `batch` requests that attend to `context` tokens in total."""
         ...
 
 
@@ -109,7 +108,7 @@ class LinkLatency(Protocol):
     """Time of a message over a kind of link."""
 
     def predict_ns(self, size: int) -> int:
-        """Of `size` bytes."""
+        """Predict a message of `size` bytes."""
         ...
 
 
@@ -118,62 +117,63 @@ class Latencies(Protocol):
 
     @property
     def digest(self) -> str:
-        """Equal models, equal digests."""
+        """Digest, the same for equal models."""
         ...
 
     def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepLatency:
-        """Of groups of `sp` instances; raises ConfigError for a strategy not measured."""
+        """Return the model of groups of `sp` instances, or raise ConfigError if not measured."""
         ...
 
     def iteration(self, sp: int, tp: int = 1) -> IterationLatency:
-        """Of decode groups of `sp` instances; raises ConfigError if not measured."""
+        """Return the model of decode groups, or raise ConfigError if not measured."""
         ...
 
     def link(self, kind: str) -> LinkLatency:
-        """Of a kind of link; raises ConfigError if not measured."""
+        """Return the model of a kind of link, or raise ConfigError if not measured."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Latency models and strategies; its digest names it in logs and in `Calibrated`."""
+    """Latency models and options; logs and `CostTableUpdated` name a table by its digest."""
 
     latencies: Latencies
     buckets: Mapping[Bucket, tuple[Allowed, ...]] = field(default_factory=dict)
     rings: RingRules | None = None
-    """What chooses between rings; without it pass-KV, which all rules take without history."""
+    """Rules that choose between the rings; None: always `ring_kv`."""
     overhead_ns: int = 0
-    """What of TTFT is neither waiting nor a step, as measured: bounds leave room for it."""
+    """Measured part of TTFT that is neither waiting nor a step; bounds leave time for it."""
 
     def best(
         self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
     ) -> BestOption:
-        """The best that a class allows for `length` tokens after `history`.
+        """Return the best option of a class for `length` tokens after `history`.
 
         Args:
-            waited_ns: of the time to the first token, before a step could start.
+            waited_ns: time since submission at which the step could start. A bound on TTFT applies
+                to the remaining time.
         """
         asked = RING_CLASSES.get(cls)
         if asked is not None:
             ring = Allowed(self.ring(shape, history, length) if asked == "ring" else asked)
             return BestOption(self.time_ns(ring, shape, history, length), ring.strategy)
         row, objective = row_of(cls, history)
-        allowed, cold = self._allowed(row, shape, history, length)
-        if len(allowed) == 1:
-            (only,) = allowed
-            return BestOption(self.time_ns(only, shape, history, length), only.strategy, cold)
-        timed = [(self.time_ns(it, shape, history, length), it) for it in allowed]
-        time_ns, found = self._within(timed, objective, waited_ns)
-        return BestOption(time_ns, found.strategy, cold)
+        options, missed = self._options(row, shape, history, length)
+        if len(options) == 1:
+            (only,) = options
+            return BestOption(self.time_ns(only, shape, history, length), only.strategy, missed)
+        timed = [(self.time_ns(option, shape, history, length), option) for option in options]
+        time_ns, chosen = self._within(timed, objective, waited_ns)
+        return BestOption(time_ns, chosen.strategy, missed)
 
     def _within(
         self, timed: list[tuple[int, Allowed]], objective: Objective | None, waited_ns: int
     ) -> tuple[int, Allowed]:
-        """Bounds on the loss are kept before those on TTFT."""
+        """Choose within the bounds of an objective; the bound on loss precedes that on TTFT."""
         if objective is None:
             return min(timed)
         most_ppm = objective.most_loss * MILLION
-        accurate = [it for it in timed if it[1].loss_ppm <= most_ppm]
+        accurate = [(time_ns, option) for time_ns, option in timed if option.loss_ppm <= most_ppm]
         if not accurate:
             return min(timed, key=_by_loss)
         if objective.kind == "ttft":
@@ -181,82 +181,91 @@ class CostTable:
         if objective.max_ttft_ms is None:
             return min(accurate, key=_by_loss)
         left_ns = objective.max_ttft_ms * MILLION - waited_ns - self.overhead_ns
-        fast = [it for it in accurate if it[0] <= left_ns]
+        fast = [(time_ns, option) for time_ns, option in accurate if time_ns <= left_ns]
         return min(fast, key=_by_loss) if fast else min(accurate)
 
     def ring(self, shape: GroupShape, history: int, length: int) -> Ring:
-        """The variant of the ring for `length` tokens after `history`."""
+        """Return the ring for `length` tokens after `history`."""
         if self.rings is None or shape.sp == 1:
             return "ring_kv"
         return self.rings.choose(shape, length, history)
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
-        """Time of a decode iteration."""
+        """Predict a decode iteration."""
         try:
             times = self.latencies.iteration(sp, tp)
-        except ConfigError:  # nobody has measured instances of so many ranks
+        except ConfigError:
+            # This tensor parallelism was not measured. As many instances of one rank are closer
+            # than no prediction.
             times = self.latencies.iteration(sp * tp, 1)
         return _quantised(times.predict_ns(batch, context))
 
     def rows_alone(self, tp: int) -> int:
-        """Rows that an instance draws at least as fast as two of them do, whatever they attend to:
-        beyond, a group that is scaled up is faster (LoongServe §5.4). `LARGEST_BATCH` where two
-        are nowhere faster below."""
-        found = self._rows_alone.get(tp)
-        if found is None:
+        """Return the most sequences that one instance samples at least as fast as two.
+
+        Larger batches are faster on a group that is scaled up (LoongServe §5.4). `LARGEST_BATCH`
+        if two instances are never faster below it.
+        """
+        most = self._rows_alone.get(tp)
+        if most is None:
             batches = range(1, LARGEST_BATCH + 1)
-            found = next(
+            most = next(
                 (batch - 1 for batch in batches if self._faster_as_two(tp, batch)), LARGEST_BATCH
             )
-            self._rows_alone[tp] = found
-        return found
+            self._rows_alone[tp] = most
+        return most
 
     def _faster_as_two(self, tp: int, batch: int) -> bool:
         return self.iteration_ns(2, tp, batch, 0) < self.iteration_ns(1, tp, batch, 0)
 
     def transfer_ns(self, kind: str, size: int) -> int | None:
-        """Time of a message over a kind of link; None if nobody has measured it."""
+        """Predict a message over a kind of link; None if that kind was not measured."""
         try:
             return _quantised(self.latencies.link(kind).predict_ns(size))
         except ConfigError:
             return None
 
-    def _allowed(
+    def _options(
         self, row: str, shape: GroupShape, history: int, length: int
     ) -> tuple[tuple[Allowed, ...], bool]:
-        """What there is, and whether the bucket is cold."""
+        """Return the options of a bucket, and True for a cache miss."""
         if row == EXACT:
             return _EXACT, False
         bucket = Bucket(row, shape, length.bit_length() - 1, history.bit_length())
-        found = self.buckets.get(bucket)
-        if found is not None:
-            return found, False
+        options = self.buckets.get(bucket)
+        if options is not None:
+            return options, False
         return self.buckets.get(bucket._replace(history_bits=0)) or (
             Allowed(default_strategy(row)),
         ), True
 
     def time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
-        """Of an option."""
+        """Predict a step that runs by an option."""
         strategy, settings = parse_option(allowed.strategy)
         by_name = settings is None and allowed.permille == WHOLE_PERMILLE
-        times = self._known(shape, strategy if by_name else EXACT_STRATEGY)
+        times = self._cached_times(shape, strategy if by_name else EXACT_STRATEGY)
         return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
 
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepLatency:
-        """Times of exact attention on groups of `sp` instances, wherever they stand; of any that
-        was measured, if it was not by this strategy."""
-        return self._known(GroupShape((sp,), tp), strategy)
+        """Return the latency of exact attention on `sp` instances, wherever they are.
 
-    def _known(self, shape: GroupShape, strategy: str) -> StepLatency:
+        If `strategy` was not measured, the latency of another exact strategy.
+        """
+        return self._cached_times(GroupShape((sp,), tp), strategy)
+
+    def _cached_times(self, shape: GroupShape, strategy: str) -> StepLatency:
         key = (shape, strategy)
-        times = self._found.get(key)
+        times = self._times_by_shape.get(key)
         if times is None:
-            times = self._found[key] = self._times(shape, strategy)
+            times = self._times_by_shape[key] = self._times(shape, strategy)
         return times
 
     def _times(self, shape: GroupShape, strategy: str) -> StepLatency:
-        """Of the nearest that was measured: exact attention in the place of a strategy, instances
-        of one rank in the place of those of several."""
+        """Return the closest measured latency.
+
+        Exact attention replaces an unmeasured strategy, instances of one rank replace unmeasured
+        tensor parallelism.
+        """
         for sp, tp, name in ((shape.sp, shape.tp, strategy), (shape.sp, shape.tp, "")):
             try:
                 return self.latencies.step(sp, tp, name)
@@ -269,13 +278,17 @@ class CostTable:
         return {}
 
     @cached_property
-    def _found(self) -> dict[tuple[GroupShape, str], StepLatency]:
+    def _times_by_shape(self) -> dict[tuple[GroupShape, str], StepLatency]:
         return {}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal."""
-        lines = sorted(f"{bucket} {allowed}" for bucket, allowed in self.buckets.items())
+        """SHA-256 of the table's contents, in hexadecimal."""
+        # `kept` is the field's name at the time of the first stored tables: their digests stand.
+        lines = sorted(
+            f"{bucket} {allowed}".replace(" history_bits=", " kept=")
+            for bucket, allowed in self.buckets.items()
+        )
         if self.rings is not None:
             lines.append(self.rings.digest)
         if self.overhead_ns:
@@ -285,11 +298,11 @@ class CostTable:
 
 
 class Costs:
-    """The table in force.
+    """The current cost table, and the cache misses of its look-ups.
 
     Args:
-        table: to begin with.
-        store: tables by digest. A digest is looked up there when `Calibrated` names it.
+        table: the first table.
+        store: tables by digest; `use` looks up the digest of `CostTableUpdated` there.
     """
 
     def __init__(self, table: CostTable, store: Mapping[str, CostTable] | None = None) -> None:
@@ -300,80 +313,80 @@ class Costs:
     def best(
         self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
     ) -> BestOption:
-        """`CostTable.best`; a cold bucket is remembered."""
+        """Return `CostTable.best`, and remember a cache miss."""
         choice = self.table.best(cls, shape, history, length, waited_ns)
         if choice.cache_miss and len(self._misses) < MAX_CACHE_MISSES:
             self._misses[bucket_of(cls, shape, history, length)] = None
         return choice
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
-        """`CostTable.iteration_ns`."""
+        """Return `CostTable.iteration_ns`."""
         return self.table.iteration_ns(sp, tp, batch, context)
 
     def rows_alone(self, tp: int) -> int:
-        """`CostTable.rows_alone`."""
+        """Return `CostTable.rows_alone`."""
         return self.table.rows_alone(tp)
 
     def transfer_ns(self, kind: str, size: int) -> int | None:
-        """`CostTable.transfer_ns`."""
+        """Return `CostTable.transfer_ns`."""
         return self.table.transfer_ns(kind, size)
 
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepLatency:
-        """`CostTable.exact`."""
+        """Return `CostTable.exact`."""
         return self.table.exact(sp, tp, strategy)
 
     def use(self, digest: str) -> None:
-        """Put another table of the store in force."""
+        """Use another table of the store from now on."""
         self.table = self._store[digest]
 
     def cache_misses(self) -> list[Bucket]:
-        """Buckets that were asked for in vain since the last call."""
-        asked, self._misses = list(self._misses), {}
-        return asked
+        """Return the buckets that were missing since the last call, and forget them."""
+        missed, self._misses = list(self._misses), {}
+        return missed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmeasured:
-    """Latencies for a server that has measured none: the work of a token, shared by the group."""
+    """Latencies for tests and benchmarks: constant work per token, divided among the ranks."""
 
     step_ns: int = 5_000_000
     token_ns: int = 100_000
     pair_ns: int = 10
-    """For each pair of tokens."""
+    """Time for each pair of tokens."""
     iteration_time_ns: int = 20_000_000
 
     @property
     def digest(self) -> str:
-        """Its own notation."""
+        """Representation of the fields."""
         return repr(self)
 
     def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepLatency:
-        """The same for all strategies."""
+        """Return the latency of a step, the same for all strategies."""
         return _UnmeasuredStep(self, sp * tp)
 
     def iteration(self, sp: int, tp: int = 1) -> IterationLatency:
-        """The same for all groups."""
+        """Return the latency of an iteration, the same for all groups."""
         return _UnmeasuredIteration(self.iteration_time_ns)
 
     def link(self, kind: str) -> LinkLatency:
-        """None was measured."""
+        """Raise ConfigError: no link was measured."""
         raise ConfigError(f"no link '{kind}' was measured")
 
 
 class _UnmeasuredStep(NamedTuple):
-    of: Unmeasured
+    latencies: Unmeasured
     ranks: int
 
     @property
     def in_ns(self) -> tuple[float, float, float, float]:
-        it, ranks = self.of, self.ranks
-        pair_ns = it.pair_ns / ranks
-        return float(it.step_ns), it.token_ns / ranks, pair_ns, pair_ns / 2
+        pair_ns = self.latencies.pair_ns / self.ranks
+        token_ns = self.latencies.token_ns / self.ranks
+        return float(self.latencies.step_ns), token_ns, pair_ns, pair_ns / 2
 
     def predict_ns(self, length: int, history: int = 0) -> int:
-        it = self.of
         pairs = length * (length // 2 + history)
-        return it.step_ns + (length * it.token_ns + pairs * it.pair_ns) // self.ranks
+        work_ns = length * self.latencies.token_ns + pairs * self.latencies.pair_ns
+        return self.latencies.step_ns + work_ns // self.ranks
 
 
 class _UnmeasuredIteration(NamedTuple):
@@ -387,22 +400,22 @@ _EXACT = (Allowed(EXACT_STRATEGY),)
 
 
 def row_of(cls: str, history: int) -> tuple[str, Objective | None]:
-    """The row that a class is looked up in, and what it wants of its options."""
+    """Return the row of options for a class, and the objective to choose among them."""
     row, objective = parse_class(cls)
+    # After history all attention is exact, so bounds on accuracy have nothing to choose from.
     return (AUTO, None) if row == BOUNDED and history else (row, objective)
 
 
 def bucket_of(cls: str, shape: GroupShape, history: int, length: int) -> Bucket:
-    """Where a class is looked up for `length` tokens after `history`."""
+    """Return the bucket of a class for `length` tokens after `history`."""
     row, _ = row_of(cls, history)
     return Bucket(row, shape, length.bit_length() - 1, history.bit_length())
 
 
 def default_strategy(row: str) -> str:
-    """What requests of a row run by while nobody has filled in their bucket: what the row's name
-    begins with, or exact attention.
+    """Return the strategy that a row uses on a cache miss: the prefix of its name, or exact.
 
-    >>> cold_strategy("csa/5e1f"), cold_strategy("auto")
+    >>> default_strategy("csa/5e1f"), default_strategy("auto")
     ('csa', 'ulysses')
     """
     strategy, slash, _ = row.partition("/")
@@ -410,7 +423,7 @@ def default_strategy(row: str) -> str:
 
 
 def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, bool, int, str]:
-    """Of those that are predicted to lose as little, what is exact for certain."""
+    """Order options by predicted loss, and equal losses by certainty: lossless ones first."""
     time_ns, allowed = timed
     csa = parse_option(allowed.strategy).csa
     drops = csa is not None and not csa.lossless
@@ -429,8 +442,10 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stored(table: CostTable) -> bytes:
-    """What `read_stored` reads."""
-    assert isinstance(table.latencies, LatencyTable), "latencies that cannot be stored"
+    """Return a table as bytes for `read_stored`."""
+    assert isinstance(table.latencies, LatencyTable), (
+        f"only a LatencyTable can be stored, not {type(table.latencies).__name__}"
+    )
     return msgspec.msgpack.encode(
         _Stored(
             table.latencies.canonical,
@@ -442,25 +457,25 @@ def stored(table: CostTable) -> bytes:
 
 
 def read_stored(path: Path) -> CostTable:
-    """The table of a file.
+    """Read the table of a file.
 
     Raises:
-        ConfigError: there is no such file, or it is none.
+        ConfigError: the file is missing, or does not contain a table.
     """
-    found = _read(path)
+    record = _read(path)
     return CostTable(
-        latencies=parse_table(found.latencies),
-        buckets=dict(found.buckets),
-        rings=None if found.rings is None else parse_rules(found.rings),
-        overhead_ns=found.overhead_ns,
+        latencies=parse_table(record.latencies),
+        buckets=dict(record.buckets),
+        rings=None if record.rings is None else parse_rules(record.rings),
+        overhead_ns=record.overhead_ns,
     )
 
 
 def read_latencies(path: Path) -> LatencyTable:
-    """The latencies of a file's table.
+    """Read only the latencies of a file's table.
 
     Raises:
-        ConfigError: as above.
+        ConfigError: the file is missing, or does not contain a table.
     """
     return parse_table(_read(path).latencies)
 
@@ -471,4 +486,4 @@ def _read(path: Path) -> _Stored:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except msgspec.MsgspecError:
-        raise ConfigError(f"{path} is no table of a router's log") from None
+        raise ConfigError(f"{path} is not a cost table of a router's decision log") from None

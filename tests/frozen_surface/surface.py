@@ -57,7 +57,7 @@ from csps.actors.timing.timeline import StepClock
 from csps.actors.worker.startup import model_fingerprint
 from csps.actors.comm.layout import name_digest
 from csps.actors.engine.step_trace import SentBytes
-from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
 from csps.actors.timing.timeline import Event as TimelineEvent
 from csps.actors.timing.timeline import Phase
@@ -220,7 +220,7 @@ ERRORS_ELSEWHERE = (
     BodyTooSlow,
     MethodNotAllowed,
     NoSuchRoute,
-    NotResident,
+    NotHeld,
     OutOfSlots,
     PayloadTooLarge,
 )
@@ -360,9 +360,9 @@ def spans() -> Json:
 def _running() -> RequestHandle:
     """A request that has been through everything."""
     generation = RequestSpec(
-        request_id="r", prompt=np.arange(100, dtype=np.int32), sampling=Sampling()
+        client_request_id="r", prompt=np.arange(100, dtype=np.int32), sampling=Sampling()
     )
-    running = RequestHandle(generation, number=1, on_cancel=lambda _: None)
+    running = RequestHandle(generation, request_id=1, on_cancel=lambda _: None)
     running.plan = Plan(
         csa=CsaPlan(locations=("0-0-0",), levels=1),
         predicted_ttft_ms=1.0,
@@ -371,7 +371,7 @@ def _running() -> RequestHandle:
         reason="because",
     )
     running.placement = Placement(
-        group=(0,), bounds=(0, 100), shares=(KvSlice(instance=0, span=Span(0, 100)),), master=0
+        group=(0,), bounds=(0, 100), slices=(KvSlice(instance=0, span=Span(0, 100)),), master=0
     )
     now = running.marks.submitted
     for name in ("placed", "launched", "prefilled", "first_token", "joined", "last_token", "ended"):
@@ -388,11 +388,11 @@ def _running() -> RequestHandle:
 
 
 def _record_a_request() -> None:
-    request = RequestTrace(TRACEPARENT, operation="chat", request_id="r", began_ns=1)
+    request = RequestTrace(TRACEPARENT, operation="chat", client_request_id="r", began_ns=1)
     with request:
         with request.reading():
             running = _running()
-        request.accepted(running.generation, "m")
+        request.parsed(running.spec, "m")
         record_spans(running)
         # The same, ended by a fault in its last state.
         running.marks.last_token, running.error = None, QueueFull("full", retry_after_s=1.0)
@@ -403,7 +403,7 @@ def _record_a_request() -> None:
 
 
 def _record_a_step() -> None:
-    job = PrefillStep(step_id=1, group=(0,), bounds=(0, 0), pieces=(), trace=TRACEPARENT)
+    job = PrefillStep(step_id=1, group=(0,), bounds=(0, 0), chunks=(), trace=TRACEPARENT)
     clock = StepClock()
     mesh: Any = types.SimpleNamespace(bytes_sent=[0, 0])
     with traced_step(job, clock, SentBytes(mesh), rank=0):
@@ -920,7 +920,7 @@ def _converter(kind: Any) -> str | None:
 
 
 class _Service:
-    fit = None
+    capacity_check = None
     trouble = "t"
 
     def __init__(self, *, ready: bool) -> None:

@@ -63,14 +63,14 @@ class Log:
 async def following(
     directory: Directory,
     *gangs: FakeGang,
-    specs: Generations | None = None,
+    generations: Generations | None = None,
     **deadlines: float,
 ) -> AsyncIterator[tuple[Cluster, Log]]:
     cluster = Cluster(
         directory,
         secret=SECRET,
         router_id="test",
-        specs=specs or MemoryGenerations(),
+        generations=generations or MemoryGenerations(),
         deadlines=ClusterDeadlines(**{"retry_s": 0.01, **deadlines}),
     )
     log = Log()
@@ -278,7 +278,7 @@ async def test_ranks_of_the_wrong_role_are_refused() -> None:
     first, second = FakeGang("decode", "d1"), FakeGang("decode", "d2")
     view = ClusterView(prefill=await first.start(), decode=await second.start())
     async with following(StaticDirectory(view), first, second) as (cluster, _):
-        await until(lambda: "is a decode rank, not prefill" in cluster.trouble)
+        await until(lambda: "is a decode rank; allowed are prefill" in cluster.trouble)
 
 
 async def test_a_reset_gang_is_attached_again_under_another_name() -> None:
@@ -315,10 +315,10 @@ async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it()
     second = FakeGang("prefill", "p2")
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
-    async with following(directory, prefill, decode, second, specs=shared) as (holder, log):
+    async with following(directory, prefill, decode, second, generations=shared) as (holder, log):
         await linked(holder, PATIENCE_S)
         late = StaticDirectory(ClusterView(prefill=prefill.members, decode=decode.members))
-        async with following(late, specs=shared) as (successor, _):
+        async with following(late, generations=shared) as (successor, _):
             await until(lambda: successor.phase.endswith(STANDBY))
             await prefill.kill(0)
             late.publish(ClusterView(prefill=await second.start(), decode=decode.members))
@@ -342,11 +342,11 @@ async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> Non
     second = FakeGang("prefill", "p2"), FakeGang("decode", "d2")
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
-    async with following(directory, prefill, decode, *second, specs=shared) as (older, log):
+    async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
         await linked(older, PATIENCE_S)
         log.busy = True
         late = StaticDirectory()
-        async with following(late, specs=shared) as (successor, _):
+        async with following(late, generations=shared) as (successor, _):
             await until(lambda: successor.generation == 2)
             await prefill.kill(0)
             await decode.kill(0)
@@ -371,7 +371,7 @@ async def test_requests_do_not_go_on_with_another_model() -> None:
     ]
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
-    async with following(directory, prefill, decode, *second, specs=shared) as (older, log):
+    async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
         await linked(older, PATIENCE_S)
         log.busy = True
         await prefill.kill(0)
@@ -382,7 +382,7 @@ async def test_requests_do_not_go_on_with_another_model() -> None:
         await until(lambda: second[0].leader.asked > asked + 2)
         for rank in (*second[0].ranks, *second[1].ranks):
             assert rank.fence.generation == 0, "it has held none of them, however briefly"
-        async with following(directory, specs=shared) as (successor, _):
+        async with following(directory, generations=shared) as (successor, _):
             await linked(successor, PATIENCE_S)
         assert len(log.links) == 1
         log.busy = False
@@ -395,11 +395,11 @@ async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
-    async with following(directory, prefill, decode, specs=shared) as (silent, log):
+    async with following(directory, prefill, decode, generations=shared) as (silent, log):
         await linked(silent, PATIENCE_S)
         with monkeypatch.context() as impatient:
             impatient.setattr(fence, "LEASE_S", 0.0)
-            async with following(directory, specs=shared) as (successor, told):
+            async with following(directory, generations=shared) as (successor, told):
                 await until(lambda: successor.link is not None)
                 impatient.undo()
                 await until(lambda: len(log.lost) == 2)

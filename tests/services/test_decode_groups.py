@@ -1,4 +1,4 @@
-"""Groups of an elastic gang that follow its rows, against groups worked out from all rows."""
+"""Decode groups of an elastic gang, against groups computed from all of its sequences."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GANG = cast(GangClient, object())
 members = st.frozensets(st.integers(0, 5), min_size=1, max_size=3)
 
 
-def together(rows: list[Members]) -> set[Members]:
-    """Instances that can be reached from one another."""
+def connected(placements: list[Members]) -> set[Members]:
+    """Return the sets of instances that placements connect."""
     found = set()
-    for row in rows:
-        group = row
-        for _ in rows:
-            group = group.union(*(it for it in rows if it & group))
+    for placement in placements:
+        group = placement
+        for _ in placements:
+            group = group.union(*(other for other in placements if other & group))
         found.add(group)
     return found
 
@@ -31,46 +31,46 @@ def groups_of(groups: DecodeGroups) -> set[Members]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "move", "remove"]), members), max_size=20))
-def test_groups_follow_rows_that_come_move_and_go(events: list[tuple[str, Members]]) -> None:
-    groups, rows = DecodeGroups(), list[Members]()
-    for kind, placed in events:
+def test_groups_follow_sequences_that_join_move_and_end(events: list[tuple[str, Members]]) -> None:
+    groups, placements = DecodeGroups(), list[Members]()
+    for kind, placement in events:
         if kind == "add":
-            groups.add(GANG, placed)
-            rows.append(placed)
-        elif rows:
-            before = rows.pop(0)
-            was = {it for row in [*rows, before] for it in row}
-            (own,) = [it for it in together([before, *rows]) if before <= it]
+            groups.add(GANG, placement)
+            placements.append(placement)
+        elif placements:
+            before = placements.pop(0)
+            was = Members().union(*placements, before)
+            (own,) = [group for group in connected([before, *placements]) if before <= group]
             if kind == "remove":
                 groups.remove(GANG, before)
             else:
-                found = groups.move(GANG, before, placed)
-                assert found.new == placed - was
-                assert found.left == own - {it for row in [*rows, placed] for it in row}
-                strangers = [row for row in rows if not row & own]
-                assert found.met == any(
-                    it & placed and any(row <= it for row in strangers) for it in together(rows)
+                regrouped = groups.move(GANG, before, placement)
+                assert regrouped.new == placement - was
+                assert regrouped.left == own.difference(*placements, placement)
+                strangers = [other for other in placements if not other & own]
+                assert regrouped.merged == any(
+                    group & placement and any(other <= group for other in strangers)
+                    for group in connected(placements)
                 )
-                rows.append(placed)
-        assert groups_of(groups) == together(rows)
-    assert (not rows) == (not groups._sequence_counts)
+                placements.append(placement)
+        assert groups_of(groups) == connected(placements)
+    assert (not placements) == (not groups._sequence_counts)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "changed"),
     [
-        ((0,), (1,), {"left": {0}, "new": set(), "met": True}),
-        ((0,), (2,), {"left": {0}, "new": {2}, "met": False}),
-        ((0, 1), (1,), {"left": {0}, "new": set(), "met": False}),
-        ((0,), (0,), {"left": set(), "new": set(), "met": False}),
+        ((0,), (1,), {"left": {0}, "new": set(), "merged": True}),
+        ((0,), (2,), {"left": {0}, "new": {2}, "merged": False}),
+        ((0, 1), (1,), {"left": {0}, "new": set(), "merged": False}),
+        ((0,), (0,), {"left": set(), "new": set(), "merged": False}),
     ],
 )
-def test_what_a_move_changes(before: Any, after: Any, changed: dict[str, Any]) -> None:
-    """Beside a row on instance 1."""
+def test_a_move_beside_a_sequence_on_instance_1_changes_groups(
+    before: Any, after: Any, changed: dict[str, Any]
+) -> None:
     groups = DecodeGroups()
-    for it in (before, (1,)):
-        groups.add(GANG, frozenset(it))
-    found = groups.move(GANG, frozenset(before), frozenset(after))
-    assert found._asdict() == {
-        name: frozenset(it) if isinstance(it, set) else it for name, it in changed.items()
-    }
+    for instances in (before, (1,)):
+        groups.add(GANG, frozenset(instances))
+    regrouped = groups.move(GANG, frozenset(before), frozenset(after))
+    assert regrouped._asdict() == changed

@@ -52,8 +52,8 @@ def counter(kind: str, path: Path) -> Generations:
 
 
 async def test_memory_counts_from_one() -> None:
-    specs = MemoryGenerations()
-    assert [await specs.claim() for _ in range(3)] == [1, 2, 3]
+    generations = MemoryGenerations()
+    assert [await generations.claim() for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["file", "ray"])

@@ -39,7 +39,7 @@ class Ranks:
     model: Path
     prefill: ThreadGang
     decode: ThreadGang
-    specs: Path
+    generations: Path
     answer: list[int]
     """To `PROMPT`. Computed ahead: it would stop the loop of a router in the test's process for so
     long that another one takes over."""
@@ -50,7 +50,7 @@ class Ranks:
         process = RouterProcess(
             self.prefill.members,
             self.decode.members,
-            self.specs,
+            self.generations,
             prompt=PROMPT,
             max_tokens=max_tokens,
         )
@@ -61,7 +61,7 @@ class Ranks:
     @asynccontextmanager
     async def here(self) -> AsyncIterator[tuple[Cluster, RequestService]]:
         """One in the test's own process."""
-        cluster, service = make_router(self.prefill.members, self.decode.members, self.specs)
+        cluster, service = make_router(self.prefill.members, self.decode.members, self.generations)
         await service.start()
         try:
             yield cluster, service

@@ -1,4 +1,4 @@
-"""Hold the restructured tree to the old one: `python tools/restructure/prove.py OLD_COMMIT NEW_COMMIT`.
+"""Hold the restructured tree to the old one: `python -m csps.tools.restructure.prove OLD NEW`.
 
 Every old file's syntax tree, mapped through the rename table, must stand in the new file that the
 table names, statement by statement and in order. Imports, docstrings and comments are left out:
@@ -12,12 +12,10 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+from csps.tools.restructure.table import Modules, Rules, Table, module_of, read_table
 
-from table import Modules, Rules, Table, module_of, read_table
-
+_BOUND = re.compile(r"(?:ClassDef|FunctionDef)\(name='(\w+)'|Assign\(targets=\[Name\(id='(\w+)'")
 BACKTICKED = re.compile(r"`([A-Za-z_][\w.]*)`")
 ROOMS = {
     "actors",
@@ -227,7 +225,9 @@ def main(old: str, new: str) -> None:
             if old_path == path
         }
         for one in statements(tree):
-            bound = re.match(r"(?:ClassDef|FunctionDef)\(name='(\w+)'|Assign\(targets=\[Name\(id='(\w+)'", one)
+            bound = re.match(
+                r"(?:ClassDef|FunctionDef)\(name='(\w+)'|Assign\(targets=\[Name\(id='(\w+)'", one
+            )
             name = (bound[1] or bound[2]) if bound else ""
             expected[leaving.get(name, table.new_path(path))].append(one)
     wrong = 0

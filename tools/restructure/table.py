@@ -1,7 +1,7 @@
-"""Read the rename table of the 0.2.0 restructuring: moved files, folded files, renamed identifiers.
+"""Read the rename table of 0.2.0: moved files, folded files, renamed identifiers.
 
-The table lies beside this file. `apply.py` carries it out on a tree that still has the old names,
-for instance a fork's branch; `prove.py` holds the result to the old syntax trees.
+The table lies in `renames/`. `apply.py` of commit d16556e carried it out, and can do so again on a
+fork's branch that still has the old names. `prove.py` holds the result to the old syntax trees.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TABLE = Path(__file__).parent / "table"
+TABLE = Path(__file__).parent / "renames"
 
 
 @dataclass
