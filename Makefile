@@ -9,10 +9,10 @@ TRACE_UI := .venv-trace-ui/.installed
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo trace-ui guidellm aiperf test test-slow check format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf test test-policies test-slow check format clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 serve: $(RUNTIME) ## start a server on this machine and send it a first 16K-token question
 	@$(BIN)/csps serve $(ARGS)
@@ -34,6 +34,9 @@ aiperf: $(LOAD_TESTERS) ## load-test the running server with aiperf
 
 test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
+
+test-policies: $(DEV) ## deploy a server with each scheduling policy and ask it
+	$(BIN)/pytest tests/end_to_end/test_every_policy.py -m slow $(ARGS)
 
 test-slow: $(DEV) ## run the tests that take long as well
 	$(BIN)/pytest $(WORKERS) -m "slow or not slow" --hypothesis-profile=slow $(ARGS)

@@ -1,6 +1,7 @@
-"""Right answers that sparse attention loses over drop ratio: a picture and a table.
+"""Accuracy that sparse attention loses over the drop ratio: a picture and a table.
 
-Of what `csps profile accuracy` has measured and, as lines, what a regressor of `csps train` says:
+Points are measurements of `csps profile accuracy`; lines are predictions of a regressor of `csps
+train`:
 
     python benchmarks/accuracy_curves.py --sib FILE --regressor FOLDER --plot FILE --table FILE
 """
@@ -31,7 +32,7 @@ Curve = tuple[object, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` instead of the process's own arguments."""
+    """Run the command; `argv` replaces the process's own arguments."""
     arguments = parse(argv)
     base = ScalingInformationBase.read(arguments.sib, None)
     assert base is not None, f"there is no {arguments.sib}"
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def draw(samples: Sequence[AccuracySample], regressor: AccuracyModel, path: Path) -> None:
-    """A panel for each group: measured points with their intervals, predicted lines."""
+    """Draw a panel for each group: measured points with intervals, and predicted lines."""
     panels: dict[Curve, dict[Curve, list[AccuracySample]]] = defaultdict(lambda: defaultdict(list))
     for sample in sorted(samples, key=_order):
         panels[_group(sample.setting)][_curve(sample.setting)].append(sample)
@@ -88,7 +89,7 @@ def _draw_curve(
 
 
 def table(samples: Sequence[AccuracySample], regressor: AccuracyModel) -> Iterator[str]:
-    """Markdown."""
+    """Return a Markdown table."""
     yield (
         "| tokens | group | N_v | strategy | judged by | window | drop ratio | lost, measured | "
         "95 % | of | lost, predicted |"
@@ -129,7 +130,7 @@ def _order(sample: AccuracySample) -> tuple[object, ...]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the command."""
+    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sib", type=Path, required=True, help="scaling information base")
     parser.add_argument("--regressor", type=Path, required=True, help="folder of `csps train`")

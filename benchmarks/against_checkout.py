@@ -1,11 +1,11 @@
-"""Two checkouts' servers side by side: the same requests in turns, and the ratio of what they take.
+"""Compare the servers of two checkouts: the same requests in turns, and the ratio of times.
 
     git worktree add ../before e66d412
     python benchmarks/against_checkout.py ../before . [--rounds 20] [--json FILE]
 
-Both servers are up on the same cores, and whoever's turn it is not stands still; the order changes
-with each round. Printed are medians, and the median of the rounds' ratios with its 95 % interval
-(bootstrap). Processor time is that of all processes of a server.
+Both servers are up on the same cores, and the one that is not measured is stopped. The order
+changes with each round. The output has medians, and the median of the rounds' ratios with its 95 %
+interval (bootstrap). Processor time is that of all processes of a server.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ FIRST_PORT = 8211
 START_S, STOP_S, PATIENCE_S = 240.0, 120.0, 180.0
 LONG, BEHIND, SHORT, ANSWER = 16_000, 32_000, 200, 16
 HEAD_START_S = 0.5
-"""Of a long prompt before the short one."""
+"""Time by which the long prompt is sent before the short one."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One checkout's, deployed with its own settings."""
+    """Server of one checkout, deployed with its own settings."""
 
     folder: Path
     port: int
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its commands; its processes inherit it, and are known by it."""
+        """Return the environment of its commands, which also identifies its processes."""
         return {**os.environ, "PYTHONPATH": str(self.folder / "src")}
 
     def command(self, *arguments: str) -> list[str]:
-        """`csps ...`, wherever this checkout has it."""
+        """Return the command `csps ...` of this checkout."""
         module = "csps.cli" if (self.folder / "src/csps/cli.py").exists() else "csps.services.cli"
         return [sys.executable, "-m", module, *arguments]
 
     @contextmanager
     def up(self) -> Iterator[None]:
-        """Serving."""
+        """Start the server and wait until it serves."""
         run = {"cwd": self.folder, "env": self.environment, "check": True}
         serve = self.command("serve", "--port", str(self.port), "--no-demo")
         try:
@@ -65,9 +65,9 @@ class Server:
             subprocess.run(self.command("stop"), timeout=STOP_S, stdout=subprocess.DEVNULL, **run)
 
     def processes(self) -> list[psutil.Process]:
-        """All of the server's, once it is up."""
+        """Return all processes of the server."""
         own = self.environment["PYTHONPATH"]
-        return [it for it in psutil.process_iter() if _python_path(it) == own]
+        return [process for process in psutil.process_iter() if _python_path(process) == own]
 
 
 def _python_path(process: psutil.Process) -> str:
@@ -89,7 +89,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 
 class Client:
-    """Asks one server. Prompts are random tokens, no two alike."""
+    """Client of one server. Prompts are random tokens, no two alike."""
 
     def __init__(self, server: Server) -> None:
         self._url = f"http://127.0.0.1:{server.port}/v1/completions"
@@ -102,7 +102,7 @@ class Client:
         return {**common, "prompt": prompt, "max_tokens": answer, **fields}
 
     def first_token_s(self, tokens: int) -> float:
-        """Until the first text."""
+        """Return the time to the first text."""
         begin, found = time.perf_counter(), 0.0
         body = self._body(tokens, 2, stream=True)
         with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_S) as response:
@@ -113,7 +113,7 @@ class Client:
         return found
 
     def behind_a_long_one_s(self) -> float:
-        """A short prompt's first token."""
+        """Return the time to the first text of a short prompt behind a long one."""
         long = threading.Thread(target=self.first_token_s, args=(BEHIND,))
         long.start()
         time.sleep(HEAD_START_S)
@@ -122,20 +122,20 @@ class Client:
         return short_s
 
     def whole_s(self) -> float:
-        """A short request, not streamed."""
+        """Return the time of a short request without streaming."""
         begin = time.perf_counter()
         response = httpx.post(self._url, json=self._body(SHORT, ANSWER), timeout=PATIENCE_S)
         assert response.status_code == 200, response.text
         return time.perf_counter() - begin
 
     def with_cpu(self, measure: Callable[[], float]) -> tuple[float, float]:
-        """What `measure` says, and the server's processor time meanwhile."""
+        """Return the result of `measure` and the server's processor time meanwhile."""
         before = _cpu_s(self._processes)
         return measure(), _cpu_s(self._processes) - before
 
 
 def one_round(client: Client, *, with_long: bool) -> dict[str, float]:
-    """Everything once, in seconds."""
+    """Measure everything once, in seconds."""
     ttft, ttft_cpu = client.with_cpu(lambda: client.first_token_s(LONG))
     whole, whole_cpu = client.with_cpu(
         lambda: statistics.median(client.whole_s() for _ in range(5))
@@ -145,17 +145,17 @@ def one_round(client: Client, *, with_long: bool) -> dict[str, float]:
 
 
 def compared(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each figure."""
+    """Return a row for each figure."""
     rows = []
     for name in rounds[0]["new"]:
-        ratios = [it["new"][name] / it["old"][name] for it in rounds]
+        ratios = [round_["new"][name] / round_["old"][name] for round_ in rounds]
         draws = (random.choices(ratios, k=len(ratios)) for _ in range(2000))
         medians = sorted(map(statistics.median, draws))
         rows.append(
             {
                 "figure": name,
-                "old_s": statistics.median(it["old"][name] for it in rounds),
-                "new_s": statistics.median(it["new"][name] for it in rounds),
+                "old_s": statistics.median(round_["old"][name] for round_ in rounds),
+                "new_s": statistics.median(round_["new"][name] for round_ in rounds),
                 "ratio": statistics.median(ratios),
                 "low": medians[50],
                 "high": medians[1950],
@@ -183,7 +183,7 @@ def main() -> None:
             client.first_token_s(LONG)
         for number in range(args.rounds):
             order = list(clients) if number % 2 else list(reversed(clients))
-            rounds.append({it: one_round(clients[it], with_long=args.behind) for it in order})
+            rounds.append({side: one_round(clients[side], with_long=args.behind) for side in order})
     report.publish({"benchmark": "against_checkout", "rounds": rounds}, compared(rounds), args.json)
 
 

@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(length: int, args: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of each contender at one length."""
+    """Return the median milliseconds of each contender at one length."""
     contenders = _contenders(length, args)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
@@ -106,7 +106,7 @@ def _contenders(length: int, args: argparse.Namespace) -> dict[str, Callable[[],
 
 
 def _usable(args: argparse.Namespace, *qkv: torch.Tensor) -> list[SDPBackend]:
-    """Those of torch's back ends that take these inputs: one key tells."""
+    """Return those of torch's back ends that take these inputs, tried on one key."""
     q, k, v = (x[:, :, :1] for x in qkv)
     usable = []
     for backend in TORCH_BACKENDS[args.device]:

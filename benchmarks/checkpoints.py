@@ -1,4 +1,4 @@
-"""The models that a benchmark may be asked for by name."""
+"""The models that benchmarks know by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from csps.services.settings.settings import shipped_models
 
 @contextmanager
 def checkpoint(name: str, *, layers: int = wide_checkpoint.LAYERS) -> Iterator[Path]:
-    """ "needle", the included model; or "wide", a random one of so many layers, which goes with the
-    block."""
+    """Yield "needle", the included model, or "wide", a random one that is removed afterwards."""
     if name == "needle":
         yield shipped_models() / name
         return

@@ -1,4 +1,4 @@
-"""What the configurator chooses, against what was measured and against an exhaustive search.
+"""Check the configurator against measurements and against an exhaustive search.
 
     python benchmarks/configurator.py lookup
     python benchmarks/configurator.py oracle [--planted] [--cluster FILE] [--instances 2 4]
@@ -6,12 +6,12 @@
         [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3] [--measured FILE]
     python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
 
-Each takes less than eight minutes, and `--json FILE` keeps its rows, of which
-`configurator_table.py` makes one table with what is aimed at.
+Each part takes less than eight minutes. `--json FILE` stores its rows; `configurator_table.py`
+makes one table of them with the targets.
 
-`lookup`: processor time of one look-up in a cost table whose buckets have all options.
-`oracle`: see `configurator_oracle.py`; `simulator`: `configurator_simulator.py`.
-`live`: a server that was profiled and trained. Requests of each kind take turns.
+`lookup` measures processor time of a look-up in a cost table whose buckets have all options.
+`oracle` is in `configurator_oracle.py`, `simulator` in `configurator_simulator.py`. `live` asks a
+server that was profiled and trained, with requests of each kind in turns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNPIPELINED: dict[str, Any] = {
 
 
 def main() -> int:
-    """Measure and publish; the exit status."""
+    """Measure and publish; return the exit status."""
     arguments = _arguments()
     rows, result = arguments.section(arguments)
     report.publish({"benchmark": f"configurator {arguments.what}", **result}, rows, arguments.json)
@@ -58,13 +58,15 @@ def main() -> int:
 
 
 def lookup(arguments: argparse.Namespace) -> Section:
-    """Microseconds of processor time, every bucket with an option for each bound."""
+    """Measure microseconds of processor time with an option for each bound in every bucket."""
     shape, length = GroupShape((2, 2)), 32_768
     sparse = [
         Allowed(
-            option_name("csa", CsaSettings(drop_ratios=((share,),))), round(1000 * share), 100 * it
+            option_name("csa", CsaSettings(drop_ratios=((share,),))),
+            round(1000 * share),
+            100 * number,
         )
-        for it, share in enumerate(np.linspace(0.99, 0.1, len(LOSSES) + len(TIMES)).tolist())
+        for number, share in enumerate(np.linspace(0.99, 0.1, len(LOSSES) + len(TIMES)).tolist())
     ]
     bucket = Bucket(BOUNDED, shape, length.bit_length() - 1)
     table = CostTable(latencies=SHIPPED, buckets={bucket: (Allowed("ulysses"), *sparse)})
@@ -87,7 +89,7 @@ def lookup(arguments: argparse.Namespace) -> Section:
 
 
 def live(arguments: argparse.Namespace) -> Section:
-    """Bounds on the loss by turns, and then bounds on TTFT relative to exact attention."""
+    """Measure bounds on the loss in turns, then bounds on TTFT relative to exact attention."""
     with httpx.Client(base_url=arguments.base_url, timeout=300.0) as client:
         ask = _Asker(client, arguments.length, arguments.pause)
         wishes = {
@@ -107,7 +109,7 @@ def live(arguments: argparse.Namespace) -> Section:
 
 
 class _Asker:
-    """Sends prompts that have nothing in common, one at a time."""
+    """Sends prompts without common text, one at a time."""
 
     def __init__(self, client: httpx.Client, length: int, pause_s: float) -> None:
         self._client, self._length, self._pause_s = client, length, pause_s
@@ -115,7 +117,7 @@ class _Asker:
         self._draw = random.Random(time.time_ns())
 
     def by_turns(self, wishes: dict[str, dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-        """A row for each wish; the first round fills the cost table."""
+        """Return a row for each wish; the first round fills the cost table."""
         told: dict[str, list[dict[str, Any]]] = {name: [] for name in wishes}
         for number in range(rounds + 1):
             for name, wish in wishes.items():

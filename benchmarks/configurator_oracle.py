@@ -1,10 +1,10 @@
-"""What the configurator answers against an exhaustive search: `configurator.py oracle`.
+"""The configurator against an exhaustive search: `configurator.py oracle`.
 
-Regressors learn from the lengths of `csps train` and are asked for those of the cost
-table's buckets, between them, and for bounds that they have not seen; times are the pipeline
-simulator's. `worse` is the answer's time over the best that an exhaustive search of the same space
-has found, less one, for least TTFT; for least loss it is the difference of the losses. Losses are
-what ships of the included model, or planted: growing with what is dropped, so that bounds bind.
+Regressors learn from the lengths of `csps train`. They are asked for the lengths of the cost
+table's buckets, which lie between, and for unseen bounds. Times come from the pipeline simulator.
+For least TTFT, `worse` is the answer's time over the best of an exhaustive search of the same
+space, less one. For least loss it is the difference of the losses. Losses are those shipped for the
+included model, or planted: they grow with the drop ratios, so that bounds bind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
 
 
 def oracle(arguments: argparse.Namespace) -> Section:
-    """Answers to held-out questions beside the Oracle's."""
+    """Answer held-out questions and compare with the exhaustive search."""
     accuracy = Planted() if arguments.planted else shipped()
     groups = [load_group(arguments.cluster, instances=instance) for instance in arguments.instances]
     answerer = trained(groups, accuracy)
@@ -54,16 +54,18 @@ def oracle(arguments: argparse.Namespace) -> Section:
             )
             everything = exhaustive(whatever, answerer.space, loss)
             found = [everything.best, *everything.runners_up]
-            rows += [_compared(answerer, it, loss, found) for it in _held_out(group, tokens)]
+            rows += [
+                _compared(answerer, request, loss, found) for request in _held_out(group, tokens)
+            ]
     losses = "planted" if arguments.planted else "shipped"
     return rows, {"losses": losses, "summary": [_summary(rows, kind) for kind in OBJECTIVE_KINDS]}
 
 
 class Planted:
-    """In the place of F_Ad."""
+    """Planted losses in place of F_Ad."""
 
     def of_group(self, locations: Sequence[str], *, layers: int, tokens: int) -> Loss:
-        """The layer before judges worse."""
+        """Return losses that are greater if the previous layer scores importance."""
         share = eligible_pairs(locations, len(Topology.of(locations).granularities))
 
         def loss(settings: CsaSettings) -> float:
@@ -76,14 +78,14 @@ class Planted:
 
 
 def shipped() -> AccuracyModel:
-    """F_Ad of the included model."""
+    """Return F_Ad of the included model."""
     found = shipped_accuracy(weights_digest(shipped_models() / "needle"))
     assert found is not None, "nothing ships of the included model"
     return found
 
 
 def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> DirectAnswerer:
-    """What answers for groups of these kinds."""
+    """Return the answerer trained for groups of these kinds."""
     space = answered_space(groups[0].shape.layers)
     prompts = [
         simulated(group, tokens, space, _loss(accuracy, group, tokens))
@@ -140,14 +142,14 @@ def _worse(kind: ObjectiveKind, answer: SearchResult, best: SearchResult) -> flo
 
 def _summary(rows: Sequence[dict[str, Any]], kind: ObjectiveKind) -> dict[str, Any]:
     of_kind = [row for row in rows if row["objective"] == kind]
-    worse = [it["worse"] for it in of_kind if it["worse"] is not None]
+    worse = [row["worse"] for row in of_kind if row["worse"] is not None]
     return {
         "objective": kind,
         "questions": len(of_kind),
-        "met_as_the_oracle": sum(it["met"] == it["oracle_met"] for it in of_kind) / len(of_kind),
+        "met_as_the_oracle": sum(row["met"] == row["oracle_met"] for row in of_kind) / len(of_kind),
         "worse_median": statistics.median(worse),
         "worse_p95": float(np.quantile(worse, 0.95)),
-        "cpu_s_median": statistics.median(it["cpu_s"] for it in of_kind),
+        "cpu_s_median": statistics.median(row["cpu_s"] for row in of_kind),
     }
 
 

@@ -1,13 +1,14 @@
 """The pipeline simulator against the testbed: `configurator.py simulator`.
 
-Configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
-two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. Phases
-are of `csps profile phases`, on one server, and what steps take of the cores besides is measured as
-there, but on the testbed, whose link costs more of them; steps of other lengths, cut otherwise: to
-none that is compared is anything fitted. `--measured` takes the times of an earlier run's rows and
-only predicts anew. `pipelined` compares each pipelined configuration with the same one that waits
-for every exchange, as measured and as predicted; `auto` compares what exact requests are given
-there with exact SP-NTP that is not cut.
+Configurations are sampled at random: exact and sparse, SP-NTP and SP-TP, pipelined and not. They
+run on the two-server testbed (`benchmarks/testbed`), and the median of the rounds is compared with
+the predicted time. Phase times come from `csps profile phases` on one server. Core overheads of
+steps are measured on the testbed, whose link costs more processor time, with other lengths and
+other cuts. No compared configuration is used for fitting. `--measured` takes the times of an
+earlier run and only predicts anew.
+
+`pipelined` compares each pipelined configuration with the same one unpipelined, as measured and as
+predicted. `auto` compares the choice for exact requests with whole exact SP-NTP.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from csps.services.profiling.steps import StepWork
 from csps.services.settings.settings import shipped_models
 
 PROFILED = (1_024, 3_072, 12_288)
-"""Lengths of which it is measured what steps take of the testbed's cores: none that is drawn."""
+"""Lengths at which core overheads are measured; no sampled configuration has them."""
 
 
 def simulator(arguments: argparse.Namespace) -> Section:
-    """Predicted and measured times of drawn configurations."""
+    """Compare predicted and measured times of sampled configurations."""
     group = load_group(arguments.cluster)
     drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
     chosen_s: dict[int, tuple[float, float]] = {}
@@ -68,7 +69,7 @@ def simulator(arguments: argparse.Namespace) -> Section:
         measured, chosen_s = _on_testbed(group, drawn, arguments)
     else:
         known = json.loads(arguments.measured.read_text())["rows"]
-        measured = [float(it["measured_s"]) for it in known]
+        measured = [float(row["measured_s"]) for row in known]
     group = _with_phases(group, arguments.sib)
     rows = [
         _row(group, settings, length, seconds)
@@ -96,7 +97,7 @@ def simulator(arguments: argparse.Namespace) -> Section:
 def _auto(
     group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]]
 ) -> dict[int, StrategyChoice]:
-    """What exact requests without bounds are given, by length."""
+    """Return the choice for exact requests without bounds, by length."""
     shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
     options = PredictedOptions(
         answerer=DirectAnswerer(space=answered_space(group.shape.layers), models={}),
@@ -113,9 +114,9 @@ def _auto(
 
 
 def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of pipelined times over those of the same configurations, not pipelined."""
+    """Return median ratios of pipelined to unpipelined times of the same configurations."""
     pairs = [(one, two) for one, two in pairwise(rows) if one["micro"] != "-" == two["micro"]]
-    kinds = sorted({(it["strategy"], it["tokens"]) for it, _ in pairs})
+    kinds = sorted({(row["strategy"], row["tokens"]) for row, _ in pairs})
     return [
         {"strategy": strategy, "tokens": tokens}
         | {
@@ -131,7 +132,7 @@ def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 Measured = tuple[list[float], dict[int, tuple[float, float]]]
-"""Seconds of what was drawn; and by length of what `auto` takes, and of exact SP-NTP whole."""
+"""Seconds of the sampled configurations, and by length of `auto` and of whole exact SP-NTP."""
 
 
 def _on_testbed(
@@ -168,8 +169,10 @@ def _opened(sib: Path) -> ScalingInformationBase:
 def _drawn(
     group: SimulatedGroup, count: int, lengths: Sequence[int]
 ) -> list[tuple[CsaSettings, int]]:
-    """Of each length and variant as many, a third of them exact, ratios and micro-partitions at
-    random; each that is pipelined stands before the same one that is not."""
+    """Return as many configurations of each length and variant, a third of them exact.
+
+    Ratios and micro-partitions are random. Each pipelined one precedes the same one unpipelined.
+    """
     draw, space = random.Random(0), answered_space(group.shape.layers)
     ratios, exact = list(space.ratios()), space.exact(group.locations)
     variants = list(space.variants(group.locations))
@@ -192,7 +195,7 @@ async def _measured(
     drawn: Sequence[tuple[CsaSettings, int]],
     arguments: argparse.Namespace,
 ) -> Measured:
-    """Seconds to the first token, medians; what steps take of the cores there is kept first."""
+    """Return median seconds to the first token, after storing the core overheads."""
     from testbed.gang import GangOptions, prefill_gang
 
     options = GangOptions(
@@ -241,7 +244,7 @@ async def _measured(
                 if number_of_round:  # the first one connects and warms up
                     took[option, length].append(done.ttft_s)
     median_s = {key: statistics.median(seconds) for key, seconds in took.items()}
-    return [median_s[it] for it in wanted], {
+    return [median_s[variant] for variant in wanted], {
         length: (median_s[option, length], median_s[whole, length])
         for length, (option, whole) in taken.items()
     }

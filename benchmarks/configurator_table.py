@@ -1,9 +1,9 @@
-"""What was aimed at of the configurator beside what was measured, in one table.
+"""One table of the configurator's targets and measurements.
 
     python benchmarks/configurator_table.py FILE...
 
-FILEs are what `configurator.py` has kept with `--json`, in any order; the loss of accuracy is of
-the regressor that ships of the included model. `--json FILE` keeps the table.
+FILEs are results of `configurator.py --json`, in any order. The loss of accuracy is that of the
+regressor shipped for the included model. `--json FILE` stores the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from csps.models.checkpoints.checkpoint import weights_digest
 from csps.services.settings.settings import shipped_models
 
 SAME = 0.03
-"""Medians that differ by less are equal."""
+"""Relative difference below which medians count as equal."""
 Result = Mapping[str, Any]
 
 
@@ -34,11 +34,11 @@ class Aim(NamedTuple):
     measured: str
     aim: str
     reached: bool | None = None
-    """None: nothing is aimed at."""
+    """Whether the target is reached. None: no target."""
 
 
 def main() -> int:
-    """Print it; the exit status is 1 if an aim is missed."""
+    """Print the table; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     arguments = report.with_json_option(parser).parse_args()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def table(results: Sequence[Result]) -> Iterator[Aim]:
-    """Rows of what `configurator.py` has kept."""
+    """Return the rows of stored results of `configurator.py`."""
     for result in results:
         yield from _SECTIONS[result["benchmark"].removeprefix("configurator ")](result)
 
@@ -80,23 +80,23 @@ def _simulator(result: Result) -> Iterator[Aim]:
     about = f"simulator, error over {summary['configurations']} configurations"
     yield _at_most(f"{about}, median", summary["median_error"], 0.1, "{:.1%}")
     yield Aim(f"{about}, P95", f"{summary['p95_error']:.1%}", "")
-    for it in summary["pipelined"]:
-        about = f"pipelined / not, {it['strategy']}, {it['tokens']} tokens"
-        yield Aim(about, f"{it['measured']:.2f}", f"predicted {it['predicted']:.2f}")
-    for it in summary.get("auto", ()):
-        about = f"what auto takes / exact whole, {it['tokens']} tokens ({it['option']})"
-        if it["measured"] is None:
-            yield Aim(about, f"predicted {it['predicted']:.2f}", "")
+    for row in summary["pipelined"]:
+        about = f"pipelined / not, {row['strategy']}, {row['tokens']} tokens"
+        yield Aim(about, f"{row['measured']:.2f}", f"predicted {row['predicted']:.2f}")
+    for row in summary.get("auto", ()):
+        about = f"what auto takes / exact whole, {row['tokens']} tokens ({row['option']})"
+        if row["measured"] is None:
+            yield Aim(about, f"predicted {row['predicted']:.2f}", "")
         else:
-            yield _at_most(about, it["measured"], 1 + SAME, "{:.2f}")
+            yield _at_most(about, row["measured"], 1 + SAME, "{:.2f}")
 
 
 def _live(result: Result) -> Iterator[Aim]:
-    taken = {it["wish"]: it["ttft_s"] for it in result["rows"]}
+    taken = {row["wish"]: row["ttft_s"] for row in result["rows"]}
     length = result["length"]
     bounds = [taken[f"loss {bound:g}"] for bound in (0.0, 0.01, 0.05)]
     ordered = all(later <= (1 + SAME) * sooner for sooner, later in pairwise(bounds))
-    figures = ", ".join(f"{it:.2f} s" for it in bounds)
+    figures = ", ".join(f"{bound:.2f} s" for bound in bounds)
     yield Aim(f"TTFT of {length} tokens, loss 0, 0.01, 0.05", figures, "does not rise", ordered)
     yield _at_most("bound 0 / exact", bounds[0] / taken["exact"], 1 + SAME, "{:.2f}")
     times = taken["unpipelined"] / bounds[0]

@@ -1,14 +1,14 @@
-"""The deployed server's decode and short prefills, over HTTP, beside transformers' own loop.
+"""Decode and short prefills of the deployed server over HTTP, beside transformers' own loop.
 
     python benchmarks/decode_rates.py [--context 16384] [--rounds 7] [--json FILE]
 
-- time between tokens: one stream behind a long prompt over the decode ranks, and in turns with it
+- time between tokens: one stream behind a long prompt over the decode ranks. In turns with it,
   `generate`'s loop on the same checkpoint and prompt length, in one process with one torch thread.
-  Whoever's turn it is not stands still.
+  The one that is not measured is stopped.
 - many streams: 64 at once, 500 tokens in and 128 out each; tokens a second until all have ended
 - short prefills: prompts of 200 tokens with 1 out, 16 at once; requests a second
 
-The client shares the machine's cores with the server, as everywhere in these benchmarks.
+The client shares the machine's cores with the server, as in all these benchmarks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = Path(__file__).parent.parent / "models" / "needle"
 STREAMS, IN, OUT = 64, 500, 128
 SHORT, AT_ONCE, REQUESTS = 200, 16, 320
 WARM_UP = 4
-"""First gaps of a stream, which are not counted."""
+"""Number of first gaps of a stream that are not counted."""
 PATIENCE_S = 300.0
 
 
@@ -63,7 +63,7 @@ def main() -> None:
 def measure(
     url: str, peer: Connection, args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All of it on one server."""
+    """Measure everything on one server."""
     streams, rates, requests, pairs = [], [], [], []
     for _ in range(args.rounds):
         gap_ms = 1e3 * statistics.median(stream_gaps(url, args.context, args.tokens))
@@ -91,7 +91,7 @@ def measure(
 
 
 def body(prompt_tokens: int, tokens: int, seed: int, **fields: Any) -> dict[str, Any]:
-    """A request whose answer does not end early."""
+    """Return a request whose answer does not end early."""
     drawn = np.random.default_rng(seed).integers(200, 1000, prompt_tokens)
     return {
         "model": "needle",
@@ -104,7 +104,7 @@ def body(prompt_tokens: int, tokens: int, seed: int, **fields: Any) -> dict[str,
 
 
 def stream_gaps(url: str, context: int, tokens: int) -> list[float]:
-    """Seconds between the tokens of one stream, as its client reads them."""
+    """Return the seconds between the tokens of one stream, as its client reads them."""
     stamps: list[float] = []
     message = body(context, tokens, 0, stream=True)
     with httpx.stream(
@@ -120,7 +120,7 @@ def stream_gaps(url: str, context: int, tokens: int) -> list[float]:
 
 
 async def many(url: str, requests: int, at_once: int, prompt: int, tokens: int) -> float:
-    """Requests a second, of so many at a time."""
+    """Return requests a second, with so many at a time."""
     turns = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
@@ -138,7 +138,7 @@ async def many(url: str, requests: int, at_once: int, prompt: int, tokens: int) 
 
 
 def generate_on_demand(pipe: Connection, context: int, tokens: int) -> None:
-    """`generate`'s gaps, each time that somebody asks."""
+    """Yield a function that returns the gaps of `generate`."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     torch.set_num_threads(1)

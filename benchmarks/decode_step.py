@@ -1,12 +1,12 @@
-"""Time of one decode iteration, by context and batch, over the ranks of a decode gang.
+"""Time of a decode iteration, by context and batch, over the ranks of a decode gang.
 
     python benchmarks/decode_step.py [--ranks 2] [--context 16384] [--batch 1] [--steps 60]
     python benchmarks/decode_step.py --transformers --context 16384
 
-Ranks are processes with a torch thread each, as deployed; there is no router, no HTTP and no
-prefill: the prompts' KV is made up and written into the pools, each prompt cut evenly over the
-ranks, and masters take turns. Printed are milliseconds between two tokens of the same request:
-median, least, 90th percentile, and each rank's processor time. `--transformers` measures
+Ranks are processes with a torch thread each, as deployed. There is no router, no HTTP and no
+prefill: the prompts' KV is synthetic and written into the pools, each prompt is cut evenly over the
+ranks, and masters take turns. The output has milliseconds between two tokens of the same request
+(median, least, 90th percentile) and each rank's processor time. `--transformers` measures
 generate()'s loop on the same checkpoint in one process with one thread. Several contexts and
 batches may be given, separated by commas.
 """
@@ -31,13 +31,12 @@ FIRST_TOKEN = 5
 
 
 def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
-    """The span of each rank."""
+    """Return the span of the prompt on each rank."""
     return [(r * context // ranks, (r + 1) * context // ranks) for r in range(ranks)]
 
 
 def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
-    """A decode rank: obeys (context, batch, steps), answers with the times of the first master's
-    iterations."""
+    """Run a decode rank that takes (context, batch, steps) and answers with iteration times."""
     from csps.actors.attention.base.engine import Engine
     from csps.actors.comm.layout import GangLayout
     from csps.actors.comm.mesh import Mesh
@@ -133,11 +132,11 @@ def _fill(pool: Any, sequence_id: int, context: int, rank: int, ranks: int) -> N
 
 
 Measured = tuple[int, int, list[float], list[float]]
-"""Context, batch, gaps in seconds, and seconds of processor time an iteration of each rank."""
+"""Context, batch, gaps in seconds, and processor seconds of an iteration on each rank."""
 
 
 def measured(args: argparse.Namespace) -> Iterator[Measured]:
-    """Over a gang."""
+    """Measure a gang."""
     from csps.actors.comm.process_group import host_store
 
     store = host_store("127.0.0.1")
@@ -177,7 +176,9 @@ def measured(args: argparse.Namespace) -> Iterator[Measured]:
 
 
 def transformers_gaps(args: argparse.Namespace) -> Iterator[Measured]:
-    """The loop of `generate`, one token at a time over a cache of random keys and values."""
+    """Measure the loop of `generate`, one token at a time over a cache of random keys and
+    values.
+    """
     from transformers import AutoModelForCausalLM, DynamicCache
 
     torch.set_num_threads(1)
@@ -230,7 +231,7 @@ def main() -> None:
         print(
             f"context {context:6d} batch {batch:3d}  median {statistics.median(gaps_ms):7.2f}"
             f"  least {gaps_ms[0]:7.2f}  p90 {gaps_ms[len(gaps_ms) * 9 // 10]:7.2f}"
-            f"  cpu {', '.join(f'{1e3 * it:.2f}' for it in cpu)}  load {os.getloadavg()[0]:.1f}",
+            f"  cpu {', '.join(f'{1e3 * seconds:.2f}' for seconds in cpu)}  load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
 

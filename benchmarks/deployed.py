@@ -23,15 +23,15 @@ from csps.services.launch.deploy_config import read_config
 from csps.services.launch.serve_command import deploy
 
 READY_S = 240.0
-"""For Ray, the four deployments and both gangs."""
+"""Time limit for Ray, the four deployments and both gangs."""
 
 
 @contextlib.contextmanager
 def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
-    """Deploy the application with these settings; yields its base URL, stops it afterwards.
+    """Deploy the application with these settings, yield its base URL, and stop it afterwards.
 
     Raises:
-        ConfigError: a server runs from this directory already, which would be stopped as well.
+        ConfigError: a server already runs from this directory, and would be stopped as well.
     """
     if (head := ray_head.find_head(ray_head.RUN_DIR)) is not None:
         raise ConfigError(f"a server runs here (process {head.pid}): end it first with `csps stop`")
@@ -48,7 +48,7 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
 
 
 def serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
-    """What `csps serve --config` takes, with these settings."""
+    """Return the configuration for `csps serve --config` with these settings."""
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -65,7 +65,7 @@ def serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
 
 
 def deployed_beside(application: dict[str, Any], url: str) -> None:
-    """Add an application to the deployed one, for comparison; returns when it answers."""
+    """Add an application to the deployed one, for comparison, and wait until it answers."""
     head = ray_head.find_head(ray_head.RUN_DIR)
     assert head is not None, "nothing is deployed from this directory"
     config = read_config(ray_head.RUN_DIR / "deployed.yaml")
@@ -80,7 +80,7 @@ def deployed_beside(application: dict[str, Any], url: str) -> None:
 
 @contextlib.contextmanager
 def process(command: list[str], *, ready_url: str, **environment: str) -> Iterator[str]:
-    """Another server for comparison, ended by its own process group."""
+    """Run another server for comparison, and end its process group afterwards."""
     started = subprocess.Popen(
         command,
         env={**os.environ, **environment},

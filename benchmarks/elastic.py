@@ -1,26 +1,24 @@
-"""What elasticity costs and gains on one elastic gang of real ranks, without a router.
+"""Cost and gain of elasticity on one elastic gang of real ranks, without a router.
 
     python benchmarks/elastic.py [--instances 4] [--lengths 2048 8192] [--json FILE]
 
-- *scale-down*: a prompt that all instances compute in a ring, kept where it was computed and kept
-  by one of them, in turns: what the second takes longer is the cost (proactive, LoongServe §4.1),
-  in layers that circulate and in the last one, which does not. Beside it what ranks say of it:
-  storing what comes by, what moves in the last layer and is awaited there, how much longer they
-  wait for one another in all; how much later the first token comes; how much more processor time
-  they take in all pairs together. And the same prompt moved to one instance afterwards, while it
-  decodes (reactive)
-- *preemption*: time between the tokens of a row that decodes on an instance, alone and beside a
-  prompt that all instances compute
-- *decoding*: an iteration of batches that lie on one instance; the same once it has scaled up, so
-  that two draw and keep the answers and no prompt has moved; and batches every prompt of which lies
-  on two instances by halves, drawn by one master and by two. Of the time in which queries and
-  their answers are under way the share in which those who asked computed (hidden), as spans
-  `decode.rank` have it of a request
+- *scale-down*: a prompt that all instances compute in a ring. Its KV stays where it was computed,
+  or one instance holds all of it, in turns. The extra time of the second is the cost (proactive,
+  LoongServe §4.1), in layers that circulate and in the last one, which does not. Beside it are the
+  ranks' figures: storing circulating KV, moving and awaiting KV in the last layer, extra time
+  waiting for one another, delay of the first token, and extra processor time over all pairs. Also
+  the same prompt moved to one instance afterwards, while it decodes (reactive)
+- *preemption*: time between the tokens of a sequence that decodes on one instance, alone and beside
+  a prompt that all instances compute
+- *decoding*: an iteration of batches on one instance; the same after scaling up, so that two
+  instances sample and hold the answers and no prompt has moved; and batches whose prompts lie on
+  two instances by halves, with one master and with two. The share of the time of query exchanges
+  in which the asking rank computed (hidden), as in spans `decode.rank`
 - *Eq. 7*: LoongServe's time of a prefill iteration, fitted to some steps of one, two and all
   instances and compared with others
 
-Medians of `--rounds`, of scale-down `--pairs`. Ranks have one thread each, whatever cores there
-are.
+Figures are medians of `--rounds`, for scale-down of `--pairs`. Ranks have one thread each, whatever
+the number of cores.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ MODEL = Path(__file__).parent.parent / "models" / "needle"
 CALL_S, WAIT_S = 60.0, 300.0
 Row = dict[str, Any]
 ANSWER = 3000
-"""More tokens than are drawn before a row is given up."""
+"""Token limit that sequences do not reach."""
 
 
 def main() -> None:
@@ -102,7 +100,7 @@ def _batch(text: str) -> tuple[int, int]:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Row]]]:
-    """What scaling down costs, and all else by what it is."""
+    """Return the cost of scaling down, and all other measurements by name."""
     async with _gang(args.instances) as gang:
         await gang.prefill(512, gang.everyone, [0])  # warms up
         downs = [await _scale_down(gang, length, args) for length in args.lengths]
@@ -135,14 +133,14 @@ async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row
         row, done = await gang.decode(length, gang.everyone, gang.everyone)
         moved = await gang.move(row, length, gang.everyone, [0])
         await gang.forget([row])
-        found["migrate_share"].append(max(it.seconds for it in moved) / _seconds(done))
-        found["migrate_bytes"].append(sum(it.sent_bytes for it in moved))
+        found["migrate_share"].append(max(move.seconds for move in moved) / _seconds(done))
+        found["migrate_bytes"].append(sum(move.sent_bytes for move in moved))
     longer = processor_s["down"] / processor_s["kept"] - 1
     return {"tokens": length, **_medians(found), "processor_share": longer}
 
 
 def _processor_s() -> float:
-    """Of all ranks."""
+    """Return the processor time of all ranks."""
     ranks = psutil.Process().children()
     return float(sum(sum(rank.cpu_times()[:2]) for rank in ranks))
 
@@ -193,9 +191,11 @@ async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespac
 async def _iteration(
     gang: _Gang, context: int, iterations: int, rows: Sequence[tuple[list[int], int, int]]
 ) -> tuple[float, float | None]:
-    """Milliseconds of one of a batch, and the share of exchanges of queries that computing hid,
-    None where there are none; each row with holders of its prompt, a master and a keeper of its
-    answer."""
+    """Return milliseconds of an iteration, and the share of query exchanges hidden by computing.
+
+    The share is None without exchanges. Each sequence has holders of its prompt, a master and a KV
+    holder of its answer.
+    """
     numbers = [
         (await gang.decode(context, holders, holders, master=master, keeper=keeper))[0]
         for holders, master, keeper in rows
@@ -207,14 +207,15 @@ async def _iteration(
     counted = after[0].iterations - before[0].iterations
     milliseconds = 1e3 * (after[0].iterating_s - before[0].iterating_s) / counted
     exchanged, awaited = (
-        sum(getattr(it, name) for it in after) - sum(getattr(it, name) for it in before)
+        sum(getattr(counters, name) for counters in after)
+        - sum(getattr(counters, name) for counters in before)
         for name in ("exchange_s", "communication_s")
     )
     return milliseconds, 1 - awaited / exchanged if exchanged else None
 
 
 async def _equation_7(gang: _Gang, group: list[int], args: argparse.Namespace) -> list[Row]:
-    """Of lengths up to the longest, by one group; every other one is held out."""
+    """Fit Eq. 7 to lengths of one group; every other length is held out."""
     longest = max(args.lengths)
     lengths = [longest * part // 16 for part in (1, 2, 3, 4, 6, 8, 10, 12, 16)]
     seconds = {
@@ -224,22 +225,22 @@ async def _equation_7(gang: _Gang, group: list[int], args: argparse.Namespace) -
         for length in lengths
     }
     fitted = fit_step(
-        [StepMeasurement(rows=((it, 0),), seconds=seconds[it]) for it in lengths[::2]]
+        [StepMeasurement(chunks=((tokens, 0),), seconds=seconds[tokens]) for tokens in lengths[::2]]
     )
     return [
         {
             "instances": len(group),
-            "held_out_tokens": it,
-            "measured_s": seconds[it],
-            "predicted_s": fitted.predict_ns(it) / 1e9,
-            "error": fitted.predict_ns(it) / 1e9 / seconds[it] - 1,
+            "held_out_tokens": tokens,
+            "measured_s": seconds[tokens],
+            "predicted_s": fitted.predict_ns(tokens) / 1e9,
+            "error": fitted.predict_ns(tokens) / 1e9 / seconds[tokens] - 1,
         }
-        for it in lengths[1::2]
+        for tokens in lengths[1::2]
     ]
 
 
 def _compared(kept: Sequence[PrefillDone], down: Sequence[PrefillDone]) -> dict[str, float]:
-    """What scaling down takes longer; shares are of the prefill without."""
+    """Return the extra time of scaling down; shares are of the prefill without it."""
     whole = _seconds(kept)
 
     def longer(seconds: Callable[[Sequence[PrefillDone]], float]) -> float:
@@ -250,21 +251,26 @@ def _compared(kept: Sequence[PrefillDone], down: Sequence[PrefillDone]) -> dict[
         "scale_down_share": longer(_seconds),
         "circulating_share": longer(_circulating),
         "last_layer_share": longer(lambda done: _seconds(done) - _circulating(done)),
-        "stored_share": max(it.placing_stored_s for it in down) / whole,
-        "last_moved_share": max(it.placing_s - it.placing_stored_s for it in down) / whole,
-        "last_awaited_share": max(it.placing_waited_s for it in down) / whole,
-        "awaited_share": longer(lambda done: statistics.mean(it.communication_s for it in done)),
-        "scale_down_bytes": sum(it.placed_bytes for it in down),
+        "stored_share": max(measure.placing_stored_s for measure in down) / whole,
+        "last_moved_share": max(measure.placing_s - measure.placing_stored_s for measure in down)
+        / whole,
+        "last_awaited_share": max(measure.placing_waited_s for measure in down) / whole,
+        "awaited_share": longer(
+            lambda done: statistics.mean(measure.communication_s for measure in done)
+        ),
+        "scale_down_bytes": sum(measure.placed_bytes for measure in down),
     }
 
 
 def _circulating(done: Iterable[PrefillDone]) -> float:
-    """Until the last member comes to the last layer."""
-    return max(it.compute_s + it.communication_s - it.last_layer_s for it in done)
+    """Return the time until the last member comes to the last layer."""
+    return max(
+        measure.compute_s + measure.communication_s - measure.last_layer_s for measure in done
+    )
 
 
 def _seconds(done: Iterable[PrefillDone]) -> float:
-    return max(it.compute_s + it.communication_s for it in done)
+    return max(measure.compute_s + measure.communication_s for measure in done)
 
 
 def _gaps(stamps: Sequence[float]) -> list[float]:
@@ -276,22 +282,22 @@ def _medians(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 class _Gang:
-    """Commands the ranks as a router would."""
+    """Commands the ranks like a router."""
 
     def __init__(self, instances: int) -> None:
         self.client: GangClient
         self.everyone = list(range(instances))
         self.stamps: dict[int, list[float]] = defaultdict(list)
-        """By row, when its tokens came."""
+        """Times of each sequence's tokens."""
         self.first_token_s = 0.0
-        """Of the last `prefill`, from its reservation on."""
+        """Time to the first token of the last `prefill`, from its reservation on."""
         self._tokens: dict[int, int] = {}
         self._heard: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
 
     def hear(self, _gang: GangClient, _rank: int, method: str, payload: Any) -> None:
-        """A rank has told something."""
+        """Take a message of a rank."""
         now = time.perf_counter()
         match method:
             case "tokens":
@@ -315,7 +321,7 @@ class _Gang:
         self._heard[method, number].append(message)
 
     async def until(self, condition: Any) -> None:
-        """Wait until the ranks have said so."""
+        """Wait until the ranks have reported something."""
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 self._news.clear()
@@ -326,7 +332,7 @@ class _Gang:
         return self._heard.pop((method, number))
 
     async def prefill(self, length: int, group: list[int], keepers: list[int]) -> list[PrefillDone]:
-        """A prompt that draws nothing more than its first token, and is forgotten."""
+        """Prefill a prompt, sample only its first token, and free it."""
         began = time.perf_counter()
         row, done = await self._prefill(length, group, _evenly(length, keepers), 0, ())
         self.first_token_s = self.stamps[row][0] - began
@@ -342,7 +348,7 @@ class _Gang:
         master: int = 0,
         keeper: int = 0,
     ) -> tuple[int, list[PrefillDone]]:
-        """A prompt whose answer is drawn from then on."""
+        """Prefill a prompt and decode its answer from then on."""
         answer = (KvSlice(instance=keeper, span=Span(length, length + ANSWER)),)
         slices = _evenly(length, keepers)
         row, done = await self._prefill(length, group, slices, master, answer)
@@ -384,16 +390,23 @@ class _Gang:
             destinations=slices,
             sampling=sampling,
         )
-        counts = [sum(it.span.length for it in rows if it.instance == member) for member in group]
+        counts = [
+            sum(kv_slice.span.length for kv_slice in rows if kv_slice.instance == member)
+            for member in group
+        ]
         prompt = np.random.default_rng(row).integers(200, 1000, length).astype("<i4")
         for rank in self.everyone:
-            own = [prompt[list(it.span.positions)] for it in rows if it.instance == rank]
+            own = [
+                prompt[list(kv_slice.span.positions)]
+                for kv_slice in rows
+                if kv_slice.instance == rank
+            ]
             job = PrefillStep(
                 step_id=step,
                 group=tuple(group),
                 bounds=tuple(itertools.accumulate(counts, initial=0)),
                 chunks=(chunk,),
-                tokens=b"".join(it.tobytes() for it in own),
+                tokens=b"".join(array.tobytes() for array in own),
                 strategy="ring_kv" if len(group) > 1 else "ulysses",
             )
             self.client.notify(rank, "prefill", pack(job))
@@ -402,11 +415,11 @@ class _Gang:
     async def move(
         self, row: int, length: int, before: list[int], after: list[int]
     ) -> list[SequenceMoved]:
-        """The prompt's KV of a row goes elsewhere; its answer stays."""
+        """Move a sequence's prompt KV elsewhere; its answer stays."""
         answer = (KvSlice(instance=0, span=Span(length, length + ANSWER)),)
         places = [
-            SequencePlacement(slices=_evenly(length, it), master=0, answer=answer)
-            for it in (before, after)
+            SequencePlacement(slices=_evenly(length, instances), master=0, answer=answer)
+            for instances in (before, after)
         ]
         message = MoveSequence(
             step_id=next(self._numbers),
@@ -420,7 +433,7 @@ class _Gang:
         return await self._all("moved", row, len(message.instances))
 
     async def forget(self, rows: Sequence[int]) -> None:
-        """Give up rows, and wait for their slots."""
+        """Cancel sequences and wait for their slots."""
         for row in rows:
             self.client.notify_all("cancel", pack(CancelSequence(sequence_id=row)))
         for row in rows:

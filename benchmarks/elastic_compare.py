@@ -1,15 +1,15 @@
-"""LoongServe on real ranks against the simulator that was calibrated with as many: one trace.
+"""Compare LoongServe on real ranks with the simulator calibrated on them: one trace.
 
     python benchmarks/elastic_compare.py [--instances 4] [--rate 1] [--requests 80] [--json FILE]
 
-`csps profile steps` and `ring`, which is how several instances attend, measure the ranks first
-(with `--sib FILE` only what is missing there). A deployed server with an elastic gang and the
-policy `loongserve`, which begins with that, is sent one trace to calibrate by: afterwards its
-router's table says what steps have taken as they come, and by how much the median TTFT is longer
-than simulated with this table is what lies between client and scheduler (`gaps_us.front`). Then
-another trace, of the same workload and rate, comes at the same times to the server, several times
-over, and to the simulator, whose ranks share as many cores as there are. Bounds: the median TTFT
-within 10 %, P95 within 20 %, of all passes together.
+`csps profile steps` and `ring`, the attention of several instances, measure the ranks first (with
+`--sib FILE` only what is missing there). A deployed server with an elastic gang and the policy
+`loongserve` begins with these profiles and receives one trace for calibration. Afterwards its
+router's table holds the times of its own steps. The difference between the measured median TTFT and
+the one simulated with this table is the time between client and scheduler (`gaps_us.front`). Then
+another trace of the same workload and rate goes to the server, several times over, and to the
+simulator, whose ranks share as many cores as the machine has. Bounds: the median TTFT within 10 %,
+P95 within 20 %, of all passes together.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ BOUNDS = {"P50": 0.10, "P95": 0.20}
 OPTIONS = {"max_batch": 64}
 FLOAT_BYTES = 4
 WARM_UP_PAUSE_S = 1.5
-"""After which a prompt of any length has its answer."""
+"""Time after which a prompt of any length has its answer."""
 SHORT, LONG = 64, 512
-"""Tokens between which most of the workload's prompts are."""
+"""Range of tokens of most of the workload's prompts."""
 STEPS = (("ulysses", 1, 256), ("ulysses", 1, 1024), ("ring_kv", 2, 2048), ("ring_kv", 2, 8192))
-"""(strategy, instances, tokens) that are shown as they were profiled and as the server learned."""
+"""(strategy, instances, tokens) of steps shown as profiled and as learned by the server."""
 
 
 def main() -> None:
-    """Print a table and the figures; ends with 1 where a bound is missed."""
+    """Print a table and the figures; return 1 if a bound is missed."""
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         sib = (args.sib or Path(folder) / "sib.sqlite").resolve()
@@ -101,7 +101,7 @@ def _trace(args: argparse.Namespace, seed: int) -> FittedRequests:
 
 
 def _spaced(lengths: Sequence[int], pause_s: float) -> FittedRequests:
-    """Requests that come one after the other, too far apart to meet."""
+    """Return requests that are too far apart to meet."""
     requests = [
         WorkloadRequest(
             arrival_ns=round(number * pause_s * 1e9), input_length=length, output_length=4
@@ -112,27 +112,27 @@ def _spaced(lengths: Sequence[int], pause_s: float) -> FittedRequests:
 
 
 def _ask(requests: FittedRequests) -> list[float]:
-    """Milliseconds to each one's first token on the deployed server."""
+    """Return milliseconds to each request's first token on the deployed server."""
     answers = uvloop.run(ask_all(PORT, requests.requests, model=NAME))
     return [answer.ttft_s * 1e3 for answer in answers]
 
 
 def _newest(tables: Path) -> Path:
-    """What the router works with now."""
-    return max(tables.iterdir(), key=lambda it: it.stat().st_mtime_ns)
+    """Return the newest table of the router."""
+    return max(tables.iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _simulated(
     args: argparse.Namespace, latency: dict[str, str], requests: FittedRequests, front_ms: float
 ) -> list[float]:
-    """Milliseconds to each one's first token in the simulation."""
+    """Return milliseconds to each request's first token in the simulation."""
     cluster = _cluster(args, latency, front_ms)
     outcomes = simulate(cluster, "loongserve", OPTIONS, requests).outcomes
     return [outcome.ttft_ns / 1e6 for outcome in outcomes]
 
 
 def _by_length(requests: FittedRequests, beyond_ms: Sequence[float]) -> dict[str, float]:
-    """Medians of short prompts, of most, and of long ones."""
+    """Return medians of short prompts, of most, and of long ones."""
     lengths = np.array([request.input_length for request in requests.requests])
     ranges = {f"<{SHORT}": (0, SHORT), f"<{LONG}": (SHORT, LONG), f">={LONG}": (LONG, math.inf)}
     return {
@@ -197,7 +197,7 @@ def _cluster(args: argparse.Namespace, latency: dict[str, str], front_ms: float)
 
 
 def _steps(args: argparse.Namespace, **tables: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Milliseconds of some steps by each table."""
+    """Return milliseconds of some steps by each table."""
     models = {name: _cluster(args, latency, 0.0) for name, latency in tables.items()}
     return {
         f"{strategy}, {sp} x {tokens}": {
@@ -211,11 +211,12 @@ def _steps(args: argparse.Namespace, **tables: dict[str, str]) -> dict[str, dict
 def _row(
     percent: int, live: list[list[float]], *, simulated_ms: list[float], by_profile_ms: list[float]
 ) -> dict[str, Any]:
-    """Of one percentile; `live` by pass."""
+    """Return the row of one percentile; `live` has one value per pass."""
     name = f"P{percent}"
     bound = BOUNDS.get(name, max(BOUNDS.values()))
     live_ms, found_ms, profile_ms = (
-        float(np.percentile(it, percent)) for it in (live, simulated_ms, by_profile_ms)
+        float(np.percentile(latencies, percent))
+        for latencies in (live, simulated_ms, by_profile_ms)
     )
     return {
         "TTFT": name,
@@ -224,7 +225,7 @@ def _row(
         "difference": round(live_ms / found_ms - 1, 3),
         "within": abs(live_ms - found_ms) <= bound * found_ms,
         "by_profile_ms": round(profile_ms, 2),
-        "pass_ms": [round(float(np.percentile(it, percent)), 2) for it in live],
+        "pass_ms": [round(float(np.percentile(latency, percent)), 2) for latency in live],
     }
 
 

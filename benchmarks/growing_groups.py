@@ -1,21 +1,20 @@
-"""Tetris' chunks on groups that grow: what balancing history and sending KV take of the TTFT.
+"""Tetris' chunks on growing groups: the share of balancing and KV transfer in the TTFT.
 
     python benchmarks/growing_groups.py [--tokens 16384] [--rounds 5] [--model needle|wide]
         [--strategy ring_kv] [--json FILE] [--image FILE]
     python benchmarks/growing_groups.py --smoke
 
 Four prefill ranks and two decode ranks, processes with one torch thread each, compute a prompt in
-three chunks: on one rank, on two, on all four, its rows in zigzag. All chunks are sent at once.
-In turns, history is balanced over each group before its chunk, layer by layer, and stays where it
-was computed. Of each round:
+three chunks: on one rank, on two, and on all four, its rows in zigzag. All chunks are sent at once.
+In turns, history is balanced over each group before its chunk, layer by layer, or stays where it
+was computed. Figures of each round:
 
 `ttft_s`           from sending the first chunk to the first token
-`balancing_waited` share of the TTFT for which a rank stood still for history to come, the most of
-                   any rank, by its timeline
-`balancing_hidden` share of the time in which history was under way that no rank stood still for
-`transfer_after`   share of the TTFT that KV took to be where it is decoded after the first token
+`balancing_waited` share of the TTFT for which a rank waited for history, the most of any rank
+`balancing_hidden` share of the time in which history was under way that no rank waited for it
+`transfer_after`   share of the TTFT that the KV transfer took after the first token
 
-Medians over the rounds. It takes a core for each prefill rank: compare the load average in the
+Figures are medians over the rounds. Each prefill rank needs a core: compare the load average in the
 result. `--image` draws the last balanced round's timeline (needs matplotlib).
 """
 
@@ -61,20 +60,20 @@ TRACED_RANK = Path(__file__).with_name("testbed") / "traced_rank.py"
 GROUPS = ((0,), (0, 1), (0, 1, 2, 3))
 DECODE = 2
 TWO_TOKENS = Sampling(temperature=0, max_tokens=2)
-"""The second one is decoded, so that KV is sent."""
+"""Sampling of two tokens. The second one is decoded, so that KV is sent."""
 BALANCING = "balancing"
 SMOKE = ["--tokens", "1024", "--rounds", "1"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One prompt."""
+    """Result of one prompt."""
 
     trace_id: str
     balanced: bool
     ttft_s: float
     landed_s: float
-    """From sending the first chunk until all KV is where it is decoded."""
+    """Time from sending the first chunk until all KV was received."""
     token: int
 
 
@@ -85,10 +84,13 @@ def main() -> None:
         rounds = asyncio.run(_measure(model, Path(spans), args))
         found = {trace.trace_id: trace for trace in traces(read_spans(span_files(Path(spans))))}
     rows = [
-        _row([(it, found[it.trace_id]) for it in rounds if it.balanced == balanced], balanced)
+        _row(
+            [(round_, found[round_.trace_id]) for round_ in rounds if round_.balanced == balanced],
+            balanced,
+        )
         for balanced in (True, False)
     ]
-    assert len({it.token for it in rounds}) == 1, "not the same token"
+    assert len({round_.token for round_ in rounds}) == 1, "not the same token"
     result = {
         "benchmark": "growing_groups",
         "model": args.model,
@@ -98,7 +100,7 @@ def main() -> None:
         "rounds": args.rounds,
     }
     if args.image is not None:
-        last = [it for it in rounds if it.balanced][-1]
+        last = [round_ for round_ in rounds if round_.balanced][-1]
         growing_groups_picture.draw(found[last.trace_id], last.ttft_s, args.image)
     report.publish(result, rows, args.json)
 
@@ -133,7 +135,7 @@ async def _measure(model: Path, spans: Path, args: argparse.Namespace) -> list[R
 
 @asynccontextmanager
 async def _ranks(model: Path, spans: Path, tokens: int) -> AsyncIterator[Cell]:
-    """Both gangs, attached and connected; at the end all spans are written."""
+    """Attach and connect both gangs; at the end all spans are written."""
     slots = 2 * tokens
     plans = [
         GangPlan(model_dir=str(model), role="prefill", instances=len(GROUPS[-1]), kv_slots=slots),
@@ -188,7 +190,7 @@ async def _prefill(
 def _chunks(
     request: Request, strategy: str, trace: dict[str, str], *, balanced: bool
 ) -> Iterator[tuple[PrefillStep, np.ndarray]]:
-    """Each as long as its group is large, with the tokens that it computes."""
+    """Return chunks in proportion to their groups, with their tokens."""
     length, sizes = len(request.prompt), [len(group) for group in GROUPS]
     stops = [length * sum(sizes[: i + 1]) // sum(sizes) for i in range(len(sizes))]
     start, lying = 0, tuple[PlacedSlice, ...]()
@@ -218,21 +220,21 @@ def _kv_shares(slices: Sequence[PlacedSlice]) -> tuple[KvSlice, ...]:
 
 
 def _row(rounds: Sequence[tuple[Round, Trace]], balanced: bool) -> dict[str, Any]:
-    costs = [_balancing(trace.spans, it.ttft_s) for it, trace in rounds]
+    costs = [_balancing(trace.spans, round_.ttft_s) for round_, trace in rounds]
     return {
         "history": "balanced" if balanced else "where it was computed",
-        "ttft_s": statistics.median(it.ttft_s for it, _ in rounds),
+        "ttft_s": statistics.median(round_.ttft_s for round_, _ in rounds),
         "balancing_waited": statistics.median(waited for waited, _, _ in costs),
         "balancing_hidden": statistics.median(hidden for _, hidden, _ in costs),
         "balancing_mib": statistics.median(sent for _, _, sent in costs) / 2**20,
         "transfer_after": statistics.median(
-            max(0.0, it.landed_s - it.ttft_s) / it.ttft_s for it, _ in rounds
+            max(0.0, round_.landed_s - round_.ttft_s) / round_.ttft_s for round_, _ in rounds
         ),
     }
 
 
 def _balancing(spans: Sequence[RecordedSpan], ttft_s: float) -> tuple[float, float, float]:
-    """Share of the TTFT waited for by the rank that did most, share hidden, bytes."""
+    """Return the share of the TTFT that the slowest rank waited, the share hidden, and bytes."""
     jobs: dict[tuple[int, str | None], list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         if span.is_phase:
@@ -240,7 +242,7 @@ def _balancing(spans: Sequence[RecordedSpan], ttft_s: float) -> tuple[float, flo
     waited_ns = Counter[int]()
     for (rank, _), phases in jobs.items():
         waited_ns[rank] += sum(wait.duration_ns for wait in _waits(phases))
-    moves = [it for it in spans if _phase(it) == BALANCING]
+    moves = [span for span in spans if _phase(span) == BALANCING]
     under_way_ns = sum(move.duration_ns for move in moves)
     return (
         max(waited_ns.values()) / 1e9 / ttft_s,
@@ -250,15 +252,17 @@ def _balancing(spans: Sequence[RecordedSpan], ttft_s: float) -> tuple[float, flo
 
 
 def _waits(phases: Sequence[RecordedSpan]) -> Iterator[RecordedSpan]:
-    """Of one step on one rank, those for history: in layers that have any, before the layer's
-    other exchanges are begun."""
+    """Return the waits for history of one step on one rank.
+
+    Such waits come in layers with history, before the layer's other exchanges begin.
+    """
     for layer in {phase.attributes[LAYER] for phase in phases if _phase(phase) == BALANCING}:
         here = [phase for phase in phases if phase.attributes.get(LAYER) == layer]
         others = [
-            it.start_ns for it in here if _phase(it) in TRANSFERS - {BALANCING, "kv transfer"}
+            span.start_ns for span in here if _phase(span) in TRANSFERS - {BALANCING, "kv transfer"}
         ]
-        until_ns = min(others, default=max(it.end_ns for it in here))
-        yield from (it for it in here if _phase(it) == "wait" and it.start_ns < until_ns)
+        until_ns = min(others, default=max(span.end_ns for span in here))
+        yield from (span for span in here if _phase(span) == "wait" and span.start_ns < until_ns)
 
 
 def _phase(span: RecordedSpan) -> str:

@@ -1,4 +1,4 @@
-"""The timeline of a prompt whose group grows, as a picture."""
+"""A picture of the timeline of a prompt whose group grows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 LANES = ("compute", "ring", "balancing", "kv transfer")
-"""Of each rank, from above; other exchanges are drawn in the ring's."""
+"""Lanes of each rank, from above. Other exchanges are drawn in the ring's lane."""
 CHUNKS = ("#4c72b0", "#55a868", "#dd8452")
 COLORS = {"wait": "#dddddd", "ring": "#8c8c8c", "balancing": "#c44e52", "kv transfer": "#8172b3"}
 
 
 def draw(trace: Trace, ttft_s: float, path: Path) -> None:
-    """Each rank with its lanes, time in milliseconds from the first phase.
+    """Draw each rank with its lanes, in milliseconds from the first phase.
 
     Args:
-        ttft_s: from the first chunk's sending; a line marks it.
+        ttft_s: time from sending the first chunk, marked by a line.
     """
     phases = [span for span in trace.spans if span.is_phase]
     begin_ns = min(span.start_ns for span in phases)
-    jobs = sorted({it.attributes["csps.job"] for it in trace.spans if "csps.job" in it.attributes})
+    jobs = sorted(
+        {span.attributes["csps.job"] for span in trace.spans if "csps.job" in span.attributes}
+    )
     chunk_of = {
         span.span_id: jobs.index(span.attributes["csps.job"])
         for span in trace.spans
@@ -73,7 +75,8 @@ def _label(axes: Axes, ranks: list[int], chunks: int) -> None:
     axes.set_xlabel("milliseconds; the dotted line is the first token")
     axes.spines[["top", "right"]].set_visible(False)
     patches = [
-        Patch(color=CHUNKS[it % len(CHUNKS)], label=f"chunk {it + 1}") for it in range(chunks)
+        Patch(color=CHUNKS[chunk % len(CHUNKS)], label=f"chunk {chunk + 1}")
+        for chunk in range(chunks)
     ]
     patches += [Patch(color=color, label=name) for name, color in COLORS.items()]
     axes.legend(

@@ -1,15 +1,15 @@
-"""Short requests that arrive while a long prefill holds every prefill rank.
+"""Short requests that arrive while a long prefill occupies every prefill rank.
 
     python benchmarks/head_of_line.py [--long 32768] [--short 200] [--json FILE]
 
-Measures, on one deployed server and in rounds: the short requests' TTFT when it is idle, the long
-request's TTFT alone, then both together. Short requests arrive at random and do not wait for one
-another, so that they meet the long one at any point of its layers.
+Measures, on one deployed server and in rounds: the short requests' TTFT on an idle server, the long
+request's TTFT alone, and both together. Short requests arrive at random and do not wait for one
+another, so they meet the long one at any point of its layers.
 
-`short_busy_s` is to stay below `bound_s`, three times the idle TTFT plus the time of one layer;
-`growth_s`, what the long request took longer, below the work of the short ones, `short_work_s`.
-Read the growth beside `alone_spread_s`, by how much the long request alone differs from itself, and
-beside `yielded_s`, the time that the slower prefill rank has counted as given to short requests.
+`short_busy_s` should stay below `bound_s`, three times the idle TTFT plus the time of one layer.
+`growth_s`, the extra time of the long request, should stay below `short_work_s`, the work of the
+short ones. Read the growth beside `alone_spread_s`, the spread of the long request alone, and
+beside `yielded_s`, the time for which the slower prefill rank was preempted by short requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deployed import deployed
 from streaming_client import Timed, stream
 
 GAP_S = 2.0
-"""Between arrivals of short requests, on average."""
+"""Mean gap between arrivals of short requests."""
 IDLE_REQUESTS = 7
 MAX_UNDER_WAY = 64
 
@@ -62,12 +62,12 @@ def _arguments() -> argparse.Namespace:
 def _round(
     client: httpx.Client, args: argparse.Namespace, seed: int
 ) -> tuple[dict[str, Any], list[float]]:
-    """A row of the table, and the TTFT of every short request that met the long one."""
+    """Return a row of the table, and the TTFT of every short request that met the long one."""
     draw = random.Random(seed)
     idle_s = [_ask(client, args.short, draw).ttft_s for _ in range(IDLE_REQUESTS)]
     alone = _ask(client, args.long, draw)
     together, busy = _together(client, args, draw)
-    busy_s = [it.ttft_s for it in busy]
+    busy_s = [answer.ttft_s for answer in busy]
     row = {
         "short_idle_s": statistics.median(idle_s),
         "shorts": len(busy),
@@ -85,13 +85,13 @@ def _round(
 def _together(
     client: httpx.Client, args: argparse.Namespace, draw: random.Random
 ) -> tuple[Timed, list[Timed]]:
-    """The long request's answer and those of the short ones sent meanwhile."""
+    """Return the long request's answer and those of the short requests sent meanwhile."""
     with ThreadPoolExecutor(MAX_UNDER_WAY) as pool:
         long = pool.submit(_ask, client, args.long, random.Random(draw.random()))
         short = []
         while not wait([long], timeout=draw.expovariate(1 / GAP_S)).done:
             short.append(pool.submit(_ask, client, args.short, random.Random(draw.random())))
-        return long.result(), [it.result() for it in short]
+        return long.result(), [task.result() for task in short]
 
 
 def _ask(client: httpx.Client, tokens: int, draw: random.Random) -> Timed:
@@ -107,7 +107,7 @@ def _ask(client: httpx.Client, tokens: int, draw: random.Random) -> Timed:
 
 
 def _summary(rows: list[dict[str, Any]], busy_s: list[float]) -> dict[str, Any]:
-    """Over all rounds. The growth is taken inside each: a machine's speed drifts."""
+    """Return the figures over all rounds."""
     middle = {
         name: statistics.median(row[name] for row in rows)
         for name in ("short_idle_s", "layer_s", "long_alone_s", "yielded_s", "short_work_s")

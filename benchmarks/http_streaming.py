@@ -2,11 +2,11 @@
 
     python benchmarks/http_streaming.py [--streams 64] [--rate 5000] [--seconds 6] [--serve]
 
-One process serves the API over an engine that draws a token for every stream at once, `rate` in
-all, as a decode batch does; this one reads the streams from raw sockets. The figure is the server
-process's processor time over the tokens that were written while all streams ran, the engine's
-stand-in (`floor`: the same ticks without a client) taken off. With `--serve` the API runs inside
-Ray Serve behind HAProxy, as deployed; without, behind uvicorn alone.
+One process serves the API over an engine that generates a token for every stream at once, `rate` in
+all, like a decode batch. This process reads the streams from raw sockets. The figure is the
+server's processor time per token written while all streams ran, less that of the engine's stand-in
+(`floor`: the same ticks without a client). With `--serve` the API runs inside Ray Serve behind
+HAProxy, as deployed; otherwise behind uvicorn alone.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ ROOT = Path(__file__).resolve().parents[1]
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 START_DEADLINE_S = 60.0
 MAX_TOKENS = 60_000
-"""Streams do not end by themselves."""
+"""Token limit that streams do not reach by themselves."""
 SETTLE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where it listens, and the process that does what the router does."""
+    """Address of the server, and the process that does the router's work."""
 
     host: str
     port: int
     pid: int
 
     def cpu_s(self) -> float:
-        """Processor time that the process has used."""
+        """Return the processor time that the process has used."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _measure_floor(server: Server, seconds: float) -> float:
-    """Share of a processor that goes to what is no client's."""
+    """Return the share of a processor that is used without clients."""
     time.sleep(SETTLE_S)
     began, cpu = time.monotonic(), server.cpu_s()
     time.sleep(seconds)
@@ -106,16 +106,16 @@ class Readers:
         self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> Readers:
-        for it in self._sockets:
-            self._selector.register(it, selectors.EVENT_READ)
+        for connection in self._sockets:
+            self._selector.register(connection, selectors.EVENT_READ)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended = True
         self._thread.join()
-        for it in self._sockets:
-            it.close()
+        for connection in self._sockets:
+            connection.close()
 
     def _read(self) -> None:
         while not self._ended:
@@ -128,7 +128,7 @@ class Readers:
 
 
 def _ask(server: Server) -> socket.socket:
-    """Sends one request."""
+    """Send one request."""
     asked = {"model": "needle", "prompt": "Go.", "max_tokens": MAX_TOKENS, "stream": True}
     body = json.dumps(asked).encode()
     connection = socket.create_connection((server.host, server.port))

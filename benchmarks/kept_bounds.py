@@ -1,13 +1,13 @@
-"""What is chosen within bounds on the loss, asked questions that nothing was learned from.
+"""Check choices within bounds on the loss with questions that no regressor learned from.
 
     python benchmarks/kept_bounds.py [--lengths 1024 2048 4096] [--questions 400] [--json FILE]
 
-Of the included model, with what ships of its losses: for the bucket of the cost table that each
-length begins, whose shortest prompts keep fewest tokens, and for groups of two to eight instances
-the quickest option within each bound. Questions stand before their text, which is where sparse
-attention loses most, in one step and in two; losses are of the kind that loses more. A bound is
-broken if the whole interval of 95 % is beyond it. One process answers as a group's ranks do, so
-that times play no part; those that choices are made by are the pipeline simulator's.
+The included model and its shipped losses are used. For the cost table bucket that each length
+begins, whose shortest prompts keep the fewest tokens, and for groups of two to eight instances, the
+quickest option within each bound is measured. Questions precede their text, where sparse attention
+loses most, in one step and in two; losses are of the kind that loses more. A bound is broken if the
+whole 95 % interval is beyond it. One process answers like a group's ranks, so measured times play
+no part; choices are based on the pipeline simulator's times.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from csps.services.settings.settings import shipped_models
 BOUNDS = (0.0, 0.01, 0.05)
 SHAPES = ("2", "2+2", "4+4")
 SEED = 2
-"""Of the questions; those that were learned from have another."""
+"""Seed of the questions, which differs from that of the training questions."""
 KINDS = tuple(NeedleQuestions(kind, "first", SEED) for kind in ("multi_key", "two_hop"))
 
 
 def main() -> int:
-    """Measure and publish; the exit status."""
+    """Measure and publish; return the exit status."""
     arguments = _arguments()
     rows = bounds(arguments)
     dropping = [row for row in rows if row["questions"]]
     summary = {
         "chosen": len(rows),
         "dropping": len(dropping),
-        "broken": sum(not it["kept"] for it in dropping),
+        "broken": sum(not row["kept"] for row in dropping),
     }
     result = {"benchmark": "kept bounds", "seed": SEED, "summary": summary}
     report.publish(result, rows, arguments.json)
@@ -59,10 +59,12 @@ def main() -> int:
 
 
 def bounds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each length, group and bound."""
+    """Return a row for each length, group and bound."""
     accuracy, cluster = shipped(), Path(arguments.cluster)
     options = PredictedOptions(
-        answerer=trained([load_group(str(cluster), instances=it) for it in (2, 4)], accuracy),
+        answerer=trained(
+            [load_group(str(cluster), instances=instances) for instances in (2, 4)], accuracy
+        ),
         accuracy=accuracy,
         group_of=partial(_spread, cluster),
     )
@@ -74,7 +76,7 @@ def bounds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for shape in arguments.shapes
             for bound in BOUNDS
         }
-        points = list(dict.fromkeys(it for it in chosen.values() if it))
+        points = list(dict.fromkeys(choice for choice in chosen.values() if choice))
         answers = _answers(model, points, tokens, arguments.questions)
         rows += [
             {"tokens": tokens, "group": shape, "bound": bound, **_row(point, answers, bound)}
@@ -84,7 +86,7 @@ def bounds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _spread(cluster: Path, servers: Sequence[int], tp: int) -> SimulatedGroup:
-    """The cluster's speeds, with other servers, each of as many instances."""
+    """Return the cluster's speeds with other servers, each of as many instances."""
     written = yaml.safe_load(cluster.read_text())
     (kind,) = written["servers"]
     written["servers"] = [{**kind, "count": len(servers), "instances": servers[0], "tp": tp}]
@@ -95,7 +97,7 @@ def _spread(cluster: Path, servers: Sequence[int], tp: int) -> SimulatedGroup:
 
 
 def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) -> Point | None:
-    """The quickest of a bucket within a bound; None if it is exact."""
+    """Return the quickest option of a bucket within a bound, or None if it is exact."""
     asked = StrategyQuestion(
         csa=None,
         bounded=True,
@@ -105,8 +107,8 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
     )
     exact = StrategyChoice(strategy=EXACT, reason="")
     offered = options.options(asked, exact)
-    within = [it for it in offered if it.loss is not None and it.loss <= bound]
-    settings = parse_option(min(within, key=lambda it: it.permille).strategy).csa
+    within = [option for option in offered if option.loss is not None and option.loss <= bound]
+    settings = parse_option(min(within, key=lambda option: option.permille).strategy).csa
     if settings is None or settings.lossless:
         return None
     assert settings.levels is not None
@@ -124,7 +126,7 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
 def _answers(
     model: LocalModel, points: Sequence[Point], tokens: int, questions: int
 ) -> dict[Point, list[AnswerTally]]:
-    """What each point answers of each kind."""
+    """Return the answers of each option to each kind of question."""
     found: dict[Point, list[AnswerTally]] = {point: [] for point in points}
     for kind in KINDS if points else ():
         tallies = {point: AnswerTally() for point in points}
@@ -143,7 +145,7 @@ def _row(
     if point is None:
         nothing = {"questions": 0, "lost": 0, "low": 0.0, "high": 0.0, "kept": True}
         return {"strategy": "exact", "levels": None, "ratio": 0.0, **nothing}
-    worst = max(answers[point], key=lambda it: it.interval)
+    worst = max(answers[point], key=lambda option: option.interval)
     low, high = worst.interval
     return {
         "strategy": point.branch.strategy,

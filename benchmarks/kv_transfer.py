@@ -1,12 +1,12 @@
-"""What it costs to send a prompt's KV from one rank to another, with and without checksums.
+"""Cost of sending a prompt's KV from one rank to another, with and without checksums.
 
     python benchmarks/kv_transfer.py [--tokens 16384] [--layers 8] [--kv-heads 8] [--head-dim 64]
         [--in-flight-mib 32] [--rounds 10]
 
-Both ends are in this process, with a thread each, and a loopback connection between them. For each
-share of messages that carry a checksum: seconds from the first layer's posting to the last one's
-landing, processor seconds of the whole process, and bytes a second; medians over rounds in which
-the shares take turns. Torch uses one thread.
+Both ends are threads of this process with a loopback connection between them. For each share of
+messages with a checksum the output has: seconds from posting the first layer to receiving the last
+one, processor seconds of the whole process, and bytes a second. These are medians over rounds in
+which the shares take turns. Torch uses one thread.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from csps.protocols.gang.step_messages import PrefillChunk
 from csps.services.settings.settings import shipped_models
 
 SHARES = (0.0, 0.1, 1.0)
-"""Of messages that carry a checksum."""
+"""Shares of messages with a checksum."""
 SEQUENCE_ID, EPOCH = 1, "benchmark"
 WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One prompt's way."""
+    """Figures of one prompt's transfer."""
 
     wall_s: float
     processor_s: float
 
 
 class Pair:
-    """A prefill and a decode rank with nothing but their pools."""
+    """A prefill and a decode rank that consist of their pools."""
 
     def __init__(self, spec: ModelSpec, tokens: int, *, checked: float, in_flight: int) -> None:
         self.spec, self.span = spec, Span(start=0, stop=tokens)
@@ -85,7 +85,7 @@ class Pair:
         )
 
     def prepare(self) -> None:
-        """The prompt is computed here, and expected there."""
+        """Prepare a prompt: computed on one side, expected on the other."""
         for pool in self.pools:
             pool.slots.free_request(SEQUENCE_ID)
             pool.slots.allocate(SEQUENCE_ID, [self.span])
@@ -114,7 +114,7 @@ class Pair:
         return (KvSlice(instance=0, span=self.span),)
 
     def send(self) -> Round:
-        """All layers, until they have landed."""
+        """Send all layers and wait until they are received."""
         chunk = PrefillChunk(
             sequence_id=SEQUENCE_ID, start=0, length=self.span.length, destinations=self.slices
         )
@@ -131,13 +131,13 @@ class Pair:
         return Round(wall_s=time.perf_counter() - wall, processor_s=time.process_time() - processor)
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connections."""
         self.sender.close()
         self.receiver.close()
 
 
 def pool_of(spec: ModelSpec, tokens: int) -> KvPool:
-    """For one prompt."""
+    """Return a pool for one prompt."""
     return KvPool(
         layers=spec.layers,
         slots=tokens,
@@ -149,7 +149,7 @@ def pool_of(spec: ModelSpec, tokens: int) -> KvPool:
 
 
 def connect() -> list[KvConnection]:
-    """Both ends."""
+    """Connect both ends."""
     store = HashStore()
     message = ConnectKv(
         epoch=EPOCH,
@@ -167,12 +167,12 @@ def connect() -> list[KvConnection]:
             )
             for is_decode in (False, True)
         ]
-        return [it.result() for it in make]
+        return [future.result() for future in make]
 
 
 @contextmanager
 def pairs(args: argparse.Namespace) -> Iterator[dict[float, Pair]]:
-    """One for each share."""
+    """Yield a pair for each share."""
     spec = replace(
         read_spec(shipped_models() / "needle"),
         layers=args.layers,
@@ -181,7 +181,7 @@ def pairs(args: argparse.Namespace) -> Iterator[dict[float, Pair]]:
         head_dim=args.head_dim,
     )
     in_flight = args.in_flight_mib * 2**20
-    made = {it: Pair(spec, args.tokens, checked=it, in_flight=in_flight) for it in SHARES}
+    made = {share: Pair(spec, args.tokens, checked=share, in_flight=in_flight) for share in SHARES}
     try:
         yield made
     finally:
@@ -210,8 +210,8 @@ def main() -> None:
     print(f"{sent / 1e6:.0f} MB of KV")
     print(f"{'checked':>8} {'seconds':>9} {'processor':>10} {'GB/s':>6}")
     for share, taken in rounds.items():
-        wall_s = statistics.median(it.wall_s for it in taken[1:])
-        processor_s = statistics.median(it.processor_s for it in taken[1:])
+        wall_s = statistics.median(sample.wall_s for sample in taken[1:])
+        processor_s = statistics.median(sample.processor_s for sample in taken[1:])
         print(f"{share:8.1f} {wall_s:9.3f} {processor_s:10.3f} {sent / wall_s / 1e9:6.2f}")
 
 

@@ -1,10 +1,10 @@
-"""`csps bench serve` beside guidellm and aiperf, against a server that stamps its own writes.
+"""Compare `csps bench serve` with guidellm and aiperf on a server that stamps its own writes.
 
     python benchmarks/load_generator.py --testers .venv-load-testers --out FILE.json
 
-Every tool sends the same load to `planted_server.py`: what it reports is compared with the stamps,
-and its processor time, of all its processes, is taken from two runs of different length, so that
-starting up is not counted.
+Every tool sends the same load to `planted_server.py`. Its report is compared with the stamps. Its
+processor time, of all its processes, is taken from two runs of different length, so that start-up
+does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tool = Callable[[Load, Path], Found]
 
 @contextmanager
 def planted_server(seed: int) -> Iterator[str]:
-    """Its address; every run has a server of its own, with the same delays."""
+    """Start a server for one run, with the same delays as all others, and yield its address."""
     program = [sys.executable, str(ROOT / "benchmarks" / "planted_server.py"), "--seed", str(seed)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -45,7 +45,7 @@ def planted_server(seed: int) -> Iterator[str]:
 
 
 def csps(load: Load, folder: Path) -> Found:
-    """Our own, as a user runs it."""
+    """Run our own tool as a user runs it."""
     path = folder / "csps.json"
     words = {
         "--base-url": load.url,
@@ -57,7 +57,7 @@ def csps(load: Load, folder: Path) -> Found:
         "--result-filename": path.name,
     }
     command = [sys.executable, "-m", "csps.cli", "bench", "serve", "--save-result", "--quiet"]
-    command += [str(it) for pair in words.items() for it in pair]
+    command += [str(word) for pair in words.items() for word in pair]
     command += ["--goodput", f"ttft:{SLO_TTFT_MS}", f"tpot:{SLO_TPOT_MS}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     result = json.loads(path.read_text())
@@ -69,7 +69,7 @@ def csps(load: Load, folder: Path) -> Found:
 
 
 def stamped(stamps: list[dict[str, Any]]) -> dict[str, float]:
-    """What the server knows of the same requests, under the names of a result."""
+    """Return the server's stamps of the same requests, under the names of a result."""
     written = [np.array([stamp["received"], *stamp["written"]]) / 1e6 for stamp in stamps]
     ttfts = np.array([times[1] - times[0] for times in written])
     tpots = np.array([(times[-1] - times[1]) / (len(times) - 2) for times in written])
@@ -86,7 +86,7 @@ def stamped(stamps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def run_once(tool: Tool, load: Load, folder: Path, seed: int) -> dict[str, Any]:
-    """One run of one tool: what it reports, what the server saw, its processor time."""
+    """Run one tool once; return its report, the server's stamps and its processor time."""
     with planted_server(seed) as url:
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = tool(Load(**(vars(load) | {"url": url})), folder)
@@ -104,7 +104,7 @@ def run_once(tool: Tool, load: Load, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def compare(tool: Tool, load: Load, few: int, seed: int) -> dict[str, Any]:
-    """The long run, with what each of its further requests costs."""
+    """Return the long run, with the cost of each of its further requests."""
     rows = []
     for requests in (few, load.requests):
         with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def compare(tool: Tool, load: Load, few: int, seed: int) -> dict[str, Any]:
 
 
 def plain_client(name: str, load: Load) -> float:
-    """Processor milliseconds of a request through an HTTP library, with nothing around it."""
+    """Return the processor milliseconds of a request through a plain HTTP library."""
     program = [sys.executable, str(ROOT / "benchmarks" / "plain_clients.py"), name]
     with planted_server(seed=1) as url:
         words = ["--url", url, "--rate", str(load.rate), "--requests", str(load.requests)]
@@ -132,7 +132,7 @@ def plain_client(name: str, load: Load) -> float:
 
 
 def main() -> None:
-    """The program."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--testers", type=Path, help="environment with guidellm and aiperf")
     parser.add_argument("--rate", type=float, default=200.0)

@@ -1,9 +1,8 @@
-"""guidellm and aiperf against a running server, offline, with the included model's tokenizer.
+"""Run guidellm and aiperf against a server, offline, with the included model's tokenizer.
 
-Two load generators that others wrote: what they report of the same server is a check of
-`csps bench serve`, and that they run at all one of the API. `make guidellm` and `make aiperf`
-install them into an environment of their own (their requirements contradict `constraints.txt`) and
-run this program in it::
+Their reports check `csps bench serve`, and their success checks the API. `make guidellm` and `make
+aiperf` install them into an environment of their own, because their requirements contradict
+`constraints.txt`, and run this program in it::
 
     python benchmarks/load_testers.py guidellm --url http://127.0.0.1:8000 --rate 2 --requests 30
 
@@ -34,7 +33,7 @@ _TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The same for both."""
+    """The load, the same for both tools."""
 
     url: str
     model: str
@@ -47,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What both report, in milliseconds."""
+    """Figures that both tools report, in milliseconds."""
 
     completed: int
     failed: int
@@ -59,7 +58,7 @@ class Found:
 
 
 def guidellm(load: Load, folder: Path, programs: Path) -> Found:
-    """Run it; its report stays in the folder.
+    """Run guidellm; its report stays in the folder.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -75,7 +74,7 @@ def guidellm(load: Load, folder: Path, programs: Path) -> Found:
         "--output": "kind=json,path=guidellm.json",
     }
     command = [str(programs / "guidellm"), "run", "--disable-console-interactive"]
-    _run([*command, *(it for pair in words.items() for it in pair)], folder, {})
+    _run([*command, *(word for pair in words.items() for word in pair)], folder, {})
     report = json.loads((folder / "guidellm.json").read_text())
     (benchmark,) = report["benchmarks"]
     metrics = benchmark["metrics"]
@@ -93,7 +92,7 @@ def guidellm(load: Load, folder: Path, programs: Path) -> Found:
 
 
 def aiperf(load: Load, folder: Path, programs: Path) -> Found:
-    """Run it; its report stays in the folder.
+    """Run aiperf; its report stays in the folder.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -112,7 +111,7 @@ def aiperf(load: Load, folder: Path, programs: Path) -> Found:
         "--output-artifact-dir": folder / "aiperf",
     }
     command = [str(programs / "aiperf"), "profile", "--streaming", "--use-server-token-count"]
-    command += [str(it) for pair in words.items() for it in pair]
+    command += [str(word) for pair in words.items() for word in pair]
     _run(command, folder, {"HF_HOME": str(_hub_cache(folder))})
     report = json.loads((folder / "aiperf" / "profile_export_aiperf.json").read_text())
     ttft = report["time_to_first_token"]
@@ -150,8 +149,9 @@ def _run(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> None:
 
 
 def _hub_cache(folder: Path) -> Path:
-    """A cache of the Hugging Face hub that holds the tokenizer: aiperf takes it from nowhere else
-    without a network."""
+    """Make a cache of the Hugging Face hub with the tokenizer, the only place where aiperf looks
+    without a network.
+    """
     home = folder / "hub-cache"
     entry = home / "hub" / f"models--{_HUB_NAME.replace('/', '--')}"
     snapshot = entry / "snapshots" / "local"
@@ -164,14 +164,14 @@ def _hub_cache(folder: Path) -> Path:
 
 
 def served_model(url: str) -> str:
-    """The first that the server lists."""
+    """Return the first model that the server lists."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         models: Any = json.load(answer)
     return str(models["data"][0]["id"])
 
 
 def main() -> None:
-    """The program."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("--url", default="http://127.0.0.1:8000")

@@ -1,9 +1,9 @@
-"""What LoongServe's pruned search costs: its regret against the whole one, and the time of both.
+"""Cost of LoongServe's pruned search: its regret against the full search, and the time of both.
 
     python benchmarks/loongserve_batching.py --cases 300
 
-Requests of 10 to 200K tokens by Zipf's law, instances with random free slots, times of LWM-7B. Time
-is processor time.
+Requests have 10 to 200K tokens by Zipf's law, instances have random free slots, and times are those
+of LWM-7B. Time is processor time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def main() -> None:
             found, splits = [], 0
             for _ in range(arguments.cases):
                 lengths, slots = _case(rng, arguments.requests, instances)
-                best, quick = (it(lengths, slots, model, objective) for it in (plain, pruned))
+                best, quick = (
+                    search(lengths, slots, model, objective) for search in (plain, pruned)
+                )
                 if best is not None and quick is not None:
                     found.append(regret(quick, best))
                     splits += len(best.batches) > 1
             found.sort()
-            worse = sum(it > 1e-9 for it in found)
+            worse = sum(regret > 1e-9 for regret in found)
             print(
                 f"{instances:9}  {objective:11} {worse:4}/{len(found)}  "
                 f"{statistics.median(found):6.1%} {found[9 * len(found) // 10]:6.1%} "

@@ -1,13 +1,13 @@
-"""LoongServe's Figs. 10 and 12 in the simulator: how much load each system carries.
+"""LoongServe's Figs. 10 and 12 in the simulator: the highest load of each system.
 
     python benchmarks/loongserve_load.py fig12 --json benchmarks/results/loongserve-fig12.json
     python benchmarks/loongserve_load.py fig10 --json benchmarks/results/loongserve-fig10.json
 
-Fig. 12: the highest rate at which 90 % of the requests have a time to the first token of at most 25
-times what it takes alone on SP4 TP2, or 15 s if that is more, and 50 ms a token after it. Fig. 10:
+Fig. 12: the highest rate at which 90 % of the requests meet two bounds. TTFT is at most 25 times
+that alone on SP4 TP2, or 15 s if that is more; every further token takes at most 50 ms. Fig. 10:
 the highest rate within bounds on mean latency per token, total, input and output. Requests of all
-seeds count together: with heavy tails, whether a single run of a hundred seconds keeps a bound says
-little. Simulated time counts: the figures are the same on every machine.
+seeds count together: with heavy tails, a single run of a hundred seconds says little. Time is
+simulated, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from csps.loadgen.workloads.named import workload
 
 
 class System(NamedTuple):
-    """What serves."""
+    """A serving system."""
 
     name: str
     cluster: str
@@ -37,12 +37,14 @@ class System(NamedTuple):
 
 
 FEWEST = 200
-"""Requests of a run."""
+"""Fewest requests of a run."""
 MAX_BATCH = 4096
-"""Slots are what limits a batch, as in the paper's systems."""
+"""Batch limit that does not bind, because slots limit a batch in the paper's systems."""
 TIPPING_TOKENS = 2500
-"""The released scripts say 5,000. Far from it LoongServe carries less: long batches hold up what
-decodes, and short ones are too many. The static systems hardly care."""
+"""Tipping point of decode batches; the released scripts say 5,000. Far from this value LoongServe
+carries less: long batches delay decoding, and short ones are too many. The static systems hardly
+change.
+"""
 ELASTIC = System(
     "LoongServe",
     "loongserve-8",
@@ -60,7 +62,7 @@ STAYING = System(
     "loongserve",
     {**ELASTIC.options, "migrate": False},
 )
-"""KV of what decodes stays where it is."""
+"""LoongServe without moves of decoded KV."""
 
 
 def _static(name: str, cluster: str, dop: int) -> System:
@@ -83,7 +85,7 @@ PAPER_12 = {
     "SP4 TP2": (0.481, 1.478, 5.447),
     "TP2 x 4": (0.360, 1.289, 5.000),
 }
-"""Requests/s by Zipf's alpha 1.0, 1.2, 1.4."""
+"""Published requests/s by Zipf's alpha 1.0, 1.2, 1.4."""
 ALPHAS = (1.0, 1.2, 1.4)
 TPOT_S, TTFT_S, TIMES = 0.05, 15.0, 25
 ALONE = LOONGSERVE_LWM_7B_A800.step(4, 2)
@@ -94,15 +96,16 @@ PAPER_10 = {
     "lv-eval": {"LoongServe": 0.201, "TP8": 0.024, "SplitFuse TP8": 0.019},
     "mixed": {"LoongServe": 0.516, "TP8": 0.114, "SplitFuse TP8": 0.083},
 }
-"""Requests/s that meet all three bounds."""
+"""Published requests/s that meet all three bounds."""
 BOUNDS_MS = {
     "sharegpt": (92, 20, 320),
     "l-eval": (3.5, 1.8, 320),
     "lv-eval": (2.5, 2.5, 365),
     "mixed": (70, 90, 360),
 }
-"""Mean latency per token of prompt and answer, time to the first token per token of the prompt,
-time per token of the answer."""
+"""Bounds on the mean latency per token of prompt and answer, the TTFT per token of the prompt, and
+the time per token of the answer.
+"""
 BUDGETS = {"sharegpt": 256, "l-eval": 2048, "lv-eval": 16384, "mixed": 2048}
 OOE = {"sharegpt": 1, "l-eval": 8, "lv-eval": 8, "mixed": 4}
 
@@ -113,19 +116,19 @@ def _tpot_s(outcome: RequestOutcome) -> float:
 
 
 def in_time(outcome: RequestOutcome) -> bool:
-    """Fig. 12's bounds of one request."""
+    """Return whether one request meets Fig. 12's bounds."""
     alone_s = ALONE.predict_ns(outcome.arrival.prompt_tokens) / 1e9
     ttft_s = outcome.ttft_ns / 1e9
     return ttft_s <= max(TIMES * alone_s, TTFT_S) and _tpot_s(outcome) <= TPOT_S
 
 
 def goodput(outcomes: Sequence[RequestOutcome]) -> bool:
-    """Nine requests of ten are in time."""
+    """Return whether nine requests of ten are in time."""
     return sum(map(in_time, outcomes)) >= 0.9 * len(outcomes)
 
 
 def means_ms(outcomes: Sequence[RequestOutcome]) -> tuple[float, float, float]:
-    """Fig. 10's metrics."""
+    """Return Fig. 10's metrics."""
     total = first = output = 0.0
     for outcome in outcomes:
         prompt, answer = outcome.arrival.prompt_tokens, outcome.arrival.output_tokens
@@ -137,7 +140,7 @@ def means_ms(outcomes: Sequence[RequestOutcome]) -> tuple[float, float, float]:
 
 
 def within(name: str) -> Callable[[Sequence[RequestOutcome]], bool]:
-    """Fig. 10's bounds of a workload."""
+    """Return whether Fig. 10's bounds of a workload are met."""
     return lambda outcomes: all(
         found <= bound for found, bound in zip(means_ms(outcomes), BOUNDS_MS[name], strict=True)
     )
@@ -151,7 +154,7 @@ def carries(
     seconds: float,
     seeds: Sequence[int],
 ) -> bool:
-    """Whether a system keeps the bounds at a rate, over all seeds."""
+    """Return whether a system meets the bounds at a rate, over all seeds."""
     cluster: ClusterModel = load_cluster(system.cluster)
     requests = max(FEWEST, round(rate * seconds))
     served: list[RequestOutcome] = []
@@ -171,7 +174,7 @@ def carries(
 
 
 def highest(carries_rate: Callable[[float], bool], guess: float, steps: int) -> float:
-    """The highest rate that is carried, by bisection in ratios from a guess."""
+    """Return the highest rate that a system carries, by bisection in ratios from a guess."""
     low, high = 0.0, 0.0
     rate = guess
     for _ in range(8):
@@ -243,7 +246,7 @@ def main() -> None:
 
 
 def _tuned(system: System, name: str) -> System:
-    """With what the paper's authors have chosen for a workload."""
+    """Return a system with the paper's tuning for a workload."""
     options = dict(system.options)
     if system.policy == "chunked_prefill":
         options["token_budget"] = max(BUDGETS[name], int(str(options["max_batch"])))

@@ -1,11 +1,11 @@
-"""The included model's accuracy by filler, kind of question, its place, and length.
+"""Accuracy of the included model by filler, kind of question, its place, and length.
 
     python benchmarks/needle_accuracy.py --json accuracy.json
     python benchmarks/needle_accuracy.py --place first --dtype bfloat16 --json first-bf16.json
 
-All kinds of questions are put to the same haystacks, so that a long text is computed once for
-hundreds of them; a question before its text has that text for itself. What has been measured stands
-in the file, is not measured again, and a run goes on where another was stopped.
+All kinds of questions are asked about the same haystacks, so that a long text is computed once for
+hundreds of them. A question before its text has a text of its own. Measurements in the file are not
+repeated, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from csps.services.evaluation.local_model import LocalModel
 from csps.services.settings.settings import shipped_models
 
 SHARED: Final = {1024: (10, 20), 4096: (4, 50), 16384: (2, 100), 65536: (1, 100)}
-"""Haystacks, and two-step questions to each, by length; twice as many facts lie in a haystack."""
+"""Haystacks, and two-step questions to each, by length. A haystack has twice as many facts."""
 OWN: Final = {1024: 200, 4096: 200, 16384: 20, 65536: 2}
-"""Questions of each kind that stand before a text of their own, by length."""
+"""Questions of each kind that precede a text of their own, by length."""
 OWN_KINDS: Final[tuple[Kind, ...]] = ("multi_key", "two_hop")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is measured at once."""
+    """Conditions that are measured together."""
 
     filler: str
     length: int
@@ -46,29 +46,29 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """In the file."""
+        """Return the name in the file."""
         return f"{self.filler}/{self.place}/{self.length}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What was to be said, and what was."""
+    """An expected and a given answer."""
 
     right: str
     given: str
     values: frozenset[str]
-    """Of all facts in the haystack."""
+    """Values of all facts in the haystack."""
 
     @property
     def is_of_another_fact(self) -> bool:
-        """Whether the first word that is not right is some fact's value."""
+        """Return whether the first wrong word is the value of another fact."""
         pairs = zip(split_words(self.right.strip()), split_words(self.given.strip()), strict=False)
         first_wrong = next((given for right, given in pairs if right != given), "")
         return first_wrong.strip() in self.values
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     model = LocalModel.load(arguments.model, getattr(torch, arguments.dtype))
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command."""
+    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=shipped_models() / "needle")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -99,14 +99,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def chosen(arguments: argparse.Namespace) -> Iterator[Cell]:
-    """Short texts first, of all fillers."""
+    """Return the cells, short texts of all fillers first."""
     for length in arguments.lengths:
         for filler in arguments.fillers:
             yield Cell(filler=filler, length=length, place=arguments.place)
 
 
 def measure(cell: Cell, model: LocalModel, seed: int) -> dict[str, dict[str, Any]]:
-    """Right answers by kind of question."""
+    """Return the right answers by kind of question."""
     answerer = LocalAnswerer(model)
     replies: dict[str, list[Reply]] = {}
     for case in asked(cell, model, seed):
@@ -119,7 +119,7 @@ def measure(cell: Cell, model: LocalModel, seed: int) -> dict[str, dict[str, Any
 
 
 def figures(replies: list[Reply]) -> dict[str, Any]:
-    """How many were right, with the confidence interval, and some that were not."""
+    """Return the number of right answers with its confidence interval, and some wrong ones."""
     wrong = [reply for reply in replies if not is_correct(reply.right, reply.given)]
     right = len(replies) - len(wrong)
     low, high = wilson(right, len(replies))
@@ -134,12 +134,12 @@ def figures(replies: list[Reply]) -> dict[str, Any]:
 
 
 def in_words(kind: str, each: Mapping[str, Any]) -> str:
-    """One figure."""
+    """Return one figure in words."""
     return f"{kind} {each['right']}/{each['questions']}"
 
 
 def asked(cell: Cell, model: LocalModel, seed: int) -> Iterator[Case]:
-    """Haystacks and all the questions to each."""
+    """Yield haystacks and all the questions to each."""
     if cell.place == "first":
         count = OWN[cell.length]
         evaluation = Evaluation(questions=count, filler=cell.filler, order="first", seed=seed)
@@ -153,7 +153,7 @@ def asked(cell: Cell, model: LocalModel, seed: int) -> Iterator[Case]:
 
 
 def further(case: Case, share: int) -> Iterator[Question]:
-    """Questions of the other kinds, as many of each as there are two-step ones."""
+    """Return as many questions of each other kind as there are two-step ones."""
     facts = len(case.haystack.needles)
     for index in range(share):
         yield ask(case.haystack, "multi_key", [2 * index % facts])

@@ -1,8 +1,7 @@
-"""Questions whose answer's first token shows whether prefill has kept what it needs.
+"""Questions whose answer's first token shows whether prefill retained what it needs.
 
-Every question has a haystack of its own, prefilled as a server would: sparse attention judges
-importance by the end of the prompt, so a haystack's KV computed for one question must not be used
-for another.
+Every question has a haystack of its own, prefilled as on a server. Sparse attention scores
+importance by the end of the prompt, so KV computed for one question must not be used for another.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class NeedleQuestion:
 def questions(
     model_dir: Path, *, length: int, count: int, kinds: tuple[Kind, ...] = KINDS
 ) -> Iterator[NeedleQuestion]:
-    """So many questions of each kind, at depths spread evenly over a haystack of `length`."""
+    """Return so many questions of each kind, at even depths of a haystack of `length`."""
     tokenizer = Tokenizer(model_dir)
     for kind in kinds:
         for case in cases(Evaluation(questions=count), kind, length):

@@ -1,9 +1,10 @@
-"""Processor time of prefill and of a decoded token, of several checkpoints in turn, in one process.
+"""Processor time of prefill and of a decoded token, for several checkpoints in one process.
 
     python benchmarks/needle_speed.py models/needle OTHER/needle --json speed.json
 
-Exact attention, one thread. Checkpoints take turns, so that other work on the machine, which takes
-caches and clock though no processor time, slows all of them; the median of the rounds is reported.
+Exact attention runs on one thread. Checkpoints take turns, so that other work on the machine, which
+takes caches and clock though no processor time, slows all of them. Figures are medians of the
+rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DECODED = 32
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, help="checkpoint folders")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
@@ -53,14 +54,14 @@ def main() -> None:
 
 
 def parameters(folder: Path) -> int:
-    """Numbers in the weights."""
+    """Return the number of weights."""
     tensors = load_file(folder / "model.safetensors").values()
     return sum(tensor.numel() for tensor in tensors)
 
 
 @torch.inference_mode()
 def timed(model: LocalModel, text: str) -> tuple[float, float]:
-    """Seconds of the processor to read the text, and per token decoded behind it."""
+    """Return processor seconds to read the text, and per token decoded behind it."""
     start = time.process_time()
     context = model.read(text)
     read = time.process_time()

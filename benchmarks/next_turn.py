@@ -3,12 +3,12 @@
     python benchmarks/next_turn.py [--tokens 16384 32768] [--new 200] [--rounds 5] [--ride 512]
         [--json FILE]
 
-The first turn is a prompt of so many tokens that nobody has sent before. The second one sends it
-again with the answer and some new tokens behind it, as a client does that keeps a conversation.
-`share` is the median of the second turn's time to the first token over the first turn's;
-`cached` the tokens that the second turn did not compute, by its own `usage`. `without` is the
-second turn's share on the same server with another `cache_salt`, which may reuse nothing. With
-`--ride` the decode gang may compute new tokens, up to so many (`decode.prefill_tokens_max`).
+The first turn is a new prompt of so many tokens. The second turn repeats it with the answer and
+some new tokens behind it, like a client that continues a conversation. `share` is the median of the
+second turn's TTFT over the first turn's. `cached` is the number of tokens that the second turn did
+not compute, by its own `usage`. `without` is the second turn's share on the same server with
+another `cache_salt`, which cannot reuse anything. With `--ride` the decode gang may compute that
+many new tokens (`decode.prefill_tokens_max`).
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def _measure(client: httpx.Client, tokens: int, new: int, rounds: int) -> dict[s
 
 
 def _next(prompt: list[int], new: int, seed: int) -> list[int]:
-    """The conversation with an answer and a question: which tokens they are makes no difference."""
+    """Return the conversation with an answer and a question of arbitrary tokens."""
     return prompt + _numbers(ANSWER + new, seed=seed + 1_000_000)
 
 
 def _numbers(count: int, seed: int) -> list[int]:
-    """Token ids that depend on the seed from the first one on."""
+    """Return token ids that depend on the seed from the first one on."""
     span = wide_checkpoint.VOCAB - FIRST_WORD
     return [FIRST_WORD + (seed * 7919 + index * 104_729) % span for index in range(count)]
 

@@ -2,10 +2,10 @@
 
     python benchmarks/peers.py [--tokens 16384] [--rounds 5] [--json FILE]
 
-Both servers stay up and take turns, so that each has the two cores to itself while it is asked and
-a slow moment of the machine meets both. Ours has two prefill ranks of one thread, theirs one
-process of two threads. Every prompt is new, so that nobody profits from a prefix cache. `ratio`
-is their median TTFT over ours.
+Both servers stay up and take turns, so that each has the two cores to itself while it is measured,
+and a slow moment of the machine affects both. Ours has two prefill ranks of one thread, theirs one
+process of two threads. Every prompt is new, so that no prefix cache helps. `ratio` is their median
+TTFT over ours.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The same load through httpx and aiohttp, as short as it can be written: what their streams cost.
+"""The same load through httpx and aiohttp in minimal form: the cost of their streams.
 
     python benchmarks/plain_clients.py httpx --url http://127.0.0.1:PORT --rate 200 --requests 1000
 
 `load_generator.py` runs it beside `csps bench serve`. It sends evenly spaced requests, times the
-pieces of their answers, and prints the processor milliseconds that one request took.
+chunks of their answers, and prints the processor milliseconds of one request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ask = Callable[[], Awaitable[list[int]]]
 
 
 def take(line: str, stamps: list[int]) -> None:
-    """What every client does with a line of the answer."""
+    """Parse a line of the answer."""
     if line.startswith("data: {"):
         chunk = json.loads(line[6:])
         if chunk["choices"] and chunk["choices"][0]["text"]:
@@ -32,7 +32,7 @@ def take(line: str, stamps: list[int]) -> None:
 
 
 async def with_httpx(url: str) -> AsyncIterator[Ask]:
-    """One client for all requests."""
+    """Send with httpx, with one client for all requests."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
 
@@ -47,7 +47,7 @@ async def with_httpx(url: str) -> AsyncIterator[Ask]:
 
 
 async def with_aiohttp(url: str) -> AsyncIterator[Ask]:
-    """One session for all requests."""
+    """Send with aiohttp, with one session for all requests."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as session:
 
@@ -65,7 +65,7 @@ CLIENTS: dict[str, Any] = {"httpx": with_httpx, "aiohttp": with_aiohttp}
 
 
 async def load(name: str, url: str, rate: float, requests: int) -> float:
-    """Processor milliseconds of a request."""
+    """Return the processor milliseconds of a request."""
     async for ask in CLIENTS[name](url):
         await ask()
         begin, cpu_s = time.perf_counter(), time.process_time()
@@ -80,7 +80,7 @@ async def load(name: str, url: str, rate: float, requests: int) -> float:
 
 
 def main() -> None:
-    """The program."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("client", choices=CLIENTS)
     parser.add_argument("--url", required=True)

@@ -1,10 +1,10 @@
-"""A server whose delays are planted and whose writes are stamped, to hold load generators to.
+"""A server with planted delays and stamped writes, to check load generators.
 
 Run ``python benchmarks/planted_server.py``: it prints its port. It streams OpenAI-shaped answers
-whose waits it draws from its own random numbers, writes each piece at its time, and notes when it
-writes it. ``GET /stamps`` lists what became of every request since the last such call:
-`received` and `written` in nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
-``GET /cpu`` tells its processor time.
+with delays from its own random numbers, writes each chunk at its time, and records the time of
+writing. ``GET /stamps`` lists every request since the last such call: `received` and `written` in
+nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share. ``GET /cpu`` returns its
+processor time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEAD = (
 
 
 class Delays:
-    """Seconds that the server waits."""
+    """Delays of the server in seconds."""
 
     def __init__(self, ttft_ms: float, itl_ms: float, spread: float, seed: int) -> None:
         self._ttft_s, self._itl_s, self._spread = ttft_ms / 1000, itl_ms / 1000, spread
         self._random = random.Random(seed)
 
     def of(self, tokens: int) -> list[float]:
-        """From the request to each token."""
+        """Return the delays from the request to each token."""
         means = [self._ttft_s, *[self._itl_s] * (tokens - 1)]
         total, times = 0.0, []
         for mean in means:
@@ -44,7 +44,7 @@ class Delays:
 
 
 class Session(asyncio.Protocol):
-    """One connection; requests on it follow each other."""
+    """One connection with successive requests."""
 
     def __init__(self, delays: Delays, stamps: list[dict[str, Any]]) -> None:
         self._delays, self._stamps = delays, stamps
@@ -108,7 +108,9 @@ class Session(asyncio.Protocol):
             # Before writing, so that nobody can have read it earlier.
             written.append(time.perf_counter_ns())
             self._event({"choices": [_choice(f" t{number}", chat, reason)]}, chat)
-        prompt = body.get("prompt") or "".join(str(it.get("content")) for it in body["messages"])
+        prompt = body.get("prompt") or "".join(
+            str(message.get("content")) for message in body["messages"]
+        )
         usage = {"prompt_tokens": len(str(prompt).split()), "completion_tokens": asked}
         usage["total_tokens"] = sum(usage.values())
         self._event({"choices": [], "usage": usage}, chat)
@@ -130,7 +132,7 @@ def _choice(text: str, chat: bool, finish_reason: str | None) -> dict[str, Any]:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Until the process is ended."""
+    """Serve until the process is ended."""
     delays = Delays(arguments.ttft_ms, arguments.itl_ms, arguments.spread, arguments.seed)
     stamps: list[dict[str, Any]] = []
     server = await asyncio.get_running_loop().create_server(
@@ -141,7 +143,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The program."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="A server with planted delays.")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--ttft-ms", type=float, default=80.0)

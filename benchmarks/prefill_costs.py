@@ -1,4 +1,4 @@
-"""What prefill jobs cost by the engine's own account: phases and counters in their spans."""
+"""Costs of prefill jobs by the engine's own account: phases and counters in their spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from csps.protocols.core.topology import Topology
 from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 ATTENTION_PHASES = ("attention", "importance", "select", "merge")
-"""All that a layer's attention takes: choosing what is kept is part of its price."""
+"""Phases of a layer's attention. Choosing the tokens to keep is part of its cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,13 @@ class JobCost:
     """One job on all of its ranks."""
 
     attention_s: float
-    """Computing attention, choosing kept tokens included, mean over the ranks. Wall-clock: with
-    fewer cores than ranks it counts the neighbours too."""
+    """Time of computing attention, with choosing tokens, mean over the ranks. It is wall-clock
+    time: with fewer cores than ranks it includes waiting for cores.
+    """
     attention_cpu_s: float
-    """The same as CPU time of the computing threads, which the neighbours do not lengthen."""
+    """The same as CPU time of the computing threads, which other ranks do not lengthen."""
     hidden: float
-    """Share of the time under way that exchanges did not keep a rank waiting, 0 to 1."""
+    """Share of the time under way for which exchanges did not keep a rank waiting, 0 to 1."""
     between_bytes: int
     """Payload sent to the other server."""
     inside_bytes: int
@@ -38,7 +39,7 @@ class JobCost:
 
 
 def job_costs(traces: Iterable[Trace], locations: Sequence[str]) -> dict[str, JobCost]:
-    """By trace id, for every job whose spans are complete.
+    """Return the cost of every job with complete spans, by trace id.
 
     Args:
         locations: Rack-Server-GPU id of each rank.

@@ -2,10 +2,10 @@
 
     python benchmarks/prefill_scaling.py [--lengths 16384 32768] [--rounds 3] [--json FILE]
 
-Both gangs are up all the time and take turns, so that a slow moment of the machine meets both; a
-gang that waits does not compute. A time is from sending the job to its first token. `ratio` is
-the median time of one rank over that of two; `communication` the share of the two ranks' time in
-which they waited for each other. Needs two idle cores: compare the load average in the result.
+Both gangs are up all the time and take turns, so that a slow moment of the machine affects both; a
+waiting gang does not compute. A time is from sending the job to its first token. `ratio` is the
+median time of one rank over that of two. `communication` is the share of the two ranks' time in
+which they waited for each other. It needs two idle cores: compare the load average in the result.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def _measure(name: str, model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each length."""
+    """Return one row for each length."""
     slots = max(args.lengths)
     plans = [
         GangPlan(model_dir=str(model), role="prefill", instances=ranks, kv_slots=slots)
@@ -98,10 +98,10 @@ async def _compare(
 async def prefill(
     cell: Cell, gang: GangClient, length: int, *, seed: int, **fields: Any
 ) -> tuple[float, float]:
-    """(seconds to the first token, most that a rank has waited for others).
+    """Return (seconds to the first token, longest time that a rank has waited for others).
 
     Args:
-        fields: of the job.
+        fields: fields of the job.
     """
     cell.prefill = gang
     prompt = np.random.default_rng(seed).integers(3, 256, length).astype("<i4")

@@ -1,4 +1,4 @@
-"""The ways to prefill that `two_servers.py` compares: attention, overlap and strategy.
+"""The prefill variants that `two_servers.py` compares: attention, overlap and strategy.
 
 SP-NTP                exact or CSA, with or without overlap
 SP-TP, flat           the same, every row sent to every rank of the other server
@@ -24,32 +24,34 @@ _ENGINE_NAMES: dict[Strategy, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CsaOptions:
-    """The sparse plan that is measured; the exact variants take only `exact_micro` of it."""
+    """The sparse plan to measure; the exact variants use only `exact_micro`."""
 
     levels: int = 3
     drop_ratios: tuple[float, ...] = (0.0, 0.9)
-    """Of level 2 by layer, the last one also for all further layers; each further level keeps half
-    as much. SP-NTP judges by the layer's own attention, and so may drop from layer 1 on."""
+    """Drop ratios of level 2 by layer, the last one also for all further layers; each further level
+    keeps half as much. SP-NTP scores by the layer's own attention, and so may drop from layer 1 on.
+    """
     tp_drop_ratios: tuple[float, ...] = (0.0, 0.0, 0.9)
-    """The same for SP-TP, which judges by the layer before: layer 1 of the default model looks the
-    needles up, by keys that nothing in layer 0 has pointed at, and cannot drop without loss."""
+    """The same for SP-TP, which scores by the layer before. Layer 1 of the default model looks the
+    needles up by keys that nothing in layer 0 has pointed at, and cannot drop without loss.
+    """
     micro_partitions: tuple[int, ...] = (4, 1, 2)
-    """Of levels 1, 2, …"""
+    """Micro-partitions of levels 1, 2, …"""
     exact_micro: int = 4
     """Micro-partitions of exact pipelined SP-NTP, which has a single level."""
     tp_micro: int = 2
-    """Micro-partitions of SP-TP, exact and sparse: it cuts what it gathers, not levels."""
+    """Micro-partitions of SP-TP, exact and sparse: it cuts gathered rows, not levels."""
     importance_window: int = 64
 
     def drop_ratio(self, layer: int, strategy: Strategy) -> float:
-        """Of level 2 in a layer."""
+        """Return the drop ratio of level 2 in a layer."""
         ratios = self.drop_ratios if strategy == "sp_ntp" else self.tp_drop_ratios
         return ratios[min(layer, len(ratios) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the twelve."""
+    """One of the twelve variants."""
 
     strategy: Strategy
     csa: bool
@@ -57,17 +59,17 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """As it is named on the command line and in results."""
+        """Return the name on the command line and in results."""
         attention = "csa" if self.csa else "exact"
         return f"{self.strategy}/{attention}/{'pipelined' if self.pipelined else 'unpipelined'}"
 
     @property
     def engine_strategy(self) -> str:
-        """The engine's name for what runs it."""
+        """Return the engine's name of the strategy."""
         return "ulysses" if self == BASELINE else _ENGINE_NAMES[self.strategy]
 
     def plan(self, locations: Sequence[str], *, layers: int, options: CsaOptions) -> CsaPlan | None:
-        """The plan of its jobs; the baseline has none."""
+        """Return the plan of its jobs; the baseline has none."""
         return None if self == BASELINE else self._plan(locations, layers, options)
 
     def _plan(self, locations: Sequence[str], layers: int, options: CsaOptions) -> CsaPlan:
@@ -97,11 +99,11 @@ class Variant:
 
 
 BASELINE = Variant(strategy="sp_ntp", csa=False, pipelined=False)
-"""Exact unpipelined SP-NTP, which everything is compared with."""
+"""Baseline of all comparisons: exact unpipelined SP-NTP."""
 
 
 def all_variants() -> Iterator[Variant]:
-    """Every combination, the baseline first."""
+    """Return every combination, the baseline first."""
     for strategy in STRATEGIES:
         for csa in (False, True):
             for pipelined in (False, True):
@@ -109,10 +111,10 @@ def all_variants() -> Iterator[Variant]:
 
 
 def select(patterns: Sequence[str]) -> list[Variant]:
-    """The variants whose names contain one of the patterns.
+    """Return the variants whose names contain one of the patterns.
 
     Raises:
-        ValueError: a pattern fits none.
+        ValueError: a pattern matches none.
     """
     variants = list(all_variants())
     for pattern in patterns:

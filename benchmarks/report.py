@@ -1,4 +1,4 @@
-"""What every benchmark prints and keeps: a table for people, then one JSON line."""
+"""Output of every benchmark: a table for people, then one JSON line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Section = tuple[list[dict[str, Any]], dict[str, Any]]
-"""Rows of a part of a benchmark, and what else belongs into its result."""
+"""Rows of a part of a benchmark, and further fields of its result."""
 
 
 def with_json_option(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def publish(
 
 
 def write(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Keep what there is so far."""
+    """Write the result so far."""
     path.write_text(json.dumps(_whole(result, rows), indent=2) + "\n")
 
 
@@ -44,7 +44,7 @@ def _whole(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure."""
+    """Return facts about the machine that a reader needs to judge a figure."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu(),
@@ -70,11 +70,11 @@ def _load() -> list[float]:
 
 
 _LOAD_BEFORE = _load()
-"""Of the minutes before the benchmark began."""
+"""Load averages of the minutes before the benchmark began."""
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of equal columns."""
+    """Print rows of equal columns."""
     if not rows:
         return
     names = list(rows[0])

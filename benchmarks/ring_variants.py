@@ -6,22 +6,21 @@
     sudo python benchmarks/ring_variants.py --link 800mbit ...
     python benchmarks/ring_variants.py --smoke
 
-Ranks are processes with one torch thread each, in one process group; with `--link` two stand on
+Ranks are processes with one torch thread each, in one process group. With `--link` two ranks are on
 each of the two servers of the testbed (`benchmarks/testbed`). Three tables:
 
-`misses`   TTFT of a prefill whose context is so long, so many per cent of it new, by both variants,
-           and which of them the rule takes that was fitted to these points (CP App. D). What is not
-           new was computed before by the same strategy, and lies where it was. Points of
-           `--held-out` are measured in the same way, after the others, and the rule is not fitted
-           to them: `good_choices_held_out` is the share of them of which it takes the faster
-           variant, or one that is less than 3 % slower
-`layouts`  a whole prompt by each strategy in each layout: TTFT, operations a second of a rank and
-           as a share of what a product of matrices reaches there (MFU, CP App. A), pairs of a query
-           and a key that ranks compute, the most over the mean, and their computing times likewise
+`misses`   TTFT of a prefill with a context of this length, so many per cent of it new, by both
+           variants, and the choice of the rule fitted to these points (CP App. D). The rest was
+           computed before by the same strategy and stays where it is. Points of `--held-out` are
+           measured afterwards, and the rule is not fitted to them: `good_choices_held_out` is the
+           share of them for which it takes the faster variant, or one less than 3 % slower
+`layouts`  a whole prompt by each strategy in each layout: TTFT; operations a second of a rank, also
+           as a share of what a matrix product reaches there (MFU, CP App. A); pairs of a query and
+           a key that ranks compute, the most over the mean, and their computing times likewise
 `scaling`  one rank against all of them, by rings in zigzag and by Ulysses (not with `--link`)
 
-A time is from sending a step to its token; medians over the rounds, in which variants take turns.
-It takes a core for each rank: compare the load average in the result.
+A time is from sending a step to its token. Figures are medians over the rounds, in which variants
+take turns. Each rank needs a core: compare the load average in the result.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ from gang_processes import attached_processes
 gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
 Row = dict[str, Any]
 CLOSE = 0.03
-"""Times that differ by less are as good as equal."""
+"""Relative difference below which times count as equal."""
 LAYOUTS_OF = {
     "ulysses": ("contiguous",),
     "ring_kv": ("contiguous", "zigzag", "striped"),
@@ -78,22 +77,22 @@ TABLES = ["misses", "layouts", "scaling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One prefill."""
+    """Figures of one prefill."""
 
     ttft_s: float
     compute_s: list[float]
-    """By rank."""
+    """Computing time of each rank."""
     waited_s: float
-    """Most that a rank has waited for others."""
+    """Longest time that a rank has waited for others."""
 
 
 class Ranks(Protocol):
-    """A gang, wherever it stands."""
+    """A gang on one machine or two servers."""
 
     count: int
 
     async def prefill(self, prompt: np.ndarray, strategy: str, layout: str, cached: int) -> Timed:
-        """A prompt over all ranks, so many of whose tokens were computed before."""
+        """Prefill a prompt over all ranks, with so many tokens computed before."""
         ...
 
 
@@ -157,7 +156,7 @@ class TwoServers:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rows of each kind."""
+    """Rows of each table."""
 
     misses: list[Row] = field(default_factory=list)
     layouts: list[Row] = field(default_factory=list)
@@ -167,8 +166,8 @@ class Measured:
 def timed(seconds: float, done: Sequence[PrefillDone]) -> Timed:
     return Timed(
         ttft_s=seconds,
-        compute_s=[it.compute_s for it in sorted(done, key=lambda it: it.rank)],
-        waited_s=max(it.communication_s for it in done),
+        compute_s=[report.compute_s for report in sorted(done, key=lambda report: report.rank)],
+        waited_s=max(report.communication_s for report in done),
     )
 
 
@@ -247,7 +246,7 @@ def _in_one_group(model: Path, args: argparse.Namespace) -> Measured:
 async def _measured(
     ranks: Ranks, one: Ranks | None, model: Path, args: argparse.Namespace
 ) -> Measured:
-    """The tables that were asked for; `one` is a gang of one rank, if there is any."""
+    """Return the requested tables; `one` is a gang of one rank, or None."""
     measured = Measured()
     if "misses" in args.tables:
         measured.misses.extend(await _misses(ranks, args))
@@ -262,7 +261,7 @@ async def _measured(
 async def _groups(
     model: Path, args: argparse.Namespace
 ) -> AsyncIterator[tuple[OneGroup, OneGroup]]:
-    """One rank, and all of them: up all the time, by turns."""
+    """Yield one rank and all of them, both up all the time."""
     plans = [
         GangPlan(model_dir=str(model), role="prefill", instances=ranks, kv_slots=args.context + 8)
         for ranks in (1, args.ranks)
@@ -279,7 +278,10 @@ def _prompt(length: int, seed: int) -> np.ndarray:
 async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
     await _warm_up(ranks, args)
     rows = []
-    percents = [*((miss, False) for miss in args.misses), *((it, True) for it in args.held_out)]
+    percents = [
+        *((miss, False) for miss in args.misses),
+        *((tokens, True) for tokens in args.held_out),
+    ]
     for percent, held_out in percents:
         new = max(ranks.count, round(args.context * percent / 100))
         found: dict[str, list[Timed]] = defaultdict(list)
@@ -318,7 +320,8 @@ async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[
         | {
             "most_pairs_over_mean": _most_pairs(strategy, layout, args.context, ranks.count),
             "most_computing_over_mean": statistics.median(
-                max(it.compute_s) / statistics.mean(it.compute_s) for it in found[strategy, layout]
+                max(report.compute_s) / statistics.mean(report.compute_s)
+                for report in found[strategy, layout]
             ),
         }
         for strategy, layout in ways
@@ -349,14 +352,17 @@ async def _scaling(one: Ranks, several: Ranks, args: argparse.Namespace) -> list
 
 
 async def _warm_up(ranks: Ranks, args: argparse.Namespace) -> None:
-    """Allocators and caches."""
+    """Warm up allocators and caches."""
     for strategy in ("ulysses", *RINGS):
         await ranks.prefill(_prompt(min(args.context, 1024), 0), strategy, "contiguous", 0)
 
 
 def _flops(model: Path, tokens: int) -> float:
-    """Operations of a prompt. Only what is computed of every token counts: it is looked up in the
-    embedding, and one row alone goes through the last layer's attention and the head."""
+    """Return the operations of a prompt.
+
+    Only work on every token counts: embeddings are looked up, and a single row goes through the
+    last layer's attention and the head.
+    """
     spec = read_spec(model)
     outside = spec.vocab * spec.hidden * (1 if spec.tie_embeddings else 2)
     inside = count_parameters(model) - outside
@@ -370,7 +376,7 @@ def _flops(model: Path, tokens: int) -> float:
 
 
 def _peak_flops() -> float:
-    """Operations a second of a product of matrices by one thread, which is what a rank has."""
+    """Return operations a second of a matrix product by one thread, which is what a rank has."""
     size, rounds, seconds = 1024, 10, []
     factor_mn = torch.rand(size, size)
     threads = torch.get_num_threads()
@@ -384,8 +390,9 @@ def _peak_flops() -> float:
 
 
 def _most_pairs(strategy: str, layout: str, length: int, ranks: int) -> float:
-    """The most pairs of a query and a key that it sees that any rank computes, over the mean; with
-    heads shared out all have as many."""
+    """Return the most pairs of a query and a visible key of any rank over the mean; heads split
+    them evenly.
+    """
     if strategy == "ulysses":
         return 1.0
     pairs = [
@@ -396,15 +403,15 @@ def _most_pairs(strategy: str, layout: str, length: int, ranks: int) -> float:
 
 
 def _median(found: Sequence[Timed]) -> float:
-    return statistics.median(it.ttft_s for it in found)
+    return statistics.median(prefill.ttft_s for prefill in found)
 
 
 def _waited(found: Sequence[Timed]) -> float:
-    return statistics.median(it.waited_s for it in found)
+    return statistics.median(prefill.waited_s for prefill in found)
 
 
 def _good(rows: Sequence[Row]) -> float | None:
-    """Of how many of them the rule takes the better variant, or one as good; None of none."""
+    """Return for how many rows the rule takes the better variant or an equal one; None for none."""
     return sum(row["lost"] <= CLOSE for row in rows) / len(rows) if rows else None
 
 

@@ -1,4 +1,4 @@
-"""What drawing the next tokens of a batch costs, by what its requests ask for.
+"""Cost of sampling the next tokens of a batch, by the requests' sampling options.
 
     python benchmarks/sampling.py [--vocab 151936] [--rows 16] [--repeats 15]
 
@@ -24,7 +24,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=1 << 30)
 
 
 def kinds(vocab: int) -> dict[str, Sampling]:
-    """What requests may ask for, the costly things among them."""
+    """Return the sampling options to measure, with the costly ones."""
     everything = tuple(range(1, vocab))
     return {
         "greedy": GREEDY,
@@ -43,7 +43,7 @@ def kinds(vocab: int) -> dict[str, Sampling]:
 
 
 def milliseconds(samplings: Sequence[Sampling], vocab: int, repeats: int) -> float:
-    """Median processor time of drawing one token for each."""
+    """Return the median processor time of sampling one token for each."""
     logits_bv = 0.3 * torch.randn(len(samplings), vocab)
     samplers = [TokenSampler(sampling, vocab) for sampling in samplings]
     spent = []

@@ -1,12 +1,12 @@
-"""What a round of scheduling costs, and how it grows with the line.
+"""Cost of a scheduling round, and its growth with the queue.
 
     python benchmarks/scheduling_round.py [--instances 64] [--repeats 20] [--json FILE]
 
 As many instances prefill as decode, 8 on a server. Three rounds are timed, each on schedulers of
-its own: `burst`, in which everything starts that an idle cell has room for; `after_step`, when one
-step of a full cell is over; and `idle`, when nothing can start. `decide_us` is the policy alone,
-`handle_us` the whole turn with its checks, books and commands; both are medians of processor time.
-`bound_us` is 1 ms and 25 us for each request placed.
+its own: `burst`, in which everything starts for which an idle deployment has slots; `after_step`,
+when one step of a full deployment is over; and `idle`, when nothing can start. `decide_us` is the
+policy alone, `handle_us` the whole round with checks, state and commands; both are medians of
+processor time. `bound_us` is 1 ms and 25 us for each request placed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import report
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.services.scheduling.core.scheduler import Scheduler
-from csps.services.scheduling.deciding.decisions import Decision, IdleCapacity, Policy
-from csps.services.scheduling.deciding.view import PairView, View
+from csps.services.scheduling.deciding.decisions import Decision, Policy
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand, Reserve, RunStep
 from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.scheduling.policies.registry import make_policy
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.state.state import GangPair, Priority
 
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"max_batch": 1 << 20},
@@ -70,7 +70,7 @@ def _row(policy: str, waiting: int, instances: int, repeats: int, round_: str) -
 
 
 class _Gate:
-    """The policy behind a gate, with a clock."""
+    """A policy that can be switched off, with a clock."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.open, self.took_ns = policy, False, 0
@@ -79,13 +79,13 @@ class _Gate:
         self.whole_prompts = policy.whole_prompts
         self.regroups = policy.regroups
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
         return self._policy.priority(prompt_tokens, pairs)
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        return self._policy.idle_capacity(pair)
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        return self._policy.fits(pair, prompt_tokens, output_tokens)
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         if not self.open:
             return ()
         begin = time.thread_time_ns()
@@ -95,7 +95,7 @@ class _Gate:
 
 
 class _Timed:
-    """A scheduler with a line of requests and idle instances."""
+    """A scheduler with a queue of requests and idle instances."""
 
     def __init__(self, policy: str, waiting: int, instances: int, seed: int) -> None:
         self._gate = _Gate(make_policy(policy, OPTIONS[policy]))
@@ -113,17 +113,22 @@ class _Timed:
         )
 
     def time(self, round_: str) -> tuple[float, float, int]:
-        """(us of the turn, us of the policy, requests placed)."""
+        """Return (us of the round, us of the policy, requests placed)."""
         self._gate.open = True
         if round_ == "burst":
             return self._timed()
         steps: list[RunStep] = []
-        while started := [it for it in self._turn(_CHANGED) if isinstance(it, RunStep)]:
+        while started := [
+            command for command in self._turn(_CHANGED) if isinstance(command, RunStep)
+        ]:
             steps += started
         if round_ == "idle":
             return self._timed()
-        step = next(it for it in steps if not it.high_priority)
-        done = [ev.StepDone(step_id=step.step_id, instance=it, took_ns=1) for it in step.group]
+        step = next(step for step in steps if not step.high_priority)
+        done = [
+            ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
+            for instance in step.group
+        ]
         return self._timed(*done)
 
     def _timed(self, *events: ev.AnyEvent) -> tuple[float, float, int]:
@@ -141,7 +146,7 @@ class _Timed:
 
 
 _CHANGED = ev.CostTableUpdated(digest=TABLE.digest)
-"""An event that costs nothing and after which the policy is asked."""
+"""A free event after which the policy is asked."""
 
 
 def _gang(gang: int, instances: int, *, prefill: bool) -> ev.GangUp:
@@ -160,7 +165,7 @@ def _gang(gang: int, instances: int, *, prefill: bool) -> ev.GangUp:
 
 
 def _requests(count: int, seed: int) -> list[ev.AnyEvent]:
-    """A third short, the others with lengths whose logarithms are spread evenly."""
+    """Return requests, a third of them short, the others with evenly spread log lengths."""
     draw = random.Random(seed)
     return [
         ev.Submitted(

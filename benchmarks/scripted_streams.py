@@ -1,4 +1,4 @@
-"""The HTTP API over a service that only hands out tokens: one for every stream, again and again."""
+"""The HTTP API over a service that only hands out tokens, periodically one for every stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from csps.services.telemetry.metrics import Metrics
 
 
 class ScriptedService:
-    """Draws for all streams in one go, as a decode batch does."""
+    """Samples for all streams at once, like a decode batch."""
 
     ready = True
     trouble = ""
@@ -35,10 +35,10 @@ class ScriptedService:
         self._count = 0
 
     def check_room(self, slo: SloBounds) -> None:
-        """There always is."""
+        """Accept every request."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
-        """Let it join from the next tick on."""
+        """Let a request join from the next tick on."""
         self._count += 1
         handle = RequestHandle(spec, request_id=self._count, on_cancel=self._cancel)
         self._handles[handle.request_id] = handle
@@ -49,7 +49,7 @@ class ScriptedService:
         handle.finish("cancelled")
 
     async def draw(self) -> None:
-        """One token for everybody, every period."""
+        """Hand out one token to every stream, every period."""
         clock = asyncio.get_running_loop().time
         due, index = clock(), 0
         while True:
@@ -65,14 +65,14 @@ class ScriptedService:
 
 
 class ScriptedMetrics(Metrics):
-    """Says who to watch."""
+    """The metrics that the API needs."""
 
     def render(self) -> bytes:
         return str(os.getpid()).encode()
 
 
 def make_api(*, rate: float, streams: int) -> Starlette:
-    """The application."""
+    """Return the application."""
     parser = RequestParser(Settings())
     text = "The quick brown fox jumps over the lazy dog. " * 4
     script = parser.tokenizer.encode(text, add_special_tokens=False)
@@ -103,12 +103,12 @@ class Scripted:
         self._rate, self._streams = rate, streams
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Serve once the constructor has returned."""
+        """Start the engine; Serve calls this once the constructor has returned."""
         return make_api(rate=self._rate, streams=self._streams)
 
 
 def build(args: dict[str, object]) -> serve.Application:
-    """Named by the Serve configuration."""
+    """Build the application; named by the Serve configuration."""
     options = {"num_cpus": 0.05, **(one_loop() if args["one_loop"] else {})}
     make = serve.deployment(name="Scripted", max_ongoing_requests=1000, ray_actor_options=options)
     return make(serve.ingress()(Scripted)).bind(args["rate"], args["streams"])

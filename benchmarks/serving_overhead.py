@@ -1,17 +1,17 @@
-"""What HTTP, router and RPC add to the engine, to the first token and to every further one.
+"""Overhead of HTTP, router and RPC over the engine, for the first and every further token.
 
     python benchmarks/serving_overhead.py [--prompt 256] [--tokens 128] [--rounds 15] [--json FILE]
 
-First token: on the deployed server, from sending the request to the first text at the client,
-less what the prefill rank itself measured from receiving the job to having the token, less what
-Serve's own proxy takes: a request of the same size that the router turns away at once. Further
-tokens: the median gap at the HTTP client, less the median gap at a driver that speaks RPC to an
-equal pair of gangs without Ray, HTTP or a router. All are asked in turns.
+First token: on the deployed server, from sending the request to the first text at the client. Two
+times are subtracted: that which the prefill rank itself measured from receiving the job to having
+the token, and that of Serve's own proxy for a request of the same size that the router rejects at
+once. Further tokens: the median gap at the HTTP client, less the median gap at a driver that speaks
+RPC to an equal pair of gangs without Ray, HTTP or a router. All are measured in turns.
 
-Where everybody shares a few cores, whoever handles a token slows the engine down. How much of
-that is Serve's is measured in the same way: `floor_gap_ms` is the driver's gap while Serve
-streams chunks of the same size, at the same pace, from an application that does nothing else.
-`per_token_floor_ms` is what this adds to the engine's gap, `per_token_ours_ms` the rest.
+On few cores, handling a token slows the engine down. Serve's part of that is measured in the same
+way: `floor_gap_ms` is the driver's gap while Serve streams chunks of the same size, at the same
+pace, from an application that does nothing else. `per_token_floor_ms` is what this adds to the
+engine's gap, `per_token_ours_ms` the rest.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from gang_driver import Cell, Request, even_shares
 from gang_processes import process_cell
 
 WARM_UP_ROUNDS = 2
-"""For connections, caches and allocators."""
+"""Rounds that warm up connections, caches and allocators."""
 FLOOR_CHUNKS = 100_000
-"""More than anybody reads."""
+"""Number of chunks that no client reads to the end."""
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ async def _measure(
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """Seconds."""
+    """Times of one round in seconds."""
 
     proxy_s: float
     beyond_engine_ttft_s: float
@@ -110,10 +110,10 @@ async def _one_round(
 
 
 def _figures(rounds: list[_Round]) -> dict[str, float]:
-    """Medians in milliseconds, and what they differ by."""
+    """Return medians in milliseconds, and their differences."""
 
     def median_ms(name: str) -> float:
-        median_s: float = statistics.median(getattr(it, name) for it in rounds)
+        median_s: float = statistics.median(getattr(round_, name) for round_ in rounds)
         return median_s * 1e3
 
     beyond_engine_ttft_ms, proxy_ms = median_ms("beyond_engine_ttft_s"), median_ms("proxy_s")
@@ -134,7 +134,7 @@ def _figures(rounds: list[_Round]) -> dict[str, float]:
 
 @contextmanager
 def _serve_streams(url: str, *, period_s: float) -> Iterator[None]:
-    """Meanwhile Serve streams chunks at this pace, to a client that reads them as `stream` does."""
+    """Let Serve stream chunks at this pace meanwhile, to a client that reads them like `stream`."""
     stop = threading.Event()
     reader = threading.Thread(target=_read_floor, args=(url, period_s, stop))
     reader.start()
@@ -160,7 +160,7 @@ def _read_floor(url: str, period_s: float, stop: threading.Event) -> None:
 
 
 def _refused_s(client: httpx.Client, args: argparse.Namespace, seed: int) -> float:
-    """Through the proxy and back: the model does not exist, which is seen before anything else."""
+    """Return the time of a request for an unknown model, which is rejected first of all."""
     body = {"model": "none", "prompt": wide_checkpoint.prompt(args.prompt, seed=seed)}
     begin = time.perf_counter()
     assert client.post("/v1/completions", json=body).status_code == 404
@@ -168,7 +168,7 @@ def _refused_s(client: httpx.Client, args: argparse.Namespace, seed: int) -> flo
 
 
 def _over_http(client: httpx.Client, args: argparse.Namespace, seed: int) -> tuple[float, float]:
-    """(seconds to the first token beyond the engine's own, median gap)."""
+    """Return (seconds to the first token beyond the engine's own, median gap)."""
     body = {
         "model": "wide",
         "prompt": wide_checkpoint.prompt(args.prompt, seed=seed),
@@ -184,13 +184,15 @@ def _over_http(client: httpx.Client, args: argparse.Namespace, seed: int) -> tup
 
 
 async def _bare_gap(cell: Cell, args: argparse.Namespace, sequence_id: int) -> float:
-    """Mean gap between the tokens of one request, at a driver of the bare engine."""
+    """Return the mean gap between the tokens of one request, at a driver of the bare engine."""
     prompt = np.random.default_rng(sequence_id).integers(3, wide_checkpoint.VOCAB, args.prompt)
     stamps: list[float] = []
     notified = cell.notified
 
     def stamp(method: str, payload: dict[str, Any]) -> None:
-        """Wake the driver for the first and the last token only: between them it costs nothing."""
+        """Wake the driver for the first and the last token only, so that it costs nothing between
+        them.
+        """
         if method == "tokens":
             stamps.append(time.perf_counter())
             if 0 < payload["indices"][0] < args.tokens - 1:

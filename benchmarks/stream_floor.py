@@ -1,4 +1,4 @@
-"""A Serve application that does nothing but stream: what Serve itself costs for every chunk."""
+"""A Serve application that only streams: the cost of Serve itself for every chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK = (
     b'"created": 1700000000, "model": "wide", "choices": [{"index": 0, "text": " w12345", '
     b'"logprobs": null, "finish_reason": null}]}\n\n'
 )
-"""As long as the server's own for one token."""
+"""A chunk as long as the server's own for one token."""
 
 
 PATH = "/floor/"
@@ -27,14 +27,14 @@ APPLICATION = {
     "import_path": "stream_floor:app",
     "runtime_env": {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
 }
-"""As a Serve configuration has it."""
+"""The application in a Serve configuration."""
 
 
 class Floor:
     """The ingress: `GET /?period_s=…&count=…` streams so many chunks, one every period."""
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Serve once the constructor has returned."""
+        """Start the application; Serve calls this once the constructor has returned."""
         return Starlette(routes=[Route("/", _stream)])
 
 

@@ -3,16 +3,15 @@
     python benchmarks/stream_gaps.py [--long 32768] [--budgets 64 128 256] [--json FILE]
 
 On a deployed server with one elastic gang of two ranks and the included model, one client streams
-an answer, first alone, then beside a prompt of `--long` tokens that another client sends. Each
-token budget is a deployment of its own; without `--budgets` it is the server's default. Gaps are
-those between reads that bring tokens, one as a rule: whatever reads slower than tokens are drawn
-gets several at once, and does not count them as gaps of nothing. Of the rounds of a budget all are
-taken together.
+an answer, first alone, then beside a prompt of `--long` tokens of another client. Each token budget
+is a deployment of its own; without `--budgets` it is the server's default. Gaps are those between
+reads with tokens, usually one. A slow reader gets several tokens at once, which do not count as
+gaps of zero. All rounds of a budget are taken together.
 
-Beside counts from when the ranks were given the prompt until its first token was drawn.
-`beside_p99_ms` is to stay below `bound_ms`: an iteration without a prefill, `alone_p50_ms`, and
-three quanta. `at_end_p50_ms` is the gap beside the last tenth of the prompt, where a piece has most
-keys to look at; `long_s` is what a smaller budget costs, the time of the long prompt's prefill.
+Beside counts from the time at which the ranks received the prompt until its first token.
+`beside_p99_ms` should stay below `bound_ms`: an iteration without a prefill, `alone_p50_ms`, and
+three quanta. `at_end_p50_ms` is the gap beside the last tenth of the prompt, where a chunk attends
+to most keys. `long_s`, the time of the long prompt's prefill, is the cost of a smaller budget.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MODEL = "needle"
 WORDS = 1270
 """Token ids of the model below its special ones."""
 STREAM_TOKENS = 30_000
-"""More than are drawn before the stream is given up."""
+"""Token limit that the stream does not reach."""
 STREAM_PROMPT = 200
 QUANTA = 3
 
@@ -68,7 +67,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(budget: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     settings = {
         "model": MODEL,
         "served_model_name": MODEL,
@@ -146,7 +145,7 @@ class Talker:
             raise RuntimeError(self._failure)
 
     def wait(self, reads: int) -> float:
-        """Until there were so many reads since the first; returns when that one was."""
+        """Wait for so many reads since the first; return the time of the last one."""
         with self._news:
             self._news.wait_for(lambda: len(self._stamps) > reads or self._failure, REQUEST_S)
             if len(self._stamps) <= reads:
@@ -154,7 +153,7 @@ class Talker:
             return self._stamps[0]
 
     def gaps(self, begin_s: float, end_s: float) -> list[float]:
-        """Those that ended between two times."""
+        """Return the gaps that ended between two times."""
         first = max(1, bisect.bisect_left(self._stamps, begin_s))
         last = bisect.bisect_right(self._stamps, end_s)
         return [b - a for a, b in itertools.pairwise(self._stamps[first - 1 : last])]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 REQUEST_S = 600.0
-"""For one whole answer."""
+"""Time limit of a whole answer."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Timed:
     chunk_s: tuple[float, ...]
     usage: dict[str, Any]
     extra: dict[str, Any]
-    """The `csps` object, where the server explains itself."""
+    """The `csps` object in which the server explains its choice."""
 
     @property
     def ttft_s(self) -> float:
-        """To the first text."""
+        """Return the time to the first text."""
         return self.chunk_s[0]
 
 
 def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Timed:
-    """POST a streaming request and time its chunks."""
+    """Send a streaming request and time its chunks."""
     stamps: list[float] = []
     usage: dict[str, Any] = {}
     extra: dict[str, Any] = {}

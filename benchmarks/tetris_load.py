@@ -3,11 +3,12 @@
     python benchmarks/tetris_load.py [--traces short medium long] [--policies ...] [--sigmas 0.8]
                                      [--requests 1500] [--seed 0] [--json FILE]
 
-Tetris' cluster for LLaMA3-8B with the fitted times of its Table 1 (`tetris-16`). Prompts are
+The cluster is Tetris' for LLaMA3-8B with the fitted times of its Table 1 (`tetris-16`). Prompts are
 lognormal, truncated to the lengths that the paper states and with its means; only the spread is
-assumed, and may be varied. Answers have one token: nothing but prefill is compared. A load is
-sustained if the median TTFT is at most 25 times that of a light load, as the paper normalises; of
-the light load, the policy's own median is taken at 0.1 requests a second. By bisection, to 1 %.
+assumed, and may be varied. Answers have one token, so that only prefill is compared. A load is
+sustained if the median TTFT is at most 25 times that of a light load, as the paper normalizes. The
+light load is 0.1 requests a second, with the policy's own median. Loads are found by bisection, to
+1 %.
 
 The same arguments give the same numbers on every machine.
 """
@@ -77,7 +78,7 @@ def _rows(trace: str, sigma: float, args: argparse.Namespace) -> list[dict[str, 
 
 
 def workload_of(trace: str, sigma: float) -> Workload:
-    """The prompts of a trace, with answers of one token."""
+    """Return the prompts of a trace, with answers of one token."""
     mean, shortest, longest = TRACES[trace]
     lengths = TruncatedLognormal.with_mean(
         mean=mean * K, sigma=sigma, shortest=shortest * K, longest=longest * K
@@ -88,7 +89,7 @@ def workload_of(trace: str, sigma: float) -> Workload:
 def highest_load(
     prompts: Workload, policy: str, options: Mapping[str, Any], requests: int, seed: int
 ) -> dict[str, float]:
-    """The highest sustained load, and medians at it and at a light one."""
+    """Return the highest sustained load, and medians at it and at a light one."""
 
     def p50(rate: float) -> float:
         fitted = generate(
@@ -102,12 +103,12 @@ def highest_load(
         return statistics.median(outcome.ttft_ns for outcome in run.outcomes) / 1e9
 
     light = p50(LIGHT)
-    rate = bisected(lambda it: p50(it) <= SLO * light)
+    rate = bisected(lambda result: p50(result) <= SLO * light)
     return {"max_load": rate, "light_p50_s": light, "p50_s": p50(rate)}
 
 
 def bisected(sustained: Callable[[float], bool], tolerance: float = 0.01) -> float:
-    """The highest sustained rate, to a relative tolerance."""
+    """Return the highest sustained rate, to a relative tolerance."""
     low, high = 0.5, 1.0
     while sustained(high):
         low, high = high, high * 1.5

@@ -1,12 +1,12 @@
-"""What a plan of Tetris costs: CDSP for one prompt, by the size of the gang.
+"""Cost of a Tetris plan: CDSP for one prompt, by the size of the gang.
 
     python benchmarks/tetris_plans.py [--plans 1000] [--json FILE]
 
-As Tetris' Table 2: prompts of 4K to 190K tokens on instances that are busy for up to four seconds,
-both drawn at random, 8 instances on a server, group sizes in powers of two. Latencies are fitted to
-the paper's Table 1 up to 16 instances and extrapolated beyond. Microseconds of processor time, for
-everything from queue times to chunks with their instances; `single_us` is Alg. 2 alone. The paper's
-scheduler is written in C++: 23 to 31 us on average, 45 to 87 at most.
+As in Tetris' Table 2: prompts of 4K to 190K tokens on instances that are busy for up to four
+seconds, both random, 8 instances on a server, group sizes in powers of two. Latencies are fitted to
+the paper's Table 1 up to 16 instances and extrapolated beyond. Figures are microseconds of
+processor time, from queue times to chunks with their instances; `single_us` is Alg. 2 alone. The
+paper's scheduler is written in C++: 23 to 31 us on average, 45 to 87 at most.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What planning again gains where steps do not take what was predicted, by simulation.
+"""Gain of replanning when steps do not take their predicted times, by simulation.
 
     python benchmarks/tetris_replan.py [--traces short medium long] [--shares 0 0.05 0.2 0.5]
                                        [--requests 400] [--seeds 0 1 2] [--json FILE]
 
-Tetris' cluster for LLaMA3-8B (`tetris-16`) and traces, each at one load, answers of one token. The
-scheduler predicts steps by the paper's Table 1; the ranks take something else: each request's steps
-a factor of its own (lognormal with a mean of one, the same with every share), or the steps on one
-of two servers half as long again. A share of 0 sends all chunks of a plan at once and never plans
-again.
+The cluster is Tetris' for LLaMA3-8B (`tetris-16`) with its traces, each at one load, and answers of
+one token. The scheduler predicts steps by the paper's Table 1; the ranks take other times. Either
+each request's steps have a factor of their own (lognormal with a mean of one, the same with every
+share), or the steps on one of two servers take half as long again. A share of 0 sends all chunks of
+a plan at once and never replans.
 
 The same arguments give the same numbers on every machine.
 """
@@ -32,27 +32,29 @@ from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import index_of
 
 LOADS = {"short": 4.6, "medium": 3.3, "long": 2.0}
-"""Requests a second."""
+"""Loads in requests a second."""
 RATE = 0.5
-"""Of improvement; the best at these loads."""
+"""Rate of improvement, the best one at these loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mispredicted(ClusterModel):
-    """Steps take something else than its table says."""
+    """A cluster whose steps differ from its table."""
 
     sigma: float = 0.0
-    """Of a request's factor."""
+    """Spread of a request's factor."""
     slow_server: float = 1.0
-    """What steps take longer that the first server has part in."""
+    """Factor of steps in which the first server takes part."""
 
     def step_ns(self, step: RunStep) -> int:
-        """What a step takes."""
+        """Return how long a step takes."""
         (sequence,) = {chunk.sequence_id for chunk in step.chunks}
         # A mean of one, so that no more is to be computed than was predicted.
         factor = math.exp(random.Random(sequence).gauss(-(self.sigma**2) / 2, self.sigma))
         first = self.prefill.instances[0].server
-        if any(self.prefill.instances[index_of(it)].server == first for it in step.group):
+        if any(
+            self.prefill.instances[index_of(instance)].server == first for instance in step.group
+        ):
             factor *= self.slow_server
         return round(super().step_ns(step) * factor)
 
@@ -99,7 +101,7 @@ def _row(trace: str, mistake: str, share: float, args: argparse.Namespace) -> di
 
 
 def ttfts_s(trace: str, mistake: str, share: float, *, requests: int, seed: int) -> list[float]:
-    """Seconds to the first token of each request."""
+    """Return the seconds to the first token of each request."""
     cluster = mispredicted(replace(load_cluster("tetris-16"), inside=None, between=None), mistake)
     drawn = generate(
         workload(f"tetris-{trace}"),
@@ -115,7 +117,7 @@ def ttfts_s(trace: str, mistake: str, share: float, *, requests: int, seed: int)
 
 
 def mispredicted(cluster: ClusterModel, mistake: str) -> Mispredicted:
-    """The cluster with ranks that take something else."""
+    """Return the cluster with ranks that take other times."""
     fields = {
         dataclass_field: getattr(cluster, dataclass_field)
         for dataclass_field in ClusterModel.__dataclass_fields__

@@ -1,10 +1,10 @@
-"""What phases cost a prefill whose timeline nobody asked for, beside the time of a layer.
+"""Cost of phases for a prefill without a recorded timeline, beside the time of a layer.
 
     python benchmarks/timeline_off.py [--tokens 4096] [--json FILE]
 
-Sparse attention on two ranks, which has most phases: those of a prefill are counted, and one is
-timed by itself. All is CPU time, which other load hardly changes: `layer_ms` is a rank's, on the
-average over the layers of the cheapest of five prefills.
+Sparse attention on two ranks has most phases: those of a prefill are counted, and one is timed by
+itself. All times are CPU times, which other load hardly changes. `layer_ms` is a rank's mean over
+the layers of the cheapest of five prefills.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def _layer(tokens: int) -> tuple[float, float]:
-    """(phases, seconds) of one rank."""
+    """Return (phases, seconds) of one rank."""
     phase, calls = PhaseTimeline.phase, itertools.count()
 
     def counted(*args: Any, **where: Any) -> Any:
@@ -76,7 +76,7 @@ async def _layer(tokens: int) -> tuple[float, float]:
 
 
 def _phase_s() -> float:
-    """Seconds of a phase that is not noted."""
+    """Return the seconds of a phase that is not recorded."""
     timeline = PhaseTimeline(on=False)
 
     def phase() -> None:

@@ -6,22 +6,22 @@
     sudo python benchmarks/two_servers.py --smoke
 
 A place is a prompt length at a link rate. `--rounds 0` measures accuracy only and `--questions 0`
-times only; `--add` publishes what such runs have written together with this one's.
+times only; `--add` publishes the results of such runs together with this one's.
 
-Four ranks, two on each server of the testbed (`benchmarks/testbed`), one compute thread each.
-Variants take turns within a round, so that a slow moment of the machine meets all of them; figures
-are medians over the rounds, after one that does not count. `link_mb` and `loopback_mb` are the
-kernel's counters of the devices, headers and control included; `between_mb` and `inside_mb` are
-what the engine sent to ranks of the other and of the same server. `communication_s` is what
-computing waited for exchanges. `hidden` is the share of it that overlap saves: one minus a
+Four ranks, two on each server of the testbed (`benchmarks/testbed`), have one compute thread each.
+Variants take turns within a round, so that a slow moment of the machine affects all of them.
+Figures are medians over the rounds, after one that does not count. `link_mb` and `loopback_mb` are
+the kernel's counters of the devices, headers and control included; `between_mb` and `inside_mb` are
+what the engine sent to ranks of the other and of the same server. `communication_s` is the time
+that computing waited for exchanges. `hidden` is the share of it that overlap saves: one minus a
 pipelined variant's `communication_s` over that of the same variant unpipelined. `overlapped` is the
-engine's own account, the share of the time that exchanges were under way in which they kept no rank
-waiting; it flatters, because an exchange is under way as soon as someone is ready to receive.
+engine's own account, the share of the time under way in which exchanges kept no rank waiting. It
+flatters, because an exchange is under way as soon as one rank is ready to receive.
 
-With fewer cores than ranks, which it says before it begins, ranks wait for cores as well as
-for bytes: wall-clock compute then is that of the machine's cores and not of four devices, and what
-hides behind it is hidden more easily. `attention_cpu_s` (mean over ranks) and `compute_cpu_s` (the
-busiest rank) are CPU time of the threads that compute, which the neighbours do not lengthen.
+With fewer cores than ranks, which it reports first, ranks wait for cores as well as for bytes.
+Wall-clock compute is then that of the machine's cores instead of four devices, and hides
+communication more easily. `attention_cpu_s` (mean over ranks) and `compute_cpu_s` (the busiest
+rank) are CPU time of the computing threads, which other ranks do not lengthen.
 """
 
 from __future__ import annotations
@@ -55,40 +55,42 @@ from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, 
 
 MODELS = ("needle", "wide")
 WIDE_LAYERS = 6
-"""The first and the last layer never drop: with few layers they would be most of the cost."""
+"""Layers of the wide model. The first and the last never drop; with fewer layers they would
+dominate.
+"""
 RANKS = 4
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 PLACES = ("16384@400mbit", "16384@800mbit", f"16384@{UNLIMITED}", "32768@800mbit")
 FIRST_WORD = 10
-"""Ids below may be special tokens in either model."""
+"""First token id used; ids below may be special tokens in either model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the variants compete."""
+    """Conditions under which the variants are compared."""
 
     tokens: int
     rate: str
-    """As named on the command line."""
+    """Rate as named on the command line."""
     link: Link
 
     @classmethod
     def parse(cls, text: str, delay: str) -> Place:
-        """`TOKENS@RATE`, and the link's delay in one direction."""
+        """Parse `TOKENS@RATE`, and the link's delay in one direction."""
         tokens, _, rate = text.partition("@")
         return cls(tokens=int(tokens), rate=rate, link=Link.parse(rate, delay))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure."""
+    """Plan of the measurements."""
 
     models: tuple[str, ...]
     places: tuple[Place, ...]
     variants: tuple[Variant, ...]
     rounds: int
     questions: int
-    """Of each kind and accuracy length; 0 measures no accuracy."""
+    """Questions of each kind and accuracy length; 0 measures no accuracy."""
     accuracy_lengths: tuple[int, ...]
     csa: CsaOptions
     timelines: Path | None
@@ -96,7 +98,7 @@ class Plan:
 
 
 def main() -> int:
-    """Measure and publish; the exit status."""
+    """Measure and publish; return the exit status."""
     args = _arguments()
     try:
         plan = _smoke(args) if args.smoke else _plan(args)
@@ -114,7 +116,7 @@ def main() -> int:
 
 
 def _earlier(paths: Sequence[Path], plan: Plan) -> Result:
-    """What earlier runs have written, if it is of the same plan."""
+    """Return the results of earlier runs with the same plan."""
     result = Result(csa=asdict(plan.csa))
     for path in paths:
         found = json.loads(path.read_text())
@@ -126,7 +128,7 @@ def _earlier(paths: Sequence[Path], plan: Plan) -> Result:
 
 
 def to_baseline(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row's figures as a multiple of exact unpipelined SP-NTP's in the same place."""
+    """Return each row's figures relative to exact unpipelined SP-NTP in the same place."""
     place, figures = ("model", "tokens", "rate"), ("ttft_s", "between_mb", "attention_cpu_s")
     baselines = {
         tuple(row[name] for name in place): row for row in rows if row["variant"] == BASELINE.name
@@ -140,7 +142,7 @@ def to_baseline(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(plan: Plan, result: Result) -> Iterator[Result]:
-    """Adds to the result, and yields it, as each place and each model's accuracy is done."""
+    """Add to the result and yield it after each place and each model's accuracy."""
     with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         for model in plan.models:
             with checkpoint(model, layers=WIDE_LAYERS) as model_dir:
@@ -156,7 +158,7 @@ def measure(plan: Plan, result: Result) -> Iterator[Result]:
 async def _place_rows(
     bed: Testbed, model: str, model_dir: Path, place: Place, plan: Plan
 ) -> list[dict[str, Any]]:
-    """A gang of its own, so that a later place's mishap leaves this one's rows."""
+    """Measure a place with a gang of its own, so that a failure leaves other places' rows."""
     _log(f"{model}, {place.tokens} tokens, {place.rate}")
     about = {"model": model, "tokens": place.tokens, "rate": place.rate}
     bed.set_rate(place.link.rate_bits)
@@ -177,9 +179,9 @@ async def _place_rows(
 
 
 def with_hidden(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one place, with the share of the communication that overlap saves.
+    """Return the rows of one place with the share of the communication that overlap saves.
 
-    A row whose unpipelined counterpart is not among them gets None.
+    A row without an unpipelined counterpart gets None.
     """
     waited = {row["variant"]: row["communication_s"] for row in rows}
 
@@ -195,14 +197,14 @@ def with_hidden(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class Result:
-    """What is measured so far."""
+    """Result so far."""
 
     csa: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
     accuracy: list[dict[str, Any]] = field(default_factory=list)
 
     def published(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the result as it is written."""
         return {
             "benchmark": "two_servers",
             "ranks": RANKS,
@@ -215,13 +217,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The rounds of one variant."""
+    """Rounds of one variant."""
 
     about: dict[str, Any]
     results: list[JobResult]
 
     def row(self, costs: Mapping[str, JobCost]) -> dict[str, Any]:
-        """Medians over the rounds; of what ranks differ in, the slowest rank's."""
+        """Return medians over the rounds, with the slowest rank's values."""
         results, spent = self.results, [costs[result.trace_id] for result in self.results]
         return {
             **self.about,
@@ -240,11 +242,11 @@ class Series:
         }
 
     def write_timeline(self, folder: Path, traced: Sequence[Trace]) -> None:
-        """The round whose TTFT is the median, for Perfetto."""
+        """Write the round with the median TTFT, for Perfetto."""
         middle = sorted(self.results, key=lambda r: r.ttft_s)[(len(self.results) - 1) // 2]
         name = "-".join(str(value).replace("/", "-") for value in self.about.values())
         folder.mkdir(parents=True, exist_ok=True)
-        events = trace_events(next(it for it in traced if it.trace_id == middle.trace_id))
+        events = trace_events(next(trace for trace in traced if trace.trace_id == middle.trace_id))
         (folder / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
 
 
@@ -270,7 +272,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 async def _accuracy(bed: Testbed, model_dir: Path, plan: Plan) -> list[dict[str, Any]]:
-    """Right first tokens of needle answers, by variant, length and kind."""
+    """Measure right first tokens of needle answers, by variant, length and kind."""
     right: dict[tuple[str, int, str], list[bool]] = {}
     options = GangOptions(model_dir=model_dir, kv_slots=max(plan.accuracy_lengths))
     async with prefill_gang(bed, options) as gang:
@@ -294,7 +296,7 @@ async def _accuracy(bed: Testbed, model_dir: Path, plan: Plan) -> list[dict[str,
 
 
 def _random_prompt(length: int, *, seed: int) -> np.ndarray:
-    """Token ids that both models have."""
+    """Return token ids that both models have."""
     smallest_vocabulary = 1024
     draw = np.random.default_rng(seed)
     return draw.integers(FIRST_WORD, smallest_vocabulary, length, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A random Llama of ordinary proportions, so that a figure does not hang on the small model.
+"""A random Llama of ordinary proportions, so that figures do not depend on the small model.
 
 Words w0 ... w31999 are one token each, so a prompt's length in tokens is its number of words.
 """
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def make(model_dir: Path, *, layers: int = LAYERS, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer; returns the directory."""
+    """Write config, weights and tokenizer; return the directory."""
     model_dir.mkdir(parents=True, exist_ok=True)
     _write_json(model_dir / "config.json", _config(layers))
     _write_json(model_dir / "generation_config.json", {"eos_token_id": 1, "bos_token_id": 0})
@@ -46,7 +46,7 @@ def make(model_dir: Path, *, layers: int = LAYERS, seed: int = 0) -> Path:
 
 
 def prompt(tokens: int, *, seed: int) -> str:
-    """Text of exactly so many tokens, different for every seed."""
+    """Return text of exactly so many tokens, different for every seed."""
     draw = random.Random(seed)
     return " ".join(f"w{draw.randrange(VOCAB - len(SPECIAL))}" for _ in range(tokens))
 

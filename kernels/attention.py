@@ -1,17 +1,12 @@
-"""Which implementation serves a call: the tensors' device decides, nothing is configured.
+"""Attention with log-sum-exp, by true positions, for prefill and for decode.
 
-Attention with log-sum-exp over tokens that carry their true positions.
+`attention` is for prefill. Every strategy calls it on parts of the keys and merges the results with
+`csps.kernels.merge` (progressive attention: CSPS §3.2.5, Context Parallelism Alg. 2-4).
+`decode_attention` computes one row for each of many requests over a slotted KV cache, in one call.
+The device of the tensors selects the backend; there is no setting for it.
 
-Shape suffixes: t tokens of all sequences of the batch, one after the other; h heads (of q, or
-the fewer of k and v); d head dimension. `out_thd`, `lse_ht`.
-
-Every strategy is this function called on pieces of the keys, and `csps.kernels.merge` over
-the results (progressive attention: CSPS §3.2.5, Context Parallelism Alg. 2-4).
-
-Attention of decode: single rows of many requests over a paged KV cache, in one call.
-
-Shape suffixes: r query rows; n runs of slots, or pieces of runs; s slots of the cache; h heads (of
-q, or the fewer of k and v); d head dimension.
+Shape suffixes: t tokens of all sequences of the batch, one after the other; r query rows; s slots
+of the cache; h heads (of q, or the fewer of k and v); d head dimension.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from csps.kernels.merge import nothing_seen
 
 
 class AttentionBackend(Protocol):
-    """`csps.kernels.attention.attention` after its checks: scale given, no empty input."""
+    """Signature of `attention` after its checks: the scale is given, no input is empty."""
 
     def __call__(
         self,
@@ -57,7 +52,8 @@ def attention_backend(
     k_positions: Positions | None,
     cu_seqlens_q: Offsets | None,
 ) -> AttentionBackend:
-    """Imported on use: a machine without a GPU needs no Triton, one with it no flash-attn."""
+    """Return the backend for a call."""
+    # Imported on use: a machine without a GPU needs no Triton, and flash-attn is optional.
     if not q_thd.is_cuda:
         from csps.kernels import cpu_attention
 
@@ -74,6 +70,7 @@ def attention_backend(
 
 @cache
 def flash_attn_installed() -> bool:
+    """Return True if the flash-attn library can be imported."""
     return find_spec("flash_attn") is not None
 
 
@@ -88,15 +85,15 @@ def attention(
     cu_seqlens_q: Offsets | None = None,
     cu_seqlens_k: Offsets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally by position: query i sees key j iff k_positions[j] <= q_positions[i].
+    """Attend by position: query i sees key j iff k_positions[j] <= q_positions[i] (causal mask).
 
     Args:
         q_thd: (q tokens, query heads, head dim), fp64, fp32, bf16 or fp16.
         k_thd, v_thd: (k tokens, kv heads, head dim) of the same dtype; query heads are a
             multiple of kv heads, and head h reads kv head h // (query heads / kv heads).
         q_positions, k_positions: (tokens,) int64 in any order, fastest when ascending; or a range,
-            which tells the back end that they are consecutive. Both None when every query sees
-            every key of its sequence (decode, history): nothing is then inspected.
+            if they are consecutive. Both None if every query sees every key of its sequence
+            (decode, history); the backend then inspects no positions.
         scale: positive factor on q·k, by default head dim ** -0.5.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets; a query sees only keys of its own
             sequence. Both None for one sequence.
@@ -104,10 +101,10 @@ def attention(
     Returns:
         out_thd: (q tokens, query heads, head dim) fp32 (fp64 for fp64 inputs).
         lse_ht: (query heads, q tokens), natural log, same dtype as out. A row that sees
-            nothing has out 0 and lse -inf, the identity of `merge`.
+            no key has out 0 and lse -inf, the identity of `merge`.
 
     Raises:
-        ValueError: shapes, dtypes or offsets that do not belong together.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     check_tensors(q_thd, k_thd, v_thd)
     check_tokens(q_thd, k_thd, q_positions, k_positions, cu_seqlens_q, cu_seqlens_k)
@@ -121,7 +118,7 @@ def attention(
 def decode_attention(
     q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend each row to all keys in its slots; nothing of the cache is copied.
+    """Attend each row to all keys in its slots, without a copy of the cache.
 
     Args:
         q_rhd: (rows, query heads, head dim), contiguous.
@@ -135,21 +132,21 @@ def decode_attention(
             identity of merging.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: shapes or dtypes do not match.
     """
     check_tensors(q_rhd, k_shd, v_shd)
     if len(q_rhd) != runs.rows:
-        raise ValueError(f"{len(q_rhd)} query rows, and slots of {runs.rows}")
+        raise ValueError(f"{len(q_rhd)} query rows need as many rows of slots, not {runs.rows}")
     scale = softmax_scale(q_rhd, scale)
     if not runs.tokens:
         dtype = torch.promote_types(q_rhd.dtype, torch.float32)
         out_rhd = torch.zeros(q_rhd.shape, dtype=dtype, device=q_rhd.device)
         return out_rhd, out_rhd.new_full(q_rhd.shape[:2], -torch.inf)
-    # Imported on use, as in `backends`.
+    # Imported on use, as in `attention_backend`.
     if q_rhd.is_cuda:
-        from csps.kernels import triton_attention as triton_decode
+        from csps.kernels import triton_attention
 
-        return triton_decode.decode_attention(q_rhd, k_shd, v_shd, runs, scale)
-    from csps.kernels import cpu_attention as cpu_decode
+        return triton_attention.decode_attention(q_rhd, k_shd, v_shd, runs, scale)
+    from csps.kernels import cpu_attention
 
-    return cpu_decode.decode_attention(q_rhd, k_shd, v_shd, runs, scale)
+    return cpu_attention.decode_attention(q_rhd, k_shd, v_shd, runs, scale)

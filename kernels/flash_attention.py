@@ -1,8 +1,8 @@
-"""The flash-attn library where it is installed, for the calls whose mask it can express.
+"""Attention by the flash-attn library, if it is installed and can express the mask.
 
-It knows "all keys" and "causal from the bottom right corner" and reads no positions, so it is
-asked only when the caller has said which of the two a call is: without positions, or by ranges
-that end together. Looking at position tensors would make the host wait for the device.
+The library reads no positions and knows two masks: "all keys" and "causal from the bottom right
+corner". It serves calls without positions (the first mask) and calls with ranges that end at the
+same position (the second). Inspecting position tensors would make the host wait for the device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ def applies(
     k_positions: Positions | None,
     cu_seqlens_q: Offsets | None,
 ) -> bool:
-    """One sequence: the library gives sequences without keys an lse of +inf."""
+    """Return True if the library can compute this call."""
+    # One sequence only: the library returns an LSE of +inf for a sequence without keys.
     half = q_thd.dtype in (torch.bfloat16, torch.float16)
     known = q_positions is None or _ends_together(q_positions, k_positions)
     return half and known and cu_seqlens_q is None and q_thd.shape[2] <= MAX_HEAD_DIM
 
 
 def _ends_together(q_positions: Positions, k_positions: Positions | None) -> bool:
-    """Consecutive on both sides up to the same last position, and no query before all keys."""
+    """Return True if both are consecutive, end together, and no query precedes all keys."""
     if not (isinstance(q_positions, range) and isinstance(k_positions, range)):
         return False
     return q_positions == k_positions[-len(q_positions) :] and q_positions.step == 1
@@ -44,7 +45,7 @@ def attention(
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `csps.kernels.attention.attention`; only for calls that `applies` accepts."""
+    """Implement `csps.kernels.attention.attention` for calls that `applies` accepts."""
     from flash_attn import flash_attn_func
 
     out_bthd, lse_bht, _ = flash_attn_func(

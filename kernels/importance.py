@@ -1,14 +1,10 @@
-"""How much attention each key received: what token dropping goes by (CSPS §3.2.3).
+"""Token dropping (CSPS §3.2.3): importance of keys, selection of tokens, and their rows.
 
-The paper takes the attention scores of the previous layer. A key's score is a column sum of the
-probability matrix; the softmax denominators of the rows alone do not give it, so queries and keys
-are multiplied once more. A window of the last queries is this function on those queries only.
+The paper ranks tokens by the attention scores of the previous layer. The score of a key is a column
+sum of the probability matrix. The LSE of the rows does not contain it, so queries and keys are
+multiplied once more. For a window of the last queries, pass only those queries.
 
-Shape suffixes: t tokens, h heads (of q, or the fewer of k), g kv heads, d head dimension.
-
-Which tokens each kv head keeps at a level, and their rows (CSPS §3.2.3, token dropping).
-
-Shape suffixes: t tokens, k kept tokens, h heads, g kv heads, d head dimension.
+Shape suffixes: t tokens, k selected ("kept") tokens, h heads, g KV heads, d head dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from csps.kernels.arguments import (
     softmax_scale,
 )
 
-BEYOND_POSITIONS = 2**32  # keeps the positions of one sequence apart from the next one's
+BEYOND_POSITIONS = 2**32  # offset between the positions of one sequence and the next
 
 
 def importance(
@@ -39,9 +35,7 @@ def importance(
     cu_seqlens_q: Offsets | None = None,
     cu_seqlens_k: Offsets | None = None,
 ) -> Tensor:
-    """Mean probability that the queries which see a key give it, summed over its query heads.
-
-    Early keys are seen by more queries than late ones; the mean makes them comparable.
+    """Return the mean probability of each key, summed over the query heads of its KV head.
 
     Args:
         q_thd, k_thd, q_positions, k_positions, scale, cu_seqlens_q, cu_seqlens_k: as for
@@ -54,8 +48,9 @@ def importance(
             that no query sees.
 
     Raises:
-        ValueError: shapes, dtypes or offsets that do not belong together.
+        ValueError: shapes, dtypes or offsets do not match.
     """
+    # The mean over the queries that see a key, not the sum: more queries see early keys than late.
     sums_gt = column_sums(
         q_thd, k_thd, lse_ht, q_positions=q_positions, k_positions=k_positions, scale=scale,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -78,19 +73,22 @@ def column_sums(
     cu_seqlens_q: Offsets | None = None,
     cu_seqlens_k: Offsets | None = None,
 ) -> Tensor:
-    """Numerator of `importance`, which adds up over disjoint sets of queries (micro-partitions).
+    """Return the numerator of `importance`; it adds up over disjoint queries (micro-partitions).
 
     Returns:
         sums_gt: (kv heads, k tokens); sum of exp(scale * q_i k_j - lse_i) over the queries i that
-            see key j and the query heads of the kv head.
+            see key j and the query heads of the KV head.
 
     Raises:
-        ValueError: shapes, dtypes or offsets that do not belong together.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     check_tensors(q_thd, k_thd, k_thd)
     check_tokens(q_thd, k_thd, q_positions, k_positions, cu_seqlens_q, cu_seqlens_k)
     if lse_ht.shape != (q_thd.shape[1], q_thd.shape[0]):
-        raise ValueError(f"lse of shape {tuple(lse_ht.shape)} for q of {tuple(q_thd.shape)}")
+        raise ValueError(
+            f"lse of shape {tuple(lse_ht.shape)} does not match q of {tuple(q_thd.shape)}: "
+            "it must be (query heads, q tokens)"
+        )
     scale = softmax_scale(q_thd, scale)
     if q_thd.numel() == 0 or len(k_thd) == 0:
         dtype = torch.promote_types(q_thd.dtype, torch.float32)
@@ -113,10 +111,8 @@ def seeing_queries(
     cu_seqlens_q: Offsets | None = None,
     cu_seqlens_k: Offsets | None = None,
 ) -> Tensor:
-    """Denominator of `importance`: (k tokens,) int64, how many queries see each key.
-
-    One sort over all sequences at once, so that the host never waits for the device.
-    """
+    """Return the denominator of `importance`: how many queries see each key, (k tokens,) int64."""
+    # One sort over all sequences: a loop over sequences would make the host wait for the device.
     device = q_thd.device
     q_end = torch.full((len(k_thd),), len(q_thd), device=device)
     q_key = torch.zeros(len(q_thd), dtype=torch.int64, device=device)
@@ -131,27 +127,27 @@ def seeing_queries(
 
 
 def _owners(cu_seqlens: Offsets, tokens: Tensor) -> Tensor:
-    """(tokens,) the sequence of each token."""
+    """Return the sequence of each token, (tokens,)."""
     ends = torch.as_tensor(cu_seqlens, device=tokens.device)[1:].long()
     return torch.searchsorted(ends, torch.arange(len(tokens), device=tokens.device), right=True)
 
 
 def select(importance_gt: Tensor, keep: int, *, always_t: Tensor | None = None) -> Tensor:
-    """The `keep` most important tokens of each head, in ascending order.
+    """Select the `keep` most important tokens of each head, in ascending order.
 
-    Of equal importance the earlier token wins, so the choice is the same on every device and a
-    smaller `keep` always chooses a subset: the nested kept sets of the levels.
+    Of tokens of equal importance the earlier is selected. So every device selects the same tokens,
+    and a smaller `keep` selects a subset, which makes the sets of the levels nested.
 
     Args:
         importance_gt: (kv heads, tokens), one sequence-parallel token partition.
-        keep: tokens to keep, from 0 to all.
-        always_t: (tokens,) bool on the host: kept before all others (sinks, the prompt's tail).
+        keep: tokens to select, from 0 to all.
+        always_t: (tokens,) bool on the host: selected before all others (sinks, end of prompt).
 
     Returns:
         kept_gk: (kv heads, keep) int64.
 
     Raises:
-        ValueError: `keep` is less than the tokens always kept, or more than there are.
+        ValueError: `keep` is below the number of `always_t` tokens or above the number of tokens.
     """
     _, tokens = importance_gt.shape
     least = 0 if always_t is None else int(always_t.sum())
@@ -169,7 +165,7 @@ def select(importance_gt: Tensor, keep: int, *, always_t: Tensor | None = None) 
 
 
 def gather_kept(x_thd: Tensor, kept_gk: Tensor) -> Tensor:
-    """Rows of the kept tokens, each head its own: what is sent and computed at a level.
+    """Gather the rows of the selected tokens, which differ by KV head, for one level.
 
     Args:
         x_thd: (tokens, heads, head dim): k or v, or q with a multiple of the kv heads.
@@ -181,6 +177,6 @@ def gather_kept(x_thd: Tensor, kept_gk: Tensor) -> Tensor:
     tokens, heads, dim = x_thd.shape
     kv_heads, keep = kept_gk.shape
     row_kg = kept_gk.T * kv_heads + torch.arange(kv_heads, device=kept_gk.device)
-    # Whole rows of one flat index: several times faster than torch.gather element by element.
+    # One flat index of whole rows is several times faster than torch.gather of elements.
     flat = x_thd.reshape(tokens * kv_heads, heads // kv_heads * dim)
     return flat.index_select(0, row_kg.flatten()).view(keep, heads, dim)

@@ -1,8 +1,8 @@
-"""Combine attention over disjoint sets of keys, exactly (CSPS Eq. 5, Context Parallelism Eq. 4).
+"""Merge attention over disjoint sets of keys, exactly (CSPS Eq. 5, Context Parallelism Eq. 4).
 
-Weights are exp(lse - max lse) over their own sum. Raw softmax denominators would be wrong, since
-each part has its own maximum. exp(lse - total lse) would not sum to one: at |lse| = 1e4 an fp32
-total is off by 5e-4.
+The weight of a part is exp(lse - max lse), divided by the sum of these. Raw softmax denominators
+would be wrong, since each part has its own maximum. Weights exp(lse - total lse) would not sum to
+one: at |lse| = 1e4 an fp32 total is off by 5e-4.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from torch import Tensor
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Weighted sum of partial outputs by their LSE, over any number of parts.
+    """Merge any number of partial outputs, weighted by their LSE.
 
     Args:
         outs: each (tokens, heads, head dim), finite, of any floating dtype.
-        lses: each (heads, tokens), natural log; -inf marks a part that saw nothing.
+        lses: each (heads, tokens), natural log; -inf where a part saw no key.
 
     Returns:
-        out_thd, lse_ht: what one attention over the union of the keys would have given, in the
-            dtype of the lses.
+        out_thd, lse_ht: attention over the union of the keys, in the dtype of the lses.
 
     Raises:
         ValueError: no parts, or unequal numbers of outputs and LSEs.
     """
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"merge takes as many outs as lses, not {len(outs)} and {len(lses)}")
+        raise ValueError(
+            f"merge takes as many outs as lses, at least one, not {len(outs)} and {len(lses)}"
+        )
     if outs[0].is_cuda:
         from csps.kernels.triton_merge import merge_stacked
 
@@ -46,12 +47,12 @@ def merge_into(
 ) -> None:
     """Merge one more part into a running result, in place (progressive attention, CSPS §3.2.5).
 
-    With `kept_gk` the part has rows for some tokens only, its own for each kv head: a level of
-    sparse attention whose dropped tokens have weight 0 (CSPS Eq. 5).
+    With `kept_gk` the part has rows for some tokens only, selected by KV head. It is then a level
+    of sparse attention, where dropped tokens have weight 0 (CSPS Eq. 5).
 
     Args:
         out_thd, lse_ht: the running (tokens, heads, head dim) and (heads, tokens); overwritten.
-        other_khd, other_hk: the part, likewise over its own rows, of any floating dtype.
+        other_khd, other_hk: the part, same layout over its own rows, of any floating dtype.
         kept_gk: (kv heads, rows) int64, the token of each row, no token twice for one head; head
             h reads kv head h // (heads / kv heads). None when row i is token i.
     """
@@ -71,14 +72,14 @@ def merge_into(
 
 
 def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Merge any number of parts for each row, by as many operations however many there are.
+    """Merge any number of parts for each row, in a fixed number of operations.
 
     Args:
         out_nhd, lse_nh: (parts, heads, head dim) and (parts, heads).
-        row_n: (parts,) int64, the row that a part belongs to, in any order.
+        row_n: (parts,) int64, the row of each part, in any order.
 
     Returns:
-        out_rhd, lse_rh: of all rows, 0 and -inf for one without a part.
+        out_rhd, lse_rh: one entry per row; 0 and -inf for a row without a part.
     """
     if out_nhd.is_cuda:
         from csps.kernels import triton_merge
@@ -91,14 +92,15 @@ def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tup
     shift_rh = peak_rh.masked_fill(peak_rh == -torch.inf, 0.0)
     weight_nh = torch.exp(lse_nh - shift_rh[row_n])
     total_rh = torch.zeros_like(peak_rh).index_add_(0, row_n, weight_nh)
-    share_nh = weight_nh / total_rh.clamp_min(1.0)[row_n]  # at least 1, or 0 without a part
+    # A total is at least 1, or 0 for a row without a part.
+    fraction_nh = weight_nh / total_rh.clamp_min(1.0)[row_n]
     out_rhd = out_nhd.new_zeros(rows, *out_nhd.shape[1:])
-    out_rhd.index_add_(0, row_n, out_nhd * share_nh[..., None])
+    out_rhd.index_add_(0, row_n, out_nhd * fraction_nh[..., None])
     return out_rhd, shift_rh + total_rh.log()
 
 
 def nothing_seen(q_thd: Tensor) -> tuple[Tensor, Tensor]:
-    """The identity of merging, as attention of these queries over no key: zeros and -inf."""
+    """Return the attention of these queries over no key, the identity of merging: 0 and -inf."""
     tokens, heads, _ = q_thd.shape
     dtype = torch.promote_types(q_thd.dtype, torch.float32)
     lse_ht = torch.full((heads, tokens), -torch.inf, dtype=dtype, device=q_thd.device)
@@ -117,7 +119,7 @@ def _merge(outs: Sequence[Tensor], lse_pht: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_rows(out_thd: Tensor, lse_ht: Tensor, other_thd: Tensor, other_ht: Tensor) -> None:
-    # The sigmoid form of two weights; alone it is NaN where neither part saw anything.
-    share_ht = torch.sigmoid(other_ht - lse_ht).masked_fill_(other_ht == -torch.inf, 0.0)
-    out_thd.lerp_(other_thd.to(out_thd.dtype), share_ht.transpose(0, 1)[..., None])
+    # Two weights in sigmoid form. The mask replaces NaN where neither part saw a key.
+    fraction_ht = torch.sigmoid(other_ht - lse_ht).masked_fill_(other_ht == -torch.inf, 0.0)
+    out_thd.lerp_(other_thd.to(out_thd.dtype), fraction_ht.transpose(0, 1)[..., None])
     lse_ht.copy_(torch.logaddexp(lse_ht, other_ht))

@@ -1,10 +1,10 @@
-"""Drawing one token for each row of a batch: temperature, top-k, top-p, min-p, and a number.
+"""Sample one token for each row of a batch by temperature, top-k, top-p and min-p.
 
-Whatever its filters are, a row costs a few passes over the vocabulary and one sort of its values:
-nothing here walks rows one by one or waits for the device once per row. A row's token depends on
-that row alone, to the last bit, not on what else is in the batch.
+A row costs a few passes over the vocabulary and one sort of its values, whatever its filters are.
+No loop runs over rows, and the host does not wait for the device once per row. The token of a row
+depends on that row alone, to the last bit, and not on the rest of the batch.
 
-Shape suffixes: b rows; v vocabulary; c candidates, the tokens of one row that are looked at.
+Shape suffixes: b rows; v vocabulary; c candidates, the tokens of one row that may be sampled.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ import torch
 from torch import Tensor
 
 NARROW = 64
-"""Candidates of a row whose top-k is smaller. A fixed width and not the batch's largest top-k:
-sums would round differently beside other rows."""
+"""Number of candidates of a row whose top-k is smaller."""
+# A fixed width and not the batch's largest top-k, or sums would round differently by batch.
 CPU_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
-"""Probabilities in fp64 at a time. On a CPU more do not fit into the cache: 64 rows of 151,936
-cost 2.1 ms each at once and 0.5 one by one."""
+"""Most fp64 probabilities that one pass computes."""
+# On a CPU more do not fit the cache: 64 rows of 151,936 cost 2.1 ms each together, 0.5 one by one.
 
 
 class Filters(NamedTuple):
-    """Which tokens of a row may be drawn."""
+    """Sampling parameters of one row."""
 
     temperature: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """Number of tokens, or 0 for all."""
     top_p: float = 1.0
     min_p: float = 0.0
 
 
 class Candidates(NamedTuple):
-    """What the filters leave of some rows of a batch."""
+    """Tokens of some rows of a batch that pass the filters."""
 
     rows: Tensor
-    """(b,) int64, which rows these are."""
+    """Rows of the batch, (b,) int64."""
     ids_bc: Tensor | None
-    """Tokens, ascending in each row; None if column c is token c. In that order, and not by
-    probability, rounding, which may swap two tokens of nearly the same one, does not change what a
-    random number stands for."""
+    """Token ids, ascending in each row; None if column c is token c."""
+    # Not by probability: rounding may swap two tokens of nearly equal probability, and the same
+    # random number would then select another token.
     probs_bc: Tensor
-    """fp64, not normalised, 0 for what is filtered out. In fp32 the cumulative sum of a large
-    vocabulary would lose the tokens of its tail, and the smallest temperatures would overflow."""
+    """Probabilities, fp64, not normalized, 0 for tokens that the filters removed."""
+    # In fp32 the cumulative sum of a large vocabulary would lose the tokens of its tail, and the
+    # smallest temperatures would overflow.
 
 
 def sample(scores_bv: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) -> Tensor:
-    """Draw a token for every row.
+    """Sample a token for every row.
 
     Args:
-        scores_bv: fp32; each row has a finite maximum and may hold -inf.
-        filters: what each row asks for.
-        uniforms: a random number of [0, 1) for each row, of at most 52 bits: then its product with
-            a total is less than the total.
+        scores_bv: fp32; each row has a finite maximum and may contain -inf.
+        filters: parameters of each row.
+        uniforms: a random number in [0, 1) for each row, of at most 52 bits, so that its product
+            with a total is less than the total.
 
     Returns:
         (b,) int64: the first token, by id, whose cumulative probability exceeds the row's number;
@@ -70,7 +71,7 @@ def sample(scores_bv: Tensor, filters: Sequence[Filters], uniforms: Sequence[flo
 
 
 def inverse_cdf(probs_bc: Tensor, u_b1: Tensor) -> Tensor:
-    """(b, 1) int64: the first columns whose cumulative share of the total exceeds u."""
+    """Return the first column whose cumulative probability exceeds u of the total, (b, 1) int64."""
     cdf_bc = probs_bc.cumsum(-1)
     return torch.searchsorted(cdf_bc, cdf_bc[:, -1:] * u_b1, right=True)
 
@@ -78,22 +79,22 @@ def inverse_cdf(probs_bc: Tensor, u_b1: Tensor) -> Tensor:
 def candidates(scores_bv: Tensor, filters: Sequence[Filters]) -> Iterator[Candidates]:
     """Apply temperature, top-k, top-p and min-p; each row comes once, in any order."""
     vocab = scores_bv.shape[1]
-    narrow = [row for row, it in enumerate(filters) if 0 < it.top_k < NARROW < vocab]
-    wide = [row for row, it in enumerate(filters) if not 0 < it.top_k < NARROW < vocab]
+    narrow = [row for row, asked in enumerate(filters) if 0 < asked.top_k < NARROW < vocab]
+    wide = [row for row, asked in enumerate(filters) if not 0 < asked.top_k < NARROW < vocab]
     if narrow:
         top_k = [filters[row].top_k for row in narrow]
         scores_bc, ids_bc, cut = _highest(_rows(scores_bv, narrow), top_k)
         cut_rows = [row for row, is_cut in zip(narrow, cut, strict=True) if is_cut]
         wide = sorted(wide + cut_rows)  # `_rows` takes all rows for the batch as it stands
-        whole = [place for place, is_cut in enumerate(cut) if not is_cut]
+        whole = [index for index, is_cut in enumerate(cut) if not is_cut]
         if whole:
-            kept = [narrow[place] for place in whole]
-            probs_bc = _filtered(_rows(scores_bc, whole), [filters[row] for row in kept])
-            yield Candidates(_index(kept, scores_bv), _rows(ids_bc, whole), probs_bc)
+            uncut_rows = [narrow[index] for index in whole]
+            probs_bc = _filtered(_rows(scores_bc, whole), [filters[row] for row in uncut_rows])
+            yield Candidates(_index(uncut_rows, scores_bv), _rows(ids_bc, whole), probs_bc)
     for rows in row_blocks(wide, scores_bv):
-        asked = [filters[row] for row in rows]
-        scores_bc = _top_k(_rows(scores_bv, rows), [it.top_k for it in asked])
-        yield Candidates(_index(rows, scores_bv), None, _filtered(scores_bc, asked))
+        row_filters = [filters[row] for row in rows]
+        scores_bc = _top_k(_rows(scores_bv, rows), [row_filter.top_k for row_filter in row_filters])
+        yield Candidates(_index(rows, scores_bv), None, _filtered(scores_bc, row_filters))
 
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:
@@ -105,22 +106,22 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _rows(values_bx: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows; without a copy where they are all."""
+    """Select rows, without a copy if they are all."""
     return values_bx if len(rows) == len(values_bx) else values_bx[_index(rows, values_bx)]
 
 
 def row_blocks(rows: Sequence[int], values_bv: Tensor) -> Iterator[Sequence[int]]:
-    """Rows in groups for which temporary values stay within the cache, or within bounds."""
+    """Split rows into groups whose temporary values fit the cache, or the device's bound."""
     block = CPU_BLOCK if values_bv.device.type == "cpu" else DEVICE_BLOCK
     most = max(1, block // values_bv.shape[1])
     return (rows[start : start + most] for start in range(0, len(rows), most))
 
 
 def _highest(scores_bv: Tensor, top_k: Sequence[int]) -> tuple[Tensor, Tensor, list[bool]]:
-    """The `NARROW` highest scores by id, with -inf for those below the k-th.
+    """Select the `NARROW` highest scores, in order of id, with -inf for those below the k-th.
 
     Returns:
-        scores_bc, ids_bc, and for each row whether scores equal to the k-th may lie beyond.
+        scores_bc, ids_bc, and for each row whether scores equal to the k-th may be missing.
     """
     values_bc, ids_bc = scores_bv.topk(NARROW)
     edge_b1 = values_bc.gather(1, _index(top_k, scores_bv)[:, None] - 1)
@@ -131,7 +132,7 @@ def _highest(scores_bv: Tensor, top_k: Sequence[int]) -> tuple[Tensor, Tensor, l
 
 
 def _top_k(scores_bv: Tensor, top_k: Sequence[int]) -> Tensor:
-    """The scores, with -inf for those below the row's k-th; equals of the k-th stay."""
+    """Replace scores below the row's k-th by -inf; scores equal to the k-th remain."""
     vocab = scores_bv.shape[1]
     if not any(0 < k < vocab for k in top_k):
         return scores_bv
@@ -141,40 +142,41 @@ def _top_k(scores_bv: Tensor, top_k: Sequence[int]) -> Tensor:
 
 
 def _filtered(scores_bc: Tensor, filters: Sequence[Filters]) -> Tensor:
-    """Probabilities after temperature, top-p and min-p, fp64, not normalised."""
-    temperature_b1 = _column([it.temperature for it in filters], scores_bc)
+    """Return probabilities after temperature, top-p and min-p, fp64, not normalized."""
+    temperature_b1 = _column([asked.temperature for asked in filters], scores_bc)
     probs_bc = (scores_bc.double() / temperature_b1).softmax(-1)
-    if any(it.top_p < 1.0 for it in filters):
-        # Rounded sums may reach 1 before the last token: who does not filter has no limit.
-        limits = [it.top_p if it.top_p < 1.0 else math.inf for it in filters]
+    if any(asked.top_p < 1.0 for asked in filters):
+        # Rounded sums may reach 1 before the last token, so a row without top-p has no limit.
+        limits = [asked.top_p if asked.top_p < 1.0 else math.inf for asked in filters]
         probs_bc = _top_p(probs_bc, _column(limits, scores_bc))
-    if any(it.min_p > 0.0 for it in filters):
-        least_b1 = _column([it.min_p for it in filters], scores_bc) * probs_bc.amax(-1, True)
+    if any(asked.min_p > 0.0 for asked in filters):
+        min_p_b1 = _column([asked.min_p for asked in filters], scores_bc)
+        least_b1 = min_p_b1 * probs_bc.amax(-1, True)
         probs_bc = probs_bc.masked_fill(probs_bc < least_b1, 0.0)
     return probs_bc
 
 
 def _top_p(probs_bc: Tensor, p_b1: Tensor) -> Tensor:
-    """The fewest tokens whose probabilities add up to p, at least one; 0 for the others.
+    """Select the fewest tokens whose probabilities add up to p, at least one; set others to 0.
 
-    Of equal tokens at the edge those with the lower id stay.
+    Of tokens of equal probability at the edge, those of lower id are selected.
     """
     ordered_bc = _descending(probs_bc)
     count_b1 = 1 + (ordered_bc.cumsum(-1)[:, :-1] < p_b1).sum(-1, keepdim=True)
     edge_b1 = ordered_bc.gather(1, count_b1 - 1)
-    stay_bc = probs_bc >= edge_b1
-    # To ask whether there are any equals would cost more on a device than to look at all.
-    on_cpu = stay_bc.device.type == "cpu"
-    if not on_cpu or not torch.equal(stay_bc.sum(-1, keepdim=True), count_b1):
+    selected_bc = probs_bc >= edge_b1
+    # On a device, a test for ties (a wait) would cost more than handling ties always.
+    on_cpu = selected_bc.device.type == "cpu"
+    if not on_cpu or not torch.equal(selected_bc.sum(-1, keepdim=True), count_b1):
         equal_bc = probs_bc == edge_b1
         above_b1 = (probs_bc > edge_b1).sum(-1, keepdim=True)
-        stay_bc &= ~equal_bc | (equal_bc.cumsum(-1) <= count_b1 - above_b1)
-    return probs_bc.masked_fill(~stay_bc, 0.0)
+        selected_bc &= ~equal_bc | (equal_bc.cumsum(-1) <= count_b1 - above_b1)
+    return probs_bc.masked_fill(~selected_bc, 0.0)
 
 
 def _descending(values_bc: Tensor) -> Tensor:
-    """Each row's values, highest first. Values alone: 151,936 of them take numpy 1 ms on a core
-    with AVX-512, and torch, which sorts indices along, 15."""
+    """Sort the values of each row, highest first."""
+    # numpy sorts 151,936 values in 1 ms on a core with AVX-512; torch also sorts indices: 15 ms.
     if values_bc.device.type != "cpu":
         return values_bc.sort(descending=True).values
     ordered_bc = values_bc.clone(memory_format=torch.contiguous_format)

@@ -1,15 +1,14 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Flash attention with LSE in Triton: true positions, GQA, variable length (CSPS §3.2.5, §4).
 
-A program owns a block of query tokens together with all query heads of one kv head, as rows of
-one tile: each key is read once for the group, and one token of decode still fills a tile. Keys
-come in two loops, blocks seen whole by every row without a mask, then the rest with one; no
-branch inside them, so that loads stay pipelined. Work is base 2, where exp is one instruction.
+`attention`: a program owns a block of query tokens and all query heads of one KV head, as rows of
+one tile. Each key is read once for the group, and one decode token still fills a tile. The first
+loop reads key blocks that every row sees whole, without a mask; the second reads the rest with a
+mask. Neither loop branches, so loads remain pipelined. Exponents are base 2, one instruction each.
 
-Attention of decode in Triton: the context cut into pieces of slots, a program for each.
-
-A program owns one piece for one kv head, with all query heads of that as rows of its tile. What a
-piece is comes from memory and not as an argument: nothing is compiled for a length, and neither
-the number of kernels nor the grid's shape depends on how the rows' lengths differ.
+`decode_attention`: the slots of each row are split into runs, with a program for each run and KV
+head. A program reads its run from memory, not from its arguments. So no kernel is compiled for a
+length, and the number of kernels and the grid do not depend on how the lengths of rows differ.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from csps.kernels.triton_blocks import (
 )
 from csps.kernels.triton_merge import merge_stacked
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 MIN_SPLIT_BLOCKS = 4  # fewer key blocks than this are not worth a program and a merge
-WAVES = 2  # programs per processor that splitting the keys aims at
+WAVES = 2  # programs per processor to aim at when splitting the keys
+SHORTEST_SPLIT, LONGEST_SPLIT = 128, 4096  # slots of a run in decode
+DECODE_WAVES = 4  # programs per processor to aim at when splitting the runs in decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """How one call is cut: rows (tokens x group) and keys of a tile, warps, pipeline stages."""
+    """Tiling of one call: rows (tokens x group) and keys of a tile, warps, pipeline stages."""
 
     block_m: int
     block_n: int
@@ -60,7 +59,7 @@ class Tiling:
 def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, begin, end,
             stride_kt, stride_vt, scale_log2, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
             BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Online softmax over key blocks [begin, end) of a sequence whose keys begin at k, v."""
+    """Run online softmax over key blocks [begin, end) of the sequence that begins at k, v."""
     k += begin.to(tl.int64) * BLOCK_N * stride_kt
     v += begin.to(tl.int64) * BLOCK_N * stride_vt
     for block in range(begin, end):
@@ -76,7 +75,7 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
             score = tl.where(visible, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
         shift = new_peak
-        if MASKED:  # a row that has seen nothing yet: -inf minus -inf would be NaN
+        if MASKED:  # for a row that has seen no key yet, -inf minus -inf would be NaN
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         prob = tl.exp2(score * scale_log2 - shift[:, None])
         shrink = tl.exp2(peak - shift)
@@ -108,7 +107,7 @@ def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens
                       VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       BLOCK_D: tl.constexpr):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most: start them first
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: start first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     sequence = 0
@@ -143,9 +142,9 @@ def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens
             least + k_slot, most + k_slot, blocks, q_least, tl.max(q_position, 0)
         )
         whole = tl.minimum(whole, k_seen)
-    share = tl.cdiv(seen, splits)
-    begin = split * share
-    end = tl.minimum(begin + share, seen)
+    length_of_split = tl.cdiv(seen, splits)
+    begin = split * length_of_split
+    end = tl.minimum(begin + length_of_split, seen)
     whole = tl.minimum(tl.maximum(whole, begin), end)
 
     k += k_begin.to(tl.int64) * stride_kt + kv_head * stride_kh
@@ -182,10 +181,9 @@ def attention(
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `csps.kernels.attention.attention`; bf16, fp16 and fp32."""
-    if q_thd.dtype == torch.float64:
-        raise ValueError("fp64 attention runs on CPU only")
-    q_thd, k_thd, v_thd = (kernel_input(x) for x in (q_thd, k_thd, v_thd))
+    """Implement `csps.kernels.attention.attention` for bf16, fp16 and fp32."""
+    _refuse_fp64(q_thd)
+    q_thd, k_thd, v_thd = (kernel_input(tensor) for tensor in (q_thd, k_thd, v_thd))
     q_tokens, heads, dim = q_thd.shape
     k_tokens, kv_heads, _ = k_thd.shape
     group = heads // kv_heads
@@ -214,7 +212,8 @@ def attention(
 
 
 def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, q_tokens: int) -> Tiling:
-    """For Hopper's 227 KiB of shared memory; a table, since tuning would stall first requests."""
+    """Choose a tiling that fits Hopper's 227 KiB of shared memory."""
+    # A table, not autotuning, which would stall the first requests.
     fewest = max(16, int(triton.next_power_of_2(group)))  # a token's group stays together
     rows = max(fewest, min(128, int(triton.next_power_of_2(q_tokens * group))))
     wide = padded_dim(head_dim)
@@ -228,33 +227,28 @@ def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, q_tokens: int) 
 
 
 def _splits(programs: int, k_blocks: int, device: torch.device) -> int:
-    """Parts to cut the keys into when the queries alone leave processors idle (decode)."""
+    """Return how often to split the keys if the queries alone leave processors idle (decode)."""
     wanted = triton.cdiv(WAVES * processors(device), programs)
     return max(1, min(int(wanted), k_blocks // MIN_SPLIT_BLOCKS))
 
 
 def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
-SHORTEST_PIECE, LONGEST_PIECE = 128, 4096
-DECODE_WAVES = 4  # programs per processor that cutting the context aims at
-
-
 @triton.jit
-def _decode_kernel(q, k, v, pieces, out, lse, scale_log2,
+def _decode_kernel(q, k, v, runs, out, lse, scale_log2,
                    stride_qr, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
                    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    piece = tl.program_id(0)
+    run = tl.program_id(0)
     kv_head = tl.program_id(1)
-    row = tl.load(pieces + piece * 3)
-    begin = tl.load(pieces + piece * 3 + 1)
-    length = tl.load(pieces + piece * 3 + 2) - begin
+    row = tl.load(runs + run * 3)
+    begin = tl.load(runs + run * 3 + 1)
+    length = tl.load(runs + run * 3 + 2) - begin
 
     member = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
@@ -271,15 +265,15 @@ def _decode_kernel(q, k, v, pieces, out, lse, scale_log2,
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     whole = length // BLOCK_N
     acc, total, peak = _attend(
-        acc, total, peak, q_tile, member, k, v, pieces, length, whole * 0, whole,
+        acc, total, peak, q_tile, member, k, v, runs, length, whole * 0, whole,
         stride_ks, stride_vs, scale_log2, False, False, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     acc, total, peak = _attend(
-        acc, total, peak, q_tile, member, k, v, pieces, length, whole, tl.cdiv(length, BLOCK_N),
+        acc, total, peak, q_tile, member, k, v, runs, length, whole, tl.cdiv(length, BLOCK_N),
         stride_ks, stride_vs, scale_log2, False, True, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
 
-    out_row = piece.to(tl.int64) * tl.num_programs(1) * GROUP + head
+    out_row = run.to(tl.int64) * tl.num_programs(1) * GROUP + head
     tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=elements)
     tl.store(lse + out_row, (peak + tl.log2(total)) * LN_2, mask=used)
 
@@ -287,21 +281,20 @@ def _decode_kernel(q, k, v, pieces, out, lse, scale_log2,
 def decode_attention(
     q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See `csps.kernels.attention.decode_attention`; bf16, fp16 and fp32."""
-    if q_rhd.dtype == torch.float64:
-        raise ValueError("fp64 attention runs on CPU only")
-    q_rhd, k_shd, v_shd = (kernel_input(x) for x in (q_rhd, k_shd, v_shd))
+    """Implement `csps.kernels.attention.decode_attention` for bf16, fp16 and fp32."""
+    _refuse_fp64(q_rhd)
+    q_rhd, k_shd, v_shd = (kernel_input(tensor) for tensor in (q_rhd, k_shd, v_shd))
     rows, heads, dim = q_rhd.shape
     kv_heads = k_shd.shape[1]
     group = heads // kv_heads
     tiling = choose_tiling(q_rhd.dtype, dim, group, 1)
-    pieces_n3, row_n = runs.pieces(
-        q_rhd.device, piece_length(runs.tokens * kv_heads, processors(q_rhd.device))
+    splits_n3, row_n = runs.split(
+        q_rhd.device, split_length(runs.tokens * kv_heads, processors(q_rhd.device))
     )
     out_nhd = torch.empty(len(row_n), heads, dim, dtype=torch.float32, device=q_rhd.device)
     lse_nh = torch.empty(len(row_n), heads, dtype=torch.float32, device=q_rhd.device)
     _decode_kernel[(len(row_n), kv_heads)](
-        q_rhd, k_shd, v_shd, pieces_n3, out_nhd, lse_nh, scale * LOG2_E,
+        q_rhd, k_shd, v_shd, splits_n3, out_nhd, lse_nh, scale * LOG2_E,
         *q_rhd.stride()[:2], *k_shd.stride()[:2], *v_shd.stride()[:2],
         GROUP=group, HEAD_DIM=dim, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         BLOCK_D=padded_dim(dim), num_warps=tiling.warps, num_stages=tiling.stages,
@@ -309,7 +302,12 @@ def decode_attention(
     return merge_rows(out_nhd, lse_nh, row_n, rows)
 
 
-def piece_length(work: int, programs: int) -> int:
-    """Slots of a piece, so that `work` slots and heads keep that many processors busy."""
-    wanted = triton.next_power_of_2(max(1, work // (DECODE_WAVES * programs)))
-    return int(min(max(wanted, SHORTEST_PIECE), LONGEST_PIECE))
+def split_length(work: int, processor_count: int) -> int:
+    """Return how many slots a run may have so that `work` (slots x heads) fills the processors."""
+    wanted = triton.next_power_of_2(max(1, work // (DECODE_WAVES * processor_count)))
+    return int(min(max(wanted, SHORTEST_SPLIT), LONGEST_SPLIT))
+
+
+def _refuse_fp64(q: Tensor) -> None:
+    if q.dtype == torch.float64:
+        raise ValueError("fp64 attention runs on CPU only; a GPU takes bf16, fp16 and fp32")

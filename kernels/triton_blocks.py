@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What the Triton kernels share: token blocks of a variable-length batch, and their extremes.
+"""Parts common to the Triton kernels: token blocks of a variable-length batch and their extremes.
 
-Sequence i owns the block slots from cu_seqlens[i] // BLOCK + i up to the next one's: never fewer
-than it needs, so the grid follows from the token count alone and the host need not wait for the
-lengths. A program finds its sequence by bisection; a few slots stay empty.
+Sequence i owns the block slots from cu_seqlens[i] // BLOCK + i to the first slot of the next
+sequence. These are never too few, so the grid follows from the token count alone and the host need
+not wait for the lengths. A program finds its sequence by bisection; a few slots remain empty.
 
-Kernels are compiled for no length: the compiler is told to look neither at how many tokens there
-are nor at where a slice of them begins, or a server would compile for seconds in mid-decode.
+Kernels are not specialized on the number of tokens or on the alignment of a slice. Otherwise a
+server would compile for seconds in the middle of decoding.
 
-Masked blocks are skipped by each block's least and most position. They hold in any order of
-positions; with ascending ones, what remains is exactly the staircase.
+The least and greatest position of each block tell which blocks a mask hides. This works in any
+order of positions; with ascending positions exactly the staircase remains.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from csps.kernels.arguments import Offsets
 
 LAST_POSITION = tl.constexpr(2**31 - 1)
-SCAN = tl.constexpr(256)  # block extremes that a program looks at together
+SCAN = tl.constexpr(256)  # block extremes that a program reads at a time
 
 
 @triton.jit
 def sequence_of(slot, cu_seqlens, sequences, BLOCK: tl.constexpr):
-    """The last sequence whose slots begin at or before `slot`."""
+    """Return the last sequence whose slots begin at or before `slot`."""
     low = 0
     high = sequences
     while low < high:
@@ -41,7 +41,7 @@ def sequence_of(slot, cu_seqlens, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def bounds_of(sequence, cu_seqlens, tokens, VARLEN: tl.constexpr):
-    """First token and end of a sequence."""
+    """Return the first token and the end of a sequence."""
     begin = 0
     end = tokens
     if VARLEN:
@@ -58,7 +58,7 @@ def first_slot_of(sequence, begin, BLOCK: tl.constexpr):
 @triton.jit
 def load_tile(base, stride, rows, BOUNDED: tl.constexpr, ROWS: tl.constexpr,
               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """(ROWS, BLOCK_D) of consecutive tokens; zeros past `rows` if BOUNDED, and past HEAD_DIM."""
+    """Load (ROWS, BLOCK_D) of consecutive tokens; 0 past `rows` if BOUNDED, and past HEAD_DIM."""
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     pointers = base + row * stride + dim
@@ -92,8 +92,8 @@ def _extremes_kernel(positions, cu_seqlens, least, most, tokens, sequences,
 
 @triton.jit
 def seen_blocks(least, most, blocks, q_least, q_most):
-    """(whole, seen): rows between the q extremes see every key of the blocks before `whole`, and
-    none of the blocks from `seen` on."""
+    """Return (whole, seen): queries between the extremes see every key of the blocks before
+    `whole`, and no key of the blocks from `seen` on."""
     whole = blocks
     seen = 0
     for start in range(0, blocks, SCAN):
@@ -108,8 +108,8 @@ def seen_blocks(least, most, blocks, q_least, q_most):
 
 @triton.jit
 def seeing_blocks(least, most, blocks, k_least, k_most):
-    """(seeing, whole): rows before block `seeing` see no key between the k extremes, and rows of
-    the blocks from `whole` on see them all."""
+    """Return (seeing, whole): queries before block `seeing` see no key between the extremes, and
+    queries of the blocks from `whole` on see all of them."""
     seeing = blocks
     whole = 0
     for start in range(0, blocks, SCAN):
@@ -123,14 +123,14 @@ def seeing_blocks(least, most, blocks, k_least, k_most):
 
 
 def slots(tokens: int, sequences: int, block: int) -> int:
-    """Enough block slots for any split of the tokens into sequences."""
+    """Return enough block slots for any split of the tokens into sequences."""
     return tokens // block + sequences
 
 
 def extremes(
     positions: Tensor, cu_seqlens: Tensor | None, sequences: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Least and most position of each block slot, (slots,) int32 each."""
+    """Compute the least and greatest position of each block slot, (slots,) int32 each."""
     count = slots(len(positions), sequences, block)
     least, most = torch.empty(2, count, dtype=torch.int32, device=positions.device)
     _extremes_kernel[(count,)](
@@ -141,19 +141,22 @@ def extremes(
 
 
 def offsets_tensor(cu_seqlens: Offsets | None, device: torch.device) -> Tensor | None:
-    """int32 like the kernels' token counts: a loop's bounds must be of one type."""
+    """Return the offsets as int32 on the device."""
     if cu_seqlens is None:
         return None
+    # int32 like the kernels' token counts, because the bounds of a loop must have one type.
     return torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device)
 
 
 def kernel_input(x_thd: Tensor) -> Tensor:
-    """Dense last dim. On CPU the interpreter runs the kernels, and it cannot compute in bf16."""
+    """Return the tensor with a dense last dim, on a CPU in fp32."""
+    # On a CPU Triton's interpreter runs the kernels, and it cannot compute in bf16.
     if not x_thd.is_cuda and x_thd.dtype in (torch.bfloat16, torch.float16):
         x_thd = x_thd.float()
     return x_thd if x_thd.stride(-1) == 1 else x_thd.contiguous()
 
 
 def padded_dim(head_dim: int) -> int:
-    """Tiles are powers of two, and tensor cores take at least 16."""
+    """Return the tile size of a head dim."""
+    # Tiles are powers of two, and tensor cores take at least 16.
     return max(16, int(triton.next_power_of_2(head_dim)))

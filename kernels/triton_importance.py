@@ -1,13 +1,12 @@
-"""Column sums of attention probabilities in Triton.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Importance of keys and selection of tokens in Triton.
 
-A program owns a block of keys of one kv head and walks over the query blocks that see it, so
-that each sum is stored once: no atomics, the same result every time.
+`column_sums`: a program owns a block of keys of one KV head and loops over the query blocks that
+see it. Each sum is stored once, without atomics, so the result is reproducible.
 
-Top-k tokens in ascending order in Triton, one program a head, without sorting.
-
-Bisection over the bits of the values finds the k-th largest in 32 counts; one more pass writes
-the indices above it, and of those equal to it the earliest. A sort would move every value about
-as often, and need a second sort to bring the indices in order.
+`top_tokens`: one program a head. Bisection over the bits of the values finds the k-th largest in 32
+counts. One more pass writes the indices of greater values and the earliest of equal ones. A sort
+would move every value about as often, and a second sort would have to order the indices.
 """
 
 from __future__ import annotations
@@ -32,18 +31,17 @@ from csps.kernels.triton_blocks import (
     slots,
 )
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 LOG2_E = 1.4426950408889634
-BLOCK_M = 64  # rows: tokens x query heads of the kv head
+BLOCK_M = 64  # rows: tokens x query heads of the KV head
 BLOCK_N = 128  # keys
+BLOCK = 4096  # tokens that a program of `top_tokens` reads at a time
 
 
 @triton.jit
 def _add_columns(acc, k_tile, k_position, q, lse, q_positions, tokens, begin, end, lse_stride,
                  stride_qt, stride_qh, scale_log2, MASKED: tl.constexpr, GROUP: tl.constexpr,
                  HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Add the probabilities of query blocks [begin, end) of a sequence that begins at q, lse."""
+    """Add the probabilities of query blocks [begin, end) of the sequence that begins at q, lse."""
     LOG2E: tl.constexpr = 1.4426950408889634
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     row = tl.arange(0, BLOCK_M)
@@ -57,7 +55,7 @@ def _add_columns(acc, k_tile, k_position, q, lse, q_positions, tokens, begin, en
         q_tile = tl.load(q + q_row[:, None] + dim[None, :], mask=elements, other=0.0)
         row_lse = tl.load(lse + head.to(tl.int64) * lse_stride + token, mask=used,
                           other=float("inf"))  # fmt: skip
-        # exp2(score - inf) is 0: unused rows and rows that saw nothing add nothing.
+        # exp2(score - inf) is 0, so unused rows and rows that saw no key add nothing.
         row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2E
         score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         prob = tl.exp2(score - row_lse[:, None])
@@ -141,9 +139,9 @@ def column_sums(
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
 ) -> Tensor:
-    """See `csps.kernels.importance.column_sums`; bf16, fp16 and fp32."""
+    """Implement `csps.kernels.importance.column_sums` for bf16, fp16 and fp32."""
     if q_thd.dtype == torch.float64:
-        raise ValueError("fp64 importance runs on CPU only")
+        raise ValueError("fp64 importance runs on CPU only; a GPU takes bf16, fp16 and fp32")
     q_thd, k_thd, lse_ht = kernel_input(q_thd), kernel_input(k_thd), lse_ht.contiguous()
     q_tokens, heads, dim = q_thd.shape
     k_tokens, kv_heads, _ = k_thd.shape
@@ -166,14 +164,9 @@ def column_sums(
     return sums_gt
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
-BLOCK = 4096  # tokens that a program looks at together
-
-
 @triton.jit
 def _load_ordered(values, start, tokens, BLOCK: tl.constexpr):
-    """(BLOCK,) int64 keys in the order of the fp32 values; below all values past the end."""
+    """Load (BLOCK,) int64 keys that order like the fp32 values; lowest past the end."""
     token = start + tl.arange(0, BLOCK)
     bits = tl.load(values + token, mask=token < tokens, other=0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -212,7 +205,7 @@ def _top_tokens_kernel(values, kept, tokens, keep, BLOCK: tl.constexpr):
 
 
 def top_tokens(importance_gt: Tensor, keep: int) -> Tensor:
-    """See `csps.kernels.importance.select`; (kv heads, keep) int64."""
+    """Select the `keep` highest tokens of each head, ascending; (kv heads, keep) int64."""
     heads, tokens = importance_gt.shape
     kept_gk = torch.empty(heads, keep, dtype=torch.int64, device=importance_gt.device)
     if keep:

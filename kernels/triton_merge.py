@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""LSE-weighted sums in Triton: of stacked parts, of one part into a running result, of the parts of
-each row."""
+"""LSE-weighted sums in Triton: stacked parts, a part into a running result, the parts of each row.
+
+See `csps.kernels.merge` for the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 4  # tokens of one head that a program merges: head dim x rows fills four warps
-PARTS = 16  # parts of all rows that a program looks through together, for those of its own
+PARTS = 16  # parts that a program searches at a time for those of its row
 
 
 @triton.jit(do_not_specialize=["parts", "tokens"])
 def _merge_stacked_kernel(outs, lses, out, lse, parts, tokens, HEAD_DIM: tl.constexpr,
                           ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """outs (parts, tokens, heads, dim) and lses (parts, heads, tokens), both dense."""
+    """Merge outs (parts, tokens, heads, dim) and lses (parts, heads, tokens), both dense."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -52,7 +54,7 @@ def _merge_into_kernel(out, lse, other, other_lse, kept, rows, group,
                        stride_pt, stride_ph, stride_qh, stride_qt, stride_kh,
                        KEPT: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
                        BLOCK_D: tl.constexpr):  # fmt: skip
-    """Row i of `other` belongs to token kept[head // group, i], or to token i."""
+    """Merge row i of `other` into token kept[head // group, i], or into token i."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
@@ -83,7 +85,7 @@ def _merge_into_kernel(out, lse, other, other_lse, kept, rows, group,
 @triton.jit(do_not_specialize=["parts"])
 def _merge_rows_kernel(outs, lses, row_of, out, lse, parts, HEAD_DIM: tl.constexpr,
                        PARTS: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """outs (parts, heads, dim) and lses (parts, heads), both dense; part i is of row row_of[i]."""
+    """Merge outs (parts, heads, dim) and lses (parts, heads), both dense, into rows row_of[i]."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -113,7 +115,7 @@ def _merge_rows_kernel(outs, lses, row_of, out, lse, parts, HEAD_DIM: tl.constex
 
 
 def merge_stacked(out_pthd: Tensor, lse_pht: Tensor) -> tuple[Tensor, Tensor]:
-    """See `csps.kernels.merge.merge`; parts along the first dim of dense fp32 tensors."""
+    """Implement `csps.kernels.merge.merge` for parts along the first dim of dense fp32 tensors."""
     parts, tokens, heads, dim = out_pthd.shape
     out_thd, lse_ht = torch.empty_like(out_pthd[0]), torch.empty_like(lse_pht[0])
     _merge_stacked_kernel[(triton.cdiv(tokens, ROWS), heads)](
@@ -130,7 +132,7 @@ def merge_into(
     other_hk: Tensor,
     kept_gk: Tensor | None,
 ) -> None:
-    """See `csps.kernels.merge.merge_into`."""
+    """Implement `csps.kernels.merge.merge_into`."""
     rows, heads, dim = other_khd.shape
     _merge_into_kernel[(triton.cdiv(rows, ROWS), heads)](
         out_thd, lse_ht, other_khd, other_hk, kept_gk, rows,
@@ -142,7 +144,7 @@ def merge_into(
 
 
 def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """See `csps.kernels.merge.merge_rows`; fp32, one kernel."""
+    """Implement `csps.kernels.merge.merge_rows` for fp32 with one kernel."""
     _, heads, dim = out_nhd.shape
     out_rhd, lse_rh = out_nhd.new_empty(rows, heads, dim), lse_nh.new_empty(rows, heads)
     _merge_rows_kernel[(rows, heads)](

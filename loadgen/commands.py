@@ -1,4 +1,4 @@
-"""`csps bench`: load tests, the search for the highest rate, and reports."""
+"""The command `csps bench`: load tests, the search for the highest rate, and reports."""
 
 from __future__ import annotations
 

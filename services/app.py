@@ -1,7 +1,7 @@
 """The application builder that `config.yaml` names.
 
-No `from __future__ import annotations` here: Ray Serve reads the type of `build`'s argument to
-parse `args`, and would find a string.
+This module has no `from __future__ import annotations`: Ray Serve reads the type of `build`'s
+argument to parse `args`, and would find a string.
 """
 
 from typing import Any
@@ -20,20 +20,23 @@ from csps.services.settings.replicas import GANGS, only_one
 from csps.services.settings.settings import AnyGang, Settings
 
 MANY = 100_000
-"""Admission is the router's decision; Serve shall not queue in front of it."""
+"""Admission is the router's decision: Serve must not queue in front of it."""
 SHELL_CPUS = 0.05
-"""Router, configurator and registry wait most of the time."""
+"""CPUs of router, configurator and registry, which wait most of the time."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""The router's HTTP server and what it serves share an event loop. On threads of their own, as
-Serve has it by default, every write of every stream would cross from one to the other: a task, a
-wake-up through a pipe and a fight for the interpreter, as much again as everything else."""
+"""Run the router's HTTP server and the code behind it on one event loop.
+
+Serve's default is a thread for each. Every write of every stream would then cross threads: a task,
+a wake-up through a pipe and a fight for the interpreter, which doubled the cost of a token.
+"""
 GRACE_S = 10.0
-"""For a replica to close after the server has drained."""
+"""Time for a replica to close after the server has drained."""
 
 
 def build(settings: Settings) -> Application:
-    """One cell: router (ingress), configurator, registry, and prefill and decode gangs or an
-    elastic one.
+    """Return one cell: router (ingress), configurator, registry and gangs.
+
+    The gangs are a prefill and a decode gang, or an elastic one.
 
     Raises:
         ConfigError: a setting names something that does not exist.
@@ -66,9 +69,10 @@ def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -
 
 
 def one_loop() -> dict[str, Any]:
-    """Actor options of a replica with `ONE_LOOP`.
+    """Return actor options with `ONE_LOOP`.
 
-    Serve gives an application's `runtime_env` to deployments that have none; here it is combined.
+    Serve applies an application's `runtime_env` only to deployments without one, so it is merged
+    here.
     """
     given = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
     return {"runtime_env": {**given, "env_vars": {**given.get("env_vars", {}), **ONE_LOOP}}}
@@ -81,7 +85,7 @@ def _gang(name: str, settings: Settings, section: AnyGang) -> serve.Deployment:
         num_replicas=section.ranks,
         gang_scheduling_config=GangSchedulingConfig(gang_size=section.ranks),
         ray_actor_options=resources,
-        # A killed rank is noticed by its process's end; the period bounds how soon.
+        # Serve notices a killed rank at the next check, so the period bounds how soon.
         health_check_period_s=1,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from csps.protocols.core.placement import LAYOUTS, Span, contiguous, round_robin
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
     DecodePlacement,
-    IdleCapacity,
     MovePlan,
     PlannedChunk,
     PlannedStep,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.view import GangView, PairView, RequestView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import bounds_of, laid_out, own, tokens_on, within
+from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 Free = dict[InstanceId, int]
 SOON_NS = 2_000_000
 """Until what is decoded may move again."""
-
-
-class Kept(NamedTuple):
-    """What a plan goes on from."""
-
-    slices: tuple[PlacedSlice, ...]
-    tokens: int
-    taken: Mapping[InstanceId, int]
 
 
 class AnyLayout:
@@ -52,10 +43,11 @@ class AnyLayout:
     def priority(self, prompt_tokens: int, pairs: object) -> str:
         return "low"
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        return _OnOne(pair)
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        most = pair.decode.largest
+        return prompt_tokens <= pair.prefill.largest and prompt_tokens + output_tokens <= most
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         pair = view.pairs[0]
         gangs = (*pair.prefill.instances, *pair.decode.instances)
         free = {gang.id: gang.free_slots for gang in gangs}
@@ -79,23 +71,23 @@ class AnyLayout:
             decisions.append(plan)
         return decisions
 
-    def _wandering(self, gang: GangView, free: Free) -> Iterator[MovePlan]:
+    def _wandering(self, gang: Gang, free: Free) -> Iterator[MovePlan]:
         """All that is decoded goes on elsewhere, if there is room for it twice."""
-        for it in gang.decoding.values():
-            if it.joined_ns is None or it.is_moving:
+        for sequence in gang.decoding.values():
+            if sequence.joined_ns is None or sequence.is_moving:
                 continue
-            start, stop = it.answer_span
+            start, stop = sequence.answer_span
             slices, answer = self._laid(gang, 0, start), self._laid(gang, start, stop - start)
             coming = tokens_on((*slices, *answer))
             if all(n <= free[instance] for instance, n in coming.items()):
                 for instance, n in coming.items():
                     free[instance] -= n
                 master = self._random.choice(gang.instances).id
-                placement = DecodePlacement(it.request_id, slices, master, answer)
-                yield MovePlan(sequence_id=it.id, placement=placement)
+                placement = DecodePlacement(sequence.request_id, slices, master, answer)
+                yield MovePlan(sequence_id=sequence.id, placement=placement)
 
     def _plan(
-        self, requests: list[RequestView], pair: PairView, free: Free, view: View
+        self, requests: list[Request], pair: GangPair, free: Free, view: SchedulerView
     ) -> StartPlan | None:
         for attempt in range(4):
             in_place = pair.prefill is pair.decode
@@ -107,13 +99,13 @@ class AnyLayout:
             else:
                 plan = _on_one(requests, pair, free)
             needed = _needed(plan, requests, kept, held, in_place=in_place)
-            if all(n <= free[it] for it, n in needed.items()):
+            if all(n <= free[instance] for instance, n in needed.items()):
                 for instance, n in needed.items():
                     free[instance] -= n
                 return plan
         return None
 
-    def _kept(self, requests: list[RequestView], gang: GangView, view: View) -> Kept | None:
+    def _kept(self, requests: list[Request], gang: Gang, view: SchedulerView) -> Cached | None:
         """Of a prompt, some blocks that can be reused."""
         if len(requests) > 1 or not self._block or self._random.random() < 0.2:
             return None
@@ -121,22 +113,22 @@ class AnyLayout:
         if cached is None:
             return None
         tokens = self._block * self._random.randint(1, cached.tokens // self._block)
-        return Kept(within(cached.slices, Span(0, tokens)), tokens, cached.taken)
+        return Cached(tokens, within(cached.slices, Span(0, tokens)), cached.taken)
 
     def _any(
-        self, requests: list[RequestView], pair: PairView, kept: Kept | None, held: Kept | None
+        self, requests: list[Request], pair: GangPair, kept: Cached | None, held: Cached | None
     ) -> StartPlan:
         """`kept` where it is computed, `held` where it is decoded."""
         in_place = pair.prefill is pair.decode
-        placements = tuple(self._placement(it, pair.decode, held) for it in requests)
+        placements = tuple(self._placement(request, pair.decode, held) for request in requests)
         if len(requests) == 2:
-            lengths = [it.prompt_tokens for it in requests]
-            steps = [self._step([(it, 0, n) for it, n in zip(requests, lengths, strict=True)],
+            lengths = [request.prompt_tokens for request in requests]
+            steps = [self._step([(request, 0, n) for request, n in zip(requests, lengths, strict=True)],
                                 pair, placements if in_place else (), [(), ()])]  # fmt: skip
             return StartPlan(steps=tuple(steps), decode=placements)
         (request,) = requests
         first = kept.tokens if kept else 0
-        some = (it for it in self._some_of(request.prompt_tokens) if it > first)
+        some = (cut for cut in self._some_of(request.prompt_tokens) if cut > first)
         cuts = sorted({first, request.prompt_tokens, *some})
         steps, lies = [], lies_of(kept.slices if kept else ())
         for start, stop in pairwise(cuts):
@@ -149,18 +141,16 @@ class AnyLayout:
     def _some_of(self, tokens: int) -> list[int]:
         return [self._random.randrange(tokens) for _ in range(self._random.randint(0, 2))]
 
-    def _group(self, gang: GangView) -> list[InstanceId]:
+    def _group(self, gang: Gang) -> list[InstanceId]:
         ids = [instance.id for instance in gang.instances]
         return self._random.sample(ids, self._random.randint(1, len(ids)))
 
-    def _laid(self, gang: GangView, start: int, length: int) -> tuple[PlacedSlice, ...]:
+    def _laid(self, gang: Gang, start: int, length: int) -> tuple[PlacedSlice, ...]:
         group = self._group(gang)
         layout = self._random.choice(list(LAYOUTS.values()))
         return laid_out(group, layout(length, len(group)), start)
 
-    def _placement(
-        self, request: RequestView, gang: GangView, kept: Kept | None
-    ) -> DecodePlacement:
+    def _placement(self, request: Request, gang: Gang, kept: Cached | None) -> DecodePlacement:
         master = self._random.choice(gang.instances).id
         prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
         first = kept.tokens if kept else 0
@@ -168,13 +158,15 @@ class AnyLayout:
         slices = (*(kept.slices if kept else ()), *slices)
         if self._random.random() < 0.5:
             turns = round_robin(prompt, total, self._group(gang))
-            answer = tuple(PlacedSlice.of(it, span) for it, span in turns.items() if span.length)
+            answer = tuple(
+                PlacedSlice.of(instance, span) for instance, span in turns.items() if span.length
+            )
         return DecodePlacement(request.id, slices, master, answer)
 
     def _step(
         self,
-        extents: list[tuple[RequestView, int, int]],
-        pair: PairView,
+        extents: list[tuple[Request, int, int]],
+        pair: GangPair,
         in_place: Sequence[DecodePlacement],
         held: list[tuple[PlacedSlice, ...]],
         first: int = 0,
@@ -190,21 +182,24 @@ class AnyLayout:
             chunks.append(PlannedChunk(request.id, start, length, rows, keep))
         total = sum(length for _, _, length in extents)
         kept = [share for chunk in chunks for share in (*chunk.rows, *chunk.placement)]
-        chunk_of = {it.id: range(start, start + length) for it, start, length in extents}
+        chunk_of = {request.id: range(start, start + length) for request, start, length in extents}
         kept += [share for slices in held for share in slices]
         kept += [
             share
-            for it in in_place
-            for share in it.slices
-            if set(share.span.positions) & set(chunk_of[it.request_id])
+            for placement in in_place
+            for share in placement.slices
+            if set(share.span.positions) & set(chunk_of[placement.request_id])
         ]
-        concerned = list(dict.fromkeys(it.instance for it in kept))
+        concerned = list(dict.fromkeys(kv_slice.instance for kv_slice in kept))
         if with_rows:
             counts = tokens_on(share for chunk in chunks for share in chunk.rows)
-            bounds = bounds_of([counts.get(it, 0) for it in concerned])
+            bounds = bounds_of([counts.get(instance, 0) for instance in concerned])
         else:
             computing = self._group(pair.prefill)[:total]
-            concerned = [*computing, *(it for it in concerned if it not in computing)]
+            concerned = [
+                *computing,
+                *(instance for instance in concerned if instance not in computing),
+            ]
             cuts = [total * i // len(computing) for i in range(len(computing) + 1)]
             bounds = (*cuts, *[total] * (len(concerned) - len(computing)))
         return PlannedStep(
@@ -216,20 +211,10 @@ class AnyLayout:
         )
 
 
-class _OnOne:
-    """What fits on the largest instance of each gang."""
-
-    def __init__(self, pair: PairView) -> None:
-        self._pair = pair
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        most = self._pair.decode.largest
-        return prompt_tokens <= self._pair.prefill.largest and prompt_tokens + output_tokens <= most
-
-
-def _on_one(requests: list[RequestView], pair: PairView, free: Free) -> StartPlan:
+def _on_one(requests: list[Request], pair: GangPair, free: Free) -> StartPlan:
     prefill, decode = (
-        max(gang.instances, key=lambda it: free[it.id]).id for gang in (pair.prefill, pair.decode)
+        max(gang.instances, key=lambda instance: free[instance.id]).id
+        for gang in (pair.prefill, pair.decode)
     )
     lengths = [request.prompt_tokens for request in requests]
     step = PlannedStep(
@@ -295,9 +280,9 @@ def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
 
 def _needed(
     plan: StartPlan,
-    requests: list[RequestView],
-    kept: Kept | None,
-    held: Kept | None,
+    requests: list[Request],
+    kept: Cached | None,
+    held: Cached | None,
     *,
     in_place: bool,
 ) -> dict[InstanceId, int]:

@@ -33,7 +33,9 @@ class ByFile(LoadFileScheduling):
     whole folders."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((it for it in ONE_AT_A_TIME if nodeid.startswith(it)), nodeid.split("::")[0])
+        return next(
+            (prefix for prefix in ONE_AT_A_TIME if nodeid.startswith(prefix)), nodeid.split("::")[0]
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,10 +47,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What waits most of the time first, or one worker would end with it while the other has no
     more to do: deployed servers, then the testbed."""
-    folders = [it.split("/")[1] for it in ONE_AT_A_TIME]
+    folders = [prefix.split("/")[1] for prefix in ONE_AT_A_TIME]
 
     def order(item: pytest.Item) -> int:
-        return next((at for at, it in enumerate(folders) if it in item.path.parts), len(folders))
+        return next(
+            (at for at, folder in enumerate(folders) if folder in item.path.parts), len(folders)
+        )
 
     items.sort(key=order)
 

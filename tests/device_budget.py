@@ -50,7 +50,7 @@ class DeviceBudget(TorchDispatchMode):
         outputs = [tree_leave for tree_leave in tree_leaves(out) if isinstance(tree_leave, Tensor)]
         on_device = [output for output in outputs if output.device.type == DEVICE.type]
         # A number may come from the host: it is an argument of the kernel.
-        if on_device and any(it.device.type == "cpu" and it.dim() for it in inputs):
+        if on_device and any(tensor.device.type == "cpu" and tensor.dim() for tensor in inputs):
             self.copies[name] += 1
         elif on_device and _computes(func, inputs, outputs):
             self.kernels[name] += 1
@@ -129,9 +129,9 @@ class Device:
 
     def replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
         """No Triton kernel runs any more."""
-        for name in ("attention", "blocks", "decode", "importance", "merge", "selection"):
+        for name in ("attention", "blocks", "importance", "merge"):
             module = import_module(f"csps.kernels.triton_{name}")
-            for kernel in [var for var in vars(module) if var.endswith("_kernel")]:
+            for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
                 patch.setattr(module, kernel, _Launches(kernel, self._budgets))
             if hasattr(module, "processors"):
                 patch.setattr(module, "processors", lambda device: PROCESSORS)
@@ -141,9 +141,9 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, for the duration of a test."""
     pytest.importorskip("triton")
-    it = Device()
-    it.replace_kernels(monkeypatch)
-    it.notice_lists(monkeypatch)
+    recorder = Device()
+    recorder.replace_kernels(monkeypatch)
+    recorder.notice_lists(monkeypatch)
     on_device = property(lambda tensor: tensor.device.type == DEVICE.type)
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_device, raising=False)
-    return it
+    return recorder

@@ -76,18 +76,18 @@ def documented(name: str) -> list[Documented]:
     return [command for command in commands() if program(command) == name]
 
 
-def program(it: Documented) -> str:
+def program(command: Documented) -> str:
     """Which it is, whoever is to run it."""
-    return Path(_unprivileged(it)[0]).name
+    return Path(_unprivileged(command)[0]).name
 
 
-def arguments(it: Documented) -> list[str]:
+def arguments(command: Documented) -> list[str]:
     """What the program is told."""
-    return _unprivileged(it)[1:]
+    return _unprivileged(command)[1:]
 
 
-def _unprivileged(it: Documented) -> list[str]:
-    return [word for word in it.words if word != "sudo"]
+def _unprivileged(command: Documented) -> list[str]:
+    return [word for word in command.words if word != "sudo"]
 
 
 def _commands(block: str) -> Iterator[tuple[str, ...]]:

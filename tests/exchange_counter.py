@@ -41,7 +41,7 @@ class Overlaps:
         self._of_rank().pop(id(transfer), None)
 
     def computes(self) -> None:
-        self.at_calls.append(tuple(it.label.phase for it in self._of_rank().values()))
+        self.at_calls.append(tuple(exchange.label.phase for exchange in self._of_rank().values()))
 
     def _of_rank(self) -> dict[int, PendingTransfer]:
         return self._under_way.setdefault(threading.get_ident(), {})

@@ -179,7 +179,11 @@ class Races(TorchDispatchMode):
             return out
         reads, writes = [], []
         named = list(zip(func._schema.arguments, args, strict=False))
-        named += [(it, kwargs[it.name]) for it in func._schema.arguments if it.name in kwargs]
+        named += [
+            (argument, kwargs[argument.name])
+            for argument in func._schema.arguments
+            if argument.name in kwargs
+        ]
         for argument, value in named:
             tensors = [
                 tree_leave for tree_leave in tree_leaves(value) if isinstance(tree_leave, Tensor)

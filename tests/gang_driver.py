@@ -175,9 +175,9 @@ class Cell:
     def notified(self, method: str, payload: Any) -> None:
         """A rank has told something; may be replaced on one cell."""
         message = schema.unpack(_MESSAGES[method], payload)
-        for it in message.each() if isinstance(message, SampledTokens) else [message]:
-            self.heard[type(it)].append(it)
-            self.order.append(it)
+        for answer in message.each() if isinstance(message, SampledTokens) else [message]:
+            self.heard[type(answer)].append(answer)
+            self.order.append(answer)
         self._news.set()
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -206,11 +206,11 @@ class Cell:
         masters, whose connections have no common order, those without a gap before them."""
         generated_tokens = self.about(SampledToken, sequence_id=sequence_id)
         if sequence_id in self._moved:
-            generated_tokens = sorted(generated_tokens, key=lambda it: it.index)
+            generated_tokens = sorted(generated_tokens, key=lambda token: token.index)
             generated_tokens = [
-                it
-                for at, it in enumerate(generated_tokens)
-                if it.index == generated_tokens[0].index + at
+                token
+                for at, token in enumerate(generated_tokens)
+                if token.index == generated_tokens[0].index + at
             ]
         first = generated_tokens[0].index if generated_tokens else 0
         assert [generated_token.index for generated_token in generated_tokens] == list(
@@ -224,7 +224,9 @@ class Cell:
 
     def finished(self, sequence_id: int) -> bool:
         """Whether the last token has come."""
-        return any(it.finish_reason for it in self.about(SampledToken, sequence_id=sequence_id))
+        return any(
+            token.finish_reason for token in self.about(SampledToken, sequence_id=sequence_id)
+        )
 
     # --- requests --------------------------------------------------------------------------
 
@@ -255,8 +257,8 @@ class Cell:
             for chunk, start in zip(job.chunks, starts, strict=False)
         }
         rows = [
-            at[it.chunk.sequence_id] + np.array(it.span.positions)
-            for it in computed_by(job, member)
+            at[kv_slice.chunk.sequence_id] + np.array(kv_slice.span.positions)
+            for kv_slice in computed_by(job, member)
         ]
         own = tokens[np.concatenate(rows)] if rows else tokens[:0]
         return own.astype("<i4").tobytes()
@@ -281,7 +283,7 @@ class Cell:
                 "cancel", schema.pack(CancelSequence(sequence_id=request.sequence_id))
             )
             return
-        concerned = {request.master, *holders, *(it.instance for it in request.answer)}
+        concerned = {request.master, *holders, *(kv_slice.instance for kv_slice in request.answer)}
         join = JoinBatch(
             sequence_id=request.sequence_id,
             first_token=self.tokens(request.sequence_id)[0],
@@ -319,11 +321,15 @@ class Cell:
             lambda: len(self._held(gang, message.sequence_id)) >= before + gang.world_size
         )
         told = self._held(gang, message.sequence_id)[before:]
-        assert sorted(it.rank for it in told) == list(range(gang.world_size))
-        return sum(it.tokens for it in told if isinstance(it, KvRetained))
+        assert sorted(answer.rank for answer in told) == list(range(gang.world_size))
+        return sum(answer.tokens for answer in told if isinstance(answer, KvRetained))
 
     def _held(self, gang: GangClient, sequence_id: int) -> list[KvRetained | SlotsFreed]:
-        return [it for whose, it in self._slots if whose is gang and it.sequence_id == sequence_id]
+        return [
+            slots
+            for whose, slots in self._slots
+            if whose is gang and slots.sequence_id == sequence_id
+        ]
 
     async def answer(self, *requests: Request) -> list[list[int]]:
         """Join requests whose prefill is under way and wait for their last tokens."""
@@ -349,13 +355,13 @@ class Cell:
 
     def _freed_everywhere(self, sequence_id: int) -> bool:
         told = self._held(self.decode, sequence_id)
-        freed = {it.rank for it in told if isinstance(it, SlotsFreed)}
+        freed = {answer.rank for answer in told if isinstance(answer, SlotsFreed)}
         return freed == set(range(self.decode.world_size))
 
     async def used_slots(self) -> set[int]:
         """Numbers of slots in use on the ranks."""
         stats = await self.prefill.stats() + await self.decode.stats()
-        return {it.kv_used for it in stats}
+        return {stat.kv_used for stat in stats}
 
 
 def members_of(plan: GangPlan, addresses: Sequence[tuple[str, int]]) -> GangMembers:
@@ -456,7 +462,12 @@ def laid_out(layout: str, start: int, stop: int, instances: Sequence[int]) -> tu
 def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list[int]:
     """How many rows the members have, one after the other."""
     counts = (
-        sum(it.span.length for chunk in chunks for it in chunk.rows if it.instance == instance)
+        sum(
+            kv_slice.span.length
+            for chunk in chunks
+            for kv_slice in chunk.rows
+            if kv_slice.instance == instance
+        )
         for instance in group
     )
     return list(itertools.accumulate(counts, initial=0))

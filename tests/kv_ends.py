@@ -314,6 +314,9 @@ def ended(threads: Sequence[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def body(it: KvHeader) -> KvBody:
-    k, v = (torch.ones(it.span.length, len(it.heads), HEAD_DIM, dtype=it.dtype) for _ in range(2))
+def body(header: KvHeader) -> KvBody:
+    k, v = (
+        torch.ones(header.span.length, len(header.heads), HEAD_DIM, dtype=header.dtype)
+        for _ in range(2)
+    )
     return KvBody(k, v)

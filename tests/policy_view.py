@@ -10,9 +10,18 @@ from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.services.scheduling.deciding.decisions import Decision, Policy, StartPlan
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import index_of
 from csps.services.scheduling.events.limits import PreemptionDelay
-from csps.services.scheduling.state.state import Gang, GangPair, Priority, Request, Step, new_gang
+from csps.services.scheduling.state.state import (
+    Cached,
+    Gang,
+    GangPair,
+    Priority,
+    Request,
+    Step,
+    new_gang,
+)
 
 TOKEN_NS = 1000
 PLAIN = Unmeasured(step_ns=0, token_ns=TOKEN_NS, pair_ns=0, iteration_time_ns=TOKEN_NS)
@@ -52,7 +61,7 @@ def waiting(number: int, prompt: int, output: int = 10, **more: object) -> Reque
 def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
     """A gang whose instances are as busy as that."""
     places = [it.place or f"0-{number}-{index}" for index, it in enumerate(instances)]
-    slots = [max(it.free, 1) for it in instances]
+    slots = [busy.free for busy in instances]
     up = gang_up(number, slots, prefill=prefill, decode=not prefill, places=places)
     made = new_gang(up, 0)
     for index, (instance, busy) in enumerate(zip(made.instances, instances, strict=True)):
@@ -88,7 +97,7 @@ def _step(number: int, of: Gang, tokens: int, delayed: int, *, high_priority: bo
 
 @dataclass
 class Picture:
-    """A `view.View`."""
+    """The state of a pair of gangs and some requests, of which `view` makes what a policy gets."""
 
     requests: list[Request]
     prefill: list[Busy] = field(default_factory=lambda: [Busy() for _ in range(4)])
@@ -104,32 +113,38 @@ class Picture:
             )
         ]
 
+    def view(self) -> SchedulerView:
+        """Make the view of this state."""
+        queues: dict[Priority, list[Request]] = {"high": [], "low": []}
+        for request in self.requests:
+            queues[request.priority].append(request)
+        return SchedulerView(
+            now_ns=self.now_ns,
+            cost=self.cost,
+            pairs=self.pairs,
+            queues=queues,
+            planned=(),
+            blocked=self.blocked,
+            blocked_ns=self.blocked_ns,
+            cached=self.cached,
+            rate_30s=len(self.requests),
+        )
+
     def ask(self, policy: Policy) -> list[Decision]:
-        """What the policy decides."""
+        """Return what the policy decides."""
         for request in self.requests:
             request.priority = policy.priority(request.prompt_tokens, self.pairs)
-        return list(policy.decide(self))
-
-    def waiting(self, line: Priority) -> list[Request]:
-        return [request for request in self.requests if request.priority == line]
-
-    @property
-    def planned(self) -> tuple[()]:
-        return ()
+        return list(policy.decide(self.view()))
 
     @property
     def blocked(self) -> list[Request]:
         return [request for request in self.requests if request.blocked_ns is not None]
 
-    def blocked_ns(self, request: object) -> int:
-        assert isinstance(request, Request)
+    def blocked_ns(self, request: Request) -> int:
         return self.now_ns if request.blocked_ns is None else request.blocked_ns
 
-    def cached(self, request: object, gang: int) -> None:
+    def cached(self, request: Request, gang: int) -> Cached | None:
         return None
-
-    def rate_30s(self) -> int:
-        return len(self.requests)
 
 
 def plans(decisions: Sequence[Decision]) -> list[StartPlan]:

@@ -159,7 +159,7 @@ class RandomCell:
         )
 
     def _open(self) -> dict[int, SentRequest]:
-        return {number: it for number, it in self.requests.items() if not it.ended}
+        return {number: request for number, request in self.requests.items() if not request.ended}
 
     def turn(self) -> None:
         """Hand over what has happened, carry out what comes back."""
@@ -180,10 +180,10 @@ class RandomCell:
         """What the ranks hold never exceeds what they have."""
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            used.update({it: sequence.slots[it] for it in sequence.unfreed})
+            used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for step, undone in self.steps.values():
             sizes = {} if self._wanted == 1 else slots_of(step, step.history)
-            used.update({it: sizes.get(it, 0) for it in undone})
+            used.update({instance: sizes.get(instance, 0) for instance in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
                 assert used[instance_id(gang.gang, index)] <= instance.kv_slots
@@ -315,14 +315,14 @@ class RandomCell:
 
     def _some(self, wanted: str) -> int | None:
         found = []
-        for number, it in self.sequences.items():
+        for number, sequence in self.sequences.items():
             fits = {
-                "landing": bool(it.unlanded) and not it.silent,
-                "decoding": it.joined and it.first_token and not it.silent,
-                "riding": it.joined and not it.first_token and not it.silent,
-                "freeing": it.freeing and bool(it.unfreed),
-                "working": not it.silent,
-                "moving": it.move is not None and not it.silent,
+                "landing": bool(sequence.unlanded) and not sequence.silent,
+                "decoding": sequence.joined and sequence.first_token and not sequence.silent,
+                "riding": sequence.joined and not sequence.first_token and not sequence.silent,
+                "freeing": sequence.freeing and bool(sequence.unfreed),
+                "working": not sequence.silent,
+                "moving": sequence.move is not None and not sequence.silent,
             }
             if fits[wanted]:
                 found.append(number)
@@ -370,9 +370,9 @@ class RandomCell:
             return
         gang = self.random.choice(list(self.gangs)) if gang is None else gang
         drawn = tuple(
-            (number, self.requests[it.reserve.request_id].drawn)
-            for number, it in self.sequences.items()
-            if not it.silent
+            (number, self.requests[sequence.reserve.request_id].drawn)
+            for number, sequence in self.sequences.items()
+            if not sequence.silent
         )
         self._pending += [
             ev.Progress(generated_tokens=drawn),
@@ -381,7 +381,7 @@ class RandomCell:
         del self.gangs[gang]
         self.linked = False
         for number in [
-            it for it, (step, _) in self.steps.items() if gang_of(step.group[0]) == gang
+            step_id for step_id, (step, _) in self.steps.items() if gang_of(step.group[0]) == gang
         ]:
             for chunk in self.steps.pop(number)[0].chunks:
                 self.sequences[chunk.sequence_id].steps.remove(number)
@@ -454,7 +454,7 @@ class RandomCell:
         assert gang in self.gangs, "launched on a dead gang"
         assert self.gangs[gang].may_prefill
         assert command.step_id not in self.steps
-        assert sum(_sizes(command)) == sum(it.length for it in command.chunks)
+        assert sum(_sizes(command)) == sum(chunk.length for chunk in command.chunks)
         self.steps[command.step_id] = command, list(command.group)
         for chunk in command.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -498,7 +498,7 @@ class RandomCell:
                 sequence.unfreed.append(decode_slot)
         for share in (*command.slices, *command.answer):
             here = [ly.span for ly in lies if ly.instance == share.instance]
-            coming = sum(it.length for it in rest_of(share.span, here))
+            coming = sum(span.length for span in rest_of(share.span, here))
             sequence.slots[share.instance] += coming
         sequence.move = command
 
@@ -509,7 +509,9 @@ class RandomCell:
             assert sequence.move is not None
             sequence.moved, sequence.move = sequence.move, None
             sequence.slots = decode_slots(sequence.moved, 0)
-            sequence.unfreed = [it for it in sequence.unfreed if it in sequence.slots]
+            sequence.unfreed = [
+                instance for instance in sequence.unfreed if instance in sequence.slots
+            ]
             self._pending.append(ev.Moved(sequence_id=number))
 
     def _keep(self, command: cmd.Retain) -> None:

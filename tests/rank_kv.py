@@ -43,4 +43,4 @@ def headers_sent() -> Iterator[list[KvHeader]]:
 
 def positions_of(sent: Iterable[KvHeader], layer: int) -> list[int]:
     """Ascending, each as often as it was sent."""
-    return sorted(p for it in sent if it.layer == layer for p in it.span.positions)
+    return sorted(p for slice_ in sent if slice_.layer == layer for p in slice_.span.positions)

@@ -11,15 +11,15 @@ from itertools import islice
 from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
-    IdleCapacity,
     MovePlan,
     PlannedChunk,
     PlannedStep,
     StartPlan,
 )
-from csps.services.scheduling.deciding.view import PairView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state.state import GangPair
 
 
 class Scripted:
@@ -36,12 +36,12 @@ class Scripted:
     def priority(self, prompt_tokens: int, pairs: object) -> str:
         return "low"
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         decisions, self.decisions = self.decisions, ()
         return decisions
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        return self._real.idle_capacity(pair)
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        return self._real.fits(pair, prompt_tokens, output_tokens)
 
 
 class OneMove:
@@ -58,39 +58,38 @@ class OneMove:
     def priority(self, prompt_tokens: int, pairs: object) -> str:
         return "low"
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        return self
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
         return True
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         return list(self._move(view) if self._started else self._start(view))
 
-    def _start(self, view: View) -> Iterator[Decision]:
+    def _start(self, view: SchedulerView) -> Iterator[Decision]:
         first, second, _ = [instance.id for instance in view.pairs[0].decode.instances]
-        for it in islice(view.waiting("low"), 1):
+        for request in islice(view.waiting("low"), 1):
             self._started = True
-            length, half = it.prompt_tokens, it.prompt_tokens // 2
+            length, half = request.prompt_tokens, request.prompt_tokens // 2
             step = PlannedStep(
                 group=(first, second),
                 bounds=(0, half, length),
-                chunks=(PlannedChunk(it.id, 0, length),),
+                chunks=(PlannedChunk(request.id, 0, length),),
                 strategy="ulysses",
                 predicted_ns=1_000_000,
             )
             slices = (PlacedSlice(first, 0, half), PlacedSlice(second, half, length))
-            answer = (PlacedSlice(first, length, length + it.output_tokens),)
-            yield StartPlan(steps=(step,), decode=(DecodePlacement(it.id, slices, first, answer),))
+            answer = (PlacedSlice(first, length, length + request.output_tokens),)
+            yield StartPlan(
+                steps=(step,), decode=(DecodePlacement(request.id, slices, first, answer),)
+            )
 
-    def _move(self, view: View) -> Iterator[Decision]:
+    def _move(self, view: SchedulerView) -> Iterator[Decision]:
         gang = view.pairs[0].decode
         _, second, third = [instance.id for instance in gang.instances]
-        for it in gang.decoding.values():
-            if it.joined_ns is None or self._moved:
+        for sequence in gang.decoding.values():
+            if sequence.joined_ns is None or self._moved:
                 continue
             self._moved = True
-            start, stop = it.answer_span
+            start, stop = sequence.answer_span
             slices, answer = (PlacedSlice(second, 0, start),), (PlacedSlice(third, start, stop),)
-            placement = DecodePlacement(it.request_id, slices, third, answer)
-            yield MovePlan(sequence_id=it.id, placement=placement)
+            placement = DecodePlacement(sequence.request_id, slices, third, answer)
+            yield MovePlan(sequence_id=sequence.id, placement=placement)

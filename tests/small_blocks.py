@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from csps.actors.attention.base import yield_points as query_blocks
+from csps.actors.attention.base import yield_points
 
 
 @contextmanager
 def blocks_of(rows: int) -> Iterator[None]:
     """Attention works off so many queries at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(query_blocks, "BLOCK_PRODUCTS", 0)
-        patch.setattr(query_blocks, "MIN_BLOCK_ROWS", rows)
+        patch.setattr(yield_points, "BLOCK_PRODUCTS", 0)
+        patch.setattr(yield_points, "MIN_BLOCK_ROWS", rows)
         yield

@@ -295,7 +295,7 @@ def _engine(
     pool = KvPool(
         layers=network.spec.layers,
         slots=SLOTS,
-        kv_heads=len(network.layers[0].share.kv_heads),
+        kv_heads=len(network.layers[0].shard.kv_heads),
         head_dim=network.spec.head_dim,
         dtype=torch.float32,
         device="cpu",

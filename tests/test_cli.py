@@ -133,7 +133,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     "words",
     [[name] for name in COMMANDS if name not in ("bench", "trace")]
-    + [["bench", it] for it in ("serve", "sweep", "report")]
+    + [["bench", command] for command in ("serve", "sweep", "report")]
     + [["trace", "ui"]],
     ids=" ".join,
 )
@@ -153,7 +153,7 @@ def test_every_option_says_what_it_is(
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     assert capsys.readouterr().out
-    assert [it for it in silent if it] == []
+    assert [name for name in silent if name] == []
 
 
 def test_a_misspelled_command_is_named_and_none_lists_all(
@@ -161,7 +161,7 @@ def test_a_misspelled_command_is_named_and_none_lists_all(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["simulat"])
-    assert "there is no 'simulat'; did you mean 'simulate'?" in capsys.readouterr().err
+    assert "unknown command 'simulat'; did you mean 'simulate'?" in capsys.readouterr().err
     assert main([]) == 2
     assert "  check-config  check a configuration file" in capsys.readouterr().out
 

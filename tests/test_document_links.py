@@ -26,11 +26,11 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda it: str(it.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     found = targets(text, document)
-    assert [it for it in found if not it.exists()] == []
+    assert [path for path in found if not path.exists()] == []
     for link in _LINK.findall(text):
         page, _, heading = link.partition("#")
         if heading and "://" not in link:
@@ -55,7 +55,7 @@ def test_every_benchmark_and_every_result_is_on_the_page() -> None:
     """Named by a command or a link: who adds one adds its row."""
     folder = ROOT / "benchmarks"
     linked = set(targets(BENCHMARKS.read_text(encoding="utf-8"), BENCHMARKS))
-    run = {(ROOT / arguments(it)[0]).resolve() for it in documented("python")}
+    run = {(ROOT / arguments(command)[0]).resolve() for command in documented("python")}
     whole = {folder / "paced", folder / "testbed"}  # named as a whole
     files = {*folder.glob("*.*"), *(folder / "results").iterdir()}
     commands = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
 import runpy
 import sys
@@ -15,7 +17,12 @@ from documented_commands import ROOT, Documented, arguments, commands, documente
 
 from csps.cli import COMMANDS
 from csps.protocols.core.topology import Location
-from csps.protocols.openai.requests import CompletionRequest, parse_request
+from csps.protocols.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_request,
+)
 
 CHECKED_ELSEWHERE = {
     "helm": "tests/helm/test_helm_commands.py",
@@ -50,7 +57,7 @@ def test_every_command_is_checked_somewhere() -> None:
         assert f'documented("{name}")' in (ROOT / path).read_text()
 
 
-def test_commands_stand_in_blocks_that_are_checked() -> None:
+def test_commands_are_in_checked_blocks() -> None:
     programs = {*CHECKED_HERE, *CHECKED_ELSEWHERE, "sudo", "pip"}
     for where, kind, lines in fenced():
         first = [line.split()[0] for line in lines if line.split()]
@@ -58,25 +65,27 @@ def test_commands_stand_in_blocks_that_are_checked() -> None:
             assert not programs & set(first[:1]), f"{where}: call this block `console`"
 
 
-@pytest.mark.parametrize("it", documented("csps"), ids=str)
+@pytest.mark.parametrize("command", documented("csps"), ids=str)
 @pytest.mark.usefixtures("only_parsing")
-def test_a_command_of_ours_is_understood(it: Documented) -> None:
-    name, *words = arguments(it)
+def test_a_csps_command_parses(command: Documented) -> None:
+    name, *words = arguments(command)
     with pytest.raises(Parsed):
         COMMANDS[name].load()(words)
 
 
-@pytest.mark.parametrize("it", documented("make"), ids=str)
-def test_a_target_exists(it: Documented) -> None:
+@pytest.mark.parametrize("command", documented("make"), ids=str)
+def test_a_target_exists(command: Documented) -> None:
     assert TARGETS is not None
-    targets = [word for word in arguments(it) if "=" not in word]
+    targets = [word for word in arguments(command) if "=" not in word]
     assert set(targets) <= set(TARGETS[1].split())
 
 
-@pytest.mark.parametrize("it", documented("python"), ids=str)
+@pytest.mark.parametrize("command", documented("python"), ids=str)
 @pytest.mark.usefixtures("only_parsing")
-def test_a_benchmark_takes_these_arguments(it: Documented, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, *words = arguments(it)
+def test_a_benchmark_takes_these_arguments(
+    command: Documented, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, *words = arguments(command)
     path = ROOT / script
     monkeypatch.setattr(sys, "argv", [str(path), *words])
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -89,9 +98,9 @@ def after(words: Sequence[str], option: str) -> list[str]:
     return [value for name, value in pairwise(words) if name == option]
 
 
-@pytest.mark.parametrize("it", documented("curl"), ids=str)
-def test_a_question_to_the_server_is_one(it: Documented) -> None:
-    words = arguments(it)
+@pytest.mark.parametrize("command", documented("curl"), ids=str)
+def test_a_curl_command_sends_a_valid_request(command: Documented) -> None:
+    words = arguments(command)
     assert words[0] in ("http://127.0.0.1:8000/v1/completions", "http://127.0.0.1:8000/health")
     assert len(after(words, "-H")) == words.count("-H")
     for body in after(words, "-d"):
@@ -99,13 +108,40 @@ def test_a_question_to_the_server_is_one(it: Documented) -> None:
             assert parse_request(CompletionRequest, body.encode()).model == "needle"
 
 
-@pytest.mark.parametrize("it", documented("ray"), ids=str)
-def test_ray_understands_its_words_and_csps_the_label(it: Documented) -> None:
+CALLS: dict[str, type[GenerationRequest]] = {
+    "client.completions.create": CompletionRequest,
+    "client.chat.completions.create": ChatCompletionRequest,
+}
+"""Calls of the openai client in Python examples, and what the server parses them as."""
+
+
+def test_python_examples_send_requests_that_the_server_accepts() -> None:
+    """Check calls whose arguments are all literals; a variable says nothing about its value."""
+    parsed = []
+    for _, kind, lines in fenced():
+        tree = ast.parse("\n".join(lines)) if kind == "python" else ast.Module([], [])
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) not in CALLS:
+                continue
+            values = {str(keyword.arg): keyword.value for keyword in call.keywords}
+            nodes = [node for value in values.values() for node in ast.walk(value)]
+            if not any(isinstance(node, ast.Name) for node in nodes):
+                body = {name: ast.literal_eval(value) for name, value in values.items()}
+                body |= body.pop("extra_body", {})
+                cls = CALLS[ast.unparse(call.func)]
+                parsed.append(parse_request(cls, json.dumps(body).encode()))
+    assert {type(request) for request in parsed} == set(CALLS.values())
+    assert {request.model for request in parsed} == {"needle"}
+    assert any(request.csps.explain for request in parsed)
+
+
+@pytest.mark.parametrize("command", documented("ray"), ids=str)
+def test_a_ray_start_command_has_a_valid_server_label(command: Documented) -> None:
     from ray.scripts.scripts import start
 
-    command, *words = arguments(it)
-    assert command == start.name
-    labels = start.make_context(command, words).params["labels"]
-    name, _, server = labels.partition("=")
-    assert name == "csps.io/server"
+    name, *words = arguments(command)
+    assert name == start.name
+    labels = start.make_context(name, words).params["labels"]
+    label, _, server = labels.partition("=")
+    assert label == "csps.io/server"
     assert str(Location.parse(f"{server}-0")) == f"{server}-0"

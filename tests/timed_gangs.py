@@ -14,12 +14,11 @@ from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
-    IdleCapacity,
     Policy,
     StartPlan,
 )
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import rows_of
-from csps.services.scheduling.deciding.view import PairView, View
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.limits import (
@@ -29,7 +28,7 @@ from csps.services.scheduling.events.limits import (
     SchedulerDeadlines,
 )
 from csps.services.scheduling.events.slices import own
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.state.state import GangPair, Priority
 
 MS = 1_000_000
 FOREVER = SchedulerDeadlines(prefill_liveness_ns=1 << 60, decode_liveness_ns=1 << 60)
@@ -48,13 +47,13 @@ class Watched:
         """When a request was first found to be blocked."""
         self.started: dict[int, int] = {}
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
         return self._policy.priority(prompt_tokens, pairs)
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        return self._policy.idle_capacity(pair)
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        return self._policy.fits(pair, prompt_tokens, output_tokens)
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         decisions = self._policy.decide(view)
         for decision in decisions:
             if isinstance(decision, Blocked):
@@ -65,7 +64,7 @@ class Watched:
 
 
 @dataclass(eq=False)
-class RequestHandle:
+class RunningStep:
     """A step on the ranks."""
 
     command: cmd.RunStep
@@ -109,8 +108,8 @@ class TimedCell:
         }
         self._instances = {1: len(prefill), 2: len(decode)}
         self.now_ns = 0
-        self.steps: dict[int, RequestHandle] = {}
-        self.ended_steps: list[RequestHandle] = []
+        self.steps: dict[int, RunningStep] = {}
+        self.ended_steps: list[RunningStep] = []
         self.finished: dict[int, int] = {}
         """When each request's last token was drawn."""
         self._reserved: dict[int, cmd.Reserve] = {}
@@ -121,7 +120,7 @@ class TimedCell:
             ev.LinkUp(prefill=1, decode=2),
         ]
 
-    def requests_of(self, step: RequestHandle) -> list[int]:
+    def requests_of(self, step: RunningStep) -> list[int]:
         """Whose tokens a step computes, in its order."""
         return [self._reserved[chunk.sequence_id].request_id for chunk in step.command.chunks]
 
@@ -170,7 +169,7 @@ class TimedCell:
             self._reserved[command.sequence_id] = command
         elif isinstance(command, cmd.RunStep):
             left_ns = max(1, round(self.predicted_ns(command) * self._measured))
-            step = RequestHandle(command, left_ns, list(command.group), launched_ns=self.now_ns)
+            step = RunningStep(command, left_ns, list(command.group), launched_ns=self.now_ns)
             self.steps[command.step_id] = step
         elif isinstance(command, cmd.SetGroup):
             for sequence in command.joined:
@@ -193,9 +192,9 @@ class TimedCell:
             kept.add(command.sequence_id, (*own(reserve.slices), *answer))
         self._events += kept.apply(command)
 
-    def _at_work(self) -> Iterator[RequestHandle]:
+    def _at_work(self) -> Iterator[RunningStep]:
         """Steps that go on: at the head of the line on all their instances."""
-        heads: dict[int, RequestHandle] = {}
+        heads: dict[int, RunningStep] = {}
         for high_priority in (True, False):
             for step in self.steps.values():
                 if step.command.high_priority == high_priority:
@@ -206,25 +205,25 @@ class TimedCell:
                 yield step
 
     def _next_ends(self) -> Iterator[int]:
-        yield from (self.now_ns + it.left_ns for it in self._at_work())
+        yield from (self.now_ns + step.left_ns for step in self._at_work())
         yield from self._answers.values()
 
     def _pass(self, ns: int) -> None:
         working = list(self._at_work())
         self.now_ns += ns
-        for it in working:
-            it.left_ns -= ns
-            if it.command.high_priority:
-                self._delay(it, ns)
-        for it in working:
-            if it.left_ns == 0:
-                self._end_step(it)
+        for step in working:
+            step.left_ns -= ns
+            if step.command.high_priority:
+                self._delay(step, ns)
+        for step in working:
+            if step.left_ns == 0:
+                self._end_step(step)
         for sequence, at_ns in list(self._answers.items()):
             if at_ns <= self.now_ns:
                 del self._answers[sequence]
                 self._end(sequence)
 
-    def _delay(self, high_priority: RequestHandle, ns: int) -> None:
+    def _delay(self, high_priority: RunningStep, ns: int) -> None:
         for other in self.steps.values():
             if (
                 not other.command.high_priority
@@ -232,7 +231,7 @@ class TimedCell:
             ):
                 other.delayed_ns += ns * len(set(other.undone) & set(high_priority.undone))
 
-    def _end_step(self, step: RequestHandle) -> None:
+    def _end_step(self, step: RunningStep) -> None:
         del self.steps[step.command.step_id]
         self.ended_steps.append(step)
         step.ended_ns = self.now_ns
@@ -244,16 +243,18 @@ class TimedCell:
             self._events.append(ev.FirstToken(sequence_id=chunk.sequence_id))
             self._events += [
                 ev.KvReceived(
-                    sequence_id=chunk.sequence_id, instance=it.instance, tokens=it.stop - it.start
+                    sequence_id=chunk.sequence_id,
+                    instance=kv_slice.instance,
+                    tokens=kv_slice.stop - kv_slice.start,
                 )
-                for it in own(reserve.slices)
+                for kv_slice in own(reserve.slices)
             ]
             if reserve.output_tokens == 1:
                 self.finished[reserve.request_id] = self.now_ns
                 self._events.append(ev.Finished(sequence_id=chunk.sequence_id, generated_tokens=1))
         self._events += [
-            ev.StepDone(step_id=step.command.step_id, instance=it, took_ns=took_ns)
-            for it in step.undone
+            ev.StepDone(step_id=step.command.step_id, instance=instance, took_ns=took_ns)
+            for instance in step.undone
         ]
 
     def _end(self, sequence: int) -> None:

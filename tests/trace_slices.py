@@ -21,16 +21,20 @@ def by_row(trace: Iterable[PerfettoEvent]) -> dict[tuple[str, str], list[Perfett
     """Slices by the names of their process and row. Perfetto confuses row 0 with the row that is
     numbered like its process."""
     trace = list(trace)
-    assert not [it for it in trace if it["ph"] in "XM" and it["tid"] == it["pid"]]
-    assert not [it for it in trace if it["ph"] == "X" and it["tid"] == 0]
+    assert not [event for event in trace if event["ph"] in "XM" and event["tid"] == event["pid"]]
+    assert not [event for event in trace if event["ph"] == "X" and event["tid"] == 0]
     names = {
-        (it["name"], it["pid"], it["tid"]): it["args"]["name"] for it in trace if it["ph"] == "M"
+        (event["name"], event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace
+        if event["ph"] == "M"
     }
     processes = {pid: name for (kind, pid, _), name in names.items() if kind == "process_name"}
     rows: dict[tuple[str, str], list[PerfettoEvent]] = defaultdict(list)
-    for it in trace:
-        if it["ph"] == "X":
-            rows[processes[it["pid"]], names["thread_name", it["pid"], it["tid"]]].append(it)
+    for event in trace:
+        if event["ph"] == "X":
+            rows[processes[event["pid"]], names["thread_name", event["pid"], event["tid"]]].append(
+                event
+            )
     return dict(rows)
 
 
@@ -48,10 +52,10 @@ def _cross(begin: int, end: int, later_begin: int, later_end: int) -> bool:
     return begin < later_begin < end < later_end
 
 
-def _span(it: PerfettoEvent) -> tuple[int, int]:
+def _span(event: PerfettoEvent) -> tuple[int, int]:
     """Nanoseconds, as Perfetto reads microseconds: in floating point, one by one."""
-    begin = int(it["ts"] * 1000.0)
-    return begin, begin + int(it["dur"] * 1000.0)
+    begin = int(event["ts"] * 1000.0)
+    return begin, begin + int(event["dur"] * 1000.0)
 
 
 def rank_trace(events: Iterable[Event]) -> list[slices.Event]:

@@ -1,4 +1,4 @@
-"""From the name in a job to the strategy that runs it."""
+"""Selection and validation of a step's attention strategy, by the name in the step."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.gang.step_messages import PrefillStep
 
 WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
-"""Exact, in one way."""
+"""Exact strategies, which take no `CsaPlan`."""
 WITH_PLAN = frozenset({"levels", "csa", "sp_tp", "sp_tp_flat"})
-"""Take a `CsaPlan`; SP-TP can do without one."""
+"""Strategies that take a `CsaPlan`; it is optional for SP-TP."""
 
 ANY_ROWS = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
-"""Need nothing of rows but their positions; the others take rows that are cut at the bounds."""
+"""Strategies that take rows at any positions; the others need contiguous rows of each member."""
 
 
 def check_step(step: PrefillStep, spec: ModelSpec, *, in_place: bool = False) -> None:
-    """Refuse a job that `strategy_of` cannot run, when it arrives: an exception of the thread that
-    runs it would take the gang along. All ranks of the gang judge alike.
+    """Refuse a step that `strategy_of` cannot run; all ranks of the gang decide the same.
 
     Args:
-        in_place: the gang decodes what it computes where it lies.
+        in_place: the gang decodes with the KV where prefill stored it (elastic gang).
 
     Raises:
-        ConfigError: an unknown strategy, rows that it does not take, a plan for one that takes
-            none, ratios per KV head that are not those of the model, or KV to be narrowed on its
-            way to decode that stays where it is.
+        ConfigError: the strategy is unknown, does not take such rows or takes no plan, the plan
+            has ratios for another number of KV heads, or `decode_kept_only` is set for an
+            elastic gang.
     """
+    # Checked on arrival: an exception in the thread that runs the step would end the gang.
     known = WITHOUT_PLAN | WITH_PLAN
     if step.strategy not in known:
         hint = nearest(step.strategy, known)
         raise ConfigError(f"unknown strategy {abridged(step.strategy)}{hint}")
     if not step.contiguous and step.strategy not in ANY_ROWS:
         raise ConfigError(
-            f"strategy '{step.strategy}' takes contiguous rows, cut at the job's bounds; those that "
-            f"take any others are {', '.join(sorted(ANY_ROWS))}"
+            f"strategy '{step.strategy}' needs contiguous rows, cut at the bounds of the step; "
+            f"strategies that take any rows are {', '.join(sorted(ANY_ROWS))}"
         )
     if step.csa is None:
         return
     if step.strategy in WITHOUT_PLAN:
         raise ConfigError(
-            f"strategy '{step.strategy}' is exact and takes no sparse attention plan; allowed with "
-            f"one are {', '.join(sorted(WITH_PLAN))}"
+            f"strategy '{step.strategy}' is exact and takes no sparse attention plan; strategies "
+            f"that take one are {', '.join(sorted(WITH_PLAN))}"
         )
     step.csa.check_kv_heads(spec.kv_heads)
     if in_place and step.csa.decode_kept_only:
         raise ConfigError(
-            "decode_kept_only narrows KV on its way to another gang; an elastic gang decodes where "
-            "the prompt's KV lies, whole"
+            "decode_kept_only needs separate prefill and decode gangs: it drops KV during the "
+            "transfer, and an elastic gang decodes without a transfer"
         )
 
 
 def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
-    """The strategy of the group's job, to be entered for the job's duration."""
+    """Return the strategy of the group's step, to be entered for the duration of the step."""
     name = group.step.strategy
     if name == "ulysses":
         return _ulysses(group, engine)
@@ -76,7 +76,7 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
         return RingQ(group, engine.pool, scale=engine.spec.scale)
     if name in ("sp_tp", "sp_tp_flat"):
         return SpTp(group, engine, group.step.csa, hierarchical=name == "sp_tp")
-    assert name in ("levels", "csa"), "the job has been checked"
+    assert name in ("levels", "csa"), f"check_step let strategy {name!r} pass"
     return _csa(group, engine)
 
 
@@ -101,7 +101,7 @@ def _ring_kv(group: SpGroup, engine: Engine) -> RingKv:
 
 
 def _csa(group: SpGroup, engine: Engine) -> Csa:
-    assert group.step.csa is not None, "the job has been checked"
+    assert group.step.csa is not None, f"check_step let {group.step.strategy!r} pass without a plan"
     schedule = DropSchedule(
         plan=group.step.csa,
         layers=engine.spec.layers,

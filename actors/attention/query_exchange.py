@@ -1,15 +1,12 @@
-"""Attention that moves Q instead of KV: Q out, (O, LSE) back, merged (CSPS §4.2, CP Alg. 4).
+"""Attention that moves queries instead of KV: Q out, (O, LSE) back, merged (CSPS §4.2, CP Alg. 4).
 
-Used by every decode iteration, and by a prefill's last layer, where the last row of a prompt is
-all that must be computed.
+Every decode iteration uses it, and the last layer of a prefill step, which computes the last row of
+each prompt only. Queries go to all KV holders of their rows at once.
 
-CP Alg. 4 passes a batch's queries around a ring, N - 1 hops one after another, and returns answers
-by an all-to-all. Here queries go straight to whoever holds KV of their rows, all at once. Bytes: a
-ring sends every master's queries N - 1 times; so does this if all hold some of every row, and less
-if not. Latency: one send before the last holder can begin, in place of N - 1, and decoding is
-latency: a row of 32 heads of 128 in bf16 is 8 KiB. A ring pays where messages are so large that
-each hop hides behind attention, which is prefill's case (`ring_q.py`). What each holder computes,
-how answers return and how they are merged is the same.
+CP Alg. 4 instead passes the queries around a ring in N - 1 hops. A ring sends every master's
+queries N - 1 times; this exchange sends at most as many bytes. Its latency is one hop instead of
+N - 1, and latency dominates decode: a row of 32 heads of 128 in bf16 is 8 KiB. A ring pays off if
+messages are so large that attention hides each hop, as in prefill (`ring_q.py`).
 """
 
 from __future__ import annotations
@@ -28,17 +25,16 @@ from csps.actors.comm.process_group import Pending
 from csps.kernels.merge import merge_rows
 
 AttendPartial = Callable[[int | None, Tensor], tuple[Tensor, Tensor]]
-"""(the peer whose rows these are, None for own ones; query rows (r, h, d)) -> fp32 (out (r, h, d),
-lse (r, h)) over the KV held here."""
+"""(peer that owns the rows, None for own rows; query rows (r, h, d)) -> fp32 (out (r, h, d),
+lse (r, h)) over the resident KV."""
 
 
 @dataclass(frozen=True)
 class QueryRoutes:
-    """Who holds KV for whose rows; every rank of the group must derive the same routes.
+    """KV holders of query rows; every rank of the group must derive matching routes.
 
-    There are `rows` local query rows. Of those in `resident_here` this rank holds KV itself, of those
-    in `outgoing[peer]` the peer does; both ascend. `incoming[peer]` is how many rows the peer
-    sends.
+    There are `rows` local query rows. This rank has KV of the rows in `resident_here`, a peer has
+    KV of the rows in `outgoing[peer]`; both ascend. The peer sends `incoming[peer]` rows.
     """
 
     rows: int
@@ -47,33 +43,33 @@ class QueryRoutes:
     incoming: Mapping[int, int] = field(default_factory=dict)
 
     def resident(self, q_rhd: Tensor) -> Tensor:
-        """The rows whose own partial is due."""
+        """Return the rows for which this rank computes a partial result itself."""
         return self._picked(q_rhd, self.resident_here)
 
     def sent(self, q_rhd: Tensor) -> list[tuple[int, Tensor]]:
-        """(peer, the rows that it holds KV of)."""
+        """Return the rows to send to each peer that has KV of them, as (peer, rows)."""
         return [(peer, self._picked(q_rhd, rows)) for peer, rows in self.outgoing.items()]
 
     @cached_property
     def merged_from(self) -> tuple[int, ...]:
-        """The row of each partial, own ones first, then peer by peer."""
+        """Row of each partial result: own partials first, then peer by peer."""
         return (*self.resident_here, *(row for rows in self.outgoing.values() for row in rows))
 
     @cached_property
     def one_partial_each(self) -> bool:
-        """Whether every row has its KV in one place, and they come in order."""
+        """True if every row has exactly one partial result, and these are in the order of rows."""
         return self.merged_from == tuple(range(self.rows))
 
     def index(self, rows: Sequence[int], device: torch.device) -> Tensor:
-        """(n,) int64, made once and not at each layer: a list of rows would be copied to the
-        device, and wait for it, every time."""
+        """Return the rows as (n,) int64 on the device."""
+        # Cached for all layers: each copy of a list to the device would wait for the device.
         key = tuple(rows)
         if key not in self._indices:
             self._indices[key] = torch.tensor(key, dtype=torch.int64, device=device)
         return self._indices[key]
 
     def _picked(self, q_rhd: Tensor, rows: Sequence[int]) -> Tensor:
-        if len(rows) == self.rows:  # both ascend, so that as many are all
+        if len(rows) == self.rows:  # rows ascend, so these are all
             return q_rhd
         return q_rhd.index_select(0, self.index(rows, q_rhd.device))
 
@@ -84,36 +80,38 @@ class QueryRoutes:
 
 @dataclass
 class QueryExchangeTimes:
-    """Of the rows whose queries a rank has sent to others, in seconds. Where exchanges are in order
-    nothing is counted: the host never learns when they have ended."""
+    """Seconds of exchanges in which a rank sent queries to others.
+
+    Nothing is counted if exchanges are in order (`Mesh.in_order`): the host does not learn when
+    they end.
+    """
 
     under_way_s: float = 0.0
-    """From the queries' sending until all answers were there."""
+    """Time from sending the queries until all answers had arrived."""
     waited_s: float = 0.0
-    """Of that, the time in which this rank computed nothing."""
+    """Part of `under_way_s` in which this rank computed nothing."""
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Count the time inside."""
+        """Count the time inside the context."""
         begin = time.monotonic()
         yield
         self.under_way_s += time.monotonic() - begin
 
     def wait(self, pending: Pending) -> None:
-        """Until it has ended."""
+        """Wait for an exchange and count the time."""
         begin = time.monotonic()
         pending.wait()
         self.waited_s += time.monotonic() - begin
 
 
 class QueryExchange:
-    """What one exchange of queries receives, expected ahead of it where that is of use
-    (`Mesh.expect`).
+    """Receive buffers of one exchange of queries; its receives are posted early (`Mesh.expect`).
 
     Args:
-        like: of the queries' dtype and device.
-        heads, head_dim: of a query row.
-        tags: of queries, and of partial results.
+        like: a tensor of the queries' dtype and device.
+        heads, head_dim: shape of a query row.
+        tags: tags of the queries and of the partial results.
     """
 
     def __init__(
@@ -134,7 +132,7 @@ class QueryExchange:
             peer: like.new_empty(len(rows), heads, head_dim + 1, dtype=torch.float32)
             for peer, rows in routes.outgoing.items()
         }
-        """The output and, in the last column, the LSE."""
+        """Answers of each peer: the output and, in the last column, the LSE."""
         self.queries = mesh.expect(list(self.foreign.items()), tags[0])
         self.replies = mesh.expect(list(self.answers.items()), tags[1])
 
@@ -145,13 +143,13 @@ def exchange_queries(
     partial: AttendPartial,
     times: QueryExchangeTimes | None = None,
 ) -> Tensor:
-    """Merged attention output (r, h, d), fp32, of the local query rows.
+    """Return the merged attention output (r, h, d), fp32, of the local query rows.
 
-    One message to and from each peer. The own partials are computed while the queries travel, the
-    peers' while the own answers do.
+    Sends and receives one message each way for each peer. This rank computes own partials while
+    the queries travel, and partials of the peers' rows while its answers travel.
 
     Args:
-        times: what it took is added to these.
+        times: the times of this exchange are added to them.
     """
     routes = exchange.routes
     if not (routes.outgoing or routes.incoming):
@@ -167,13 +165,13 @@ def exchange_queries(
 def _exchanged(
     q_rhd: Tensor, exchange: QueryExchange, partial: AttendPartial, times: QueryExchangeTimes
 ) -> list[tuple[Tensor, Tensor]]:
-    """Own partials, and those of others."""
+    """Return own partials, then those of the peers."""
     routes = exchange.routes
     queries = exchange.queries.send(routes.sent(q_rhd))
     parts = [partial(None, routes.resident(q_rhd))] if routes.resident_here else []
     times.wait(queries)
     foreign = exchange.foreign.items()
-    replies = [(peer, _packed(*partial(peer, rows_rhd))) for peer, rows_rhd in foreign]
+    replies = [(peer, _packed(*partial(peer, foreign_rhd))) for peer, foreign_rhd in foreign]
     times.wait(exchange.replies.send(replies))
     return parts + [(packed[..., :-1], packed[..., -1]) for packed in exchange.answers.values()]
 

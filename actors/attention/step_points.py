@@ -1,14 +1,14 @@
-"""Where a step may stand still: points of its exchange program, numbered alike at all members.
+"""Yield points of a step: where it may pause, numbered the same at all members.
 
-A layer is cut into *phases* by the exchanges that are begun in it: in a phase all members have
-begun the same ones. A member passes points of the phase while it computes, as many as it has
-blocks, and the phase's last number before it begins the next exchange. So whatever number all are
-told to stand still at, either all have begun an exchange or none, and nobody waits for one that
-stands still. (What is passed on for others is the exception: see `YieldPoints.settle`.)
+The exchanges of a layer divide it into *phases*. In one phase all members have begun the same
+exchanges. A member passes a point of the phase after each block that it computes, and the last
+point of the phase before it begins the next exchange. So if all members pause at one point, either
+all or none have begun an exchange, and no member waits for a paused one. Data that a member passes
+on for others is the exception; `YieldPoints.before_pause` sends it.
 
-Numbers are worked out from the step alone, before it begins and without being its member. How many
-blocks a phase has is estimated, for the member with the most; a member with fewer skips numbers,
-one with more passes the last ones without a number of their own.
+The numbers follow from the step alone, so any process can compute them before the step begins. The
+number of blocks in a phase is an estimate for the member with the most. A member with fewer blocks
+skips numbers; a member with more passes its last blocks under one number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from csps.actors.attention.base.levels import LevelGeometry
 from csps.actors.attention.base.yield_points import Phases, StepPoints, block_count
 from csps.actors.attention.ring.ring_plan import (
     RingPlan,
-    going_round,
     resident_tokens,
+    rotating_history,
     with_history,
 )
 from csps.models.network.spec import ModelSpec
@@ -33,12 +33,12 @@ from csps.protocols.core.topology import Segments
 from csps.protocols.gang.step_messages import PrefillStep
 
 MLP_ROWS = 2048
-"""Of one block of a layer's MLP."""
+"""Rows of one block of a layer's MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What of a model the numbers of a step depend on."""
+    """Properties of a model on which the points of a step depend."""
 
     layers: int
     heads: int
@@ -47,11 +47,11 @@ class ModelShape:
     head_dim: int
     tp: int
     whole: bool = False
-    """Layers are handed to the device as a whole: no block is cut."""
+    """True if the device is given whole layers, without blocks."""
 
     @classmethod
     def of(cls, spec: ModelSpec, *, tp: int, on_cuda: bool) -> ModelShape:
-        """Of a model on instances of `tp` ranks."""
+        """Return the shape of a model on instances of `tp` ranks."""
         return cls(
             layers=spec.layers,
             heads=spec.heads,
@@ -63,7 +63,7 @@ class ModelShape:
 
 
 def step_points(step: PrefillStep, shape: ModelShape) -> StepPoints:
-    """The numbers of a step; alike wherever they are worked out."""
+    """Return the points of a step; every process computes the same."""
     counts = _Counts(step, shape)
     begin, mlp = (1,), (counts.mlp,)
     middle = (begin + counts.attention(index) + mlp for index in range(shape.layers - 1))
@@ -71,25 +71,26 @@ def step_points(step: PrefillStep, shape: ModelShape) -> StepPoints:
 
 
 class _Counts:
-    """Points in the phases of one step's layers."""
+    """Numbers of points in the phases of one step's layers."""
 
     def __init__(self, step: PrefillStep, shape: ModelShape) -> None:
         self._step, self._shape = step, shape
         self._rank_heads = -(-shape.heads // shape.tp)
         self._rows = step.bounds[-1]
-        self._shares = [stop - start for start, stop in pairwise(step.bounds)]
+        self._member_rows = [stop - start for start, stop in pairwise(step.bounds)]
         self._by_cuts: dict[tuple[int, ...], Phases] = {}
-        """Layers of as many micro-partitions have equal phases."""
+        """Phases by numbers of micro-partitions; layers with equal numbers have equal phases."""
 
     @cached_property
     def mlp(self) -> int:
-        """An instance's ranks sum their parts at the same time, so there it is one block."""
+        """Number of blocks of the MLP."""
+        # Under tensor parallelism one block: the ranks of an instance sum their parts together.
         if self._shape.tp > 1 or self._shape.whole:
             return 1
-        return max(1, *(-(-rows // MLP_ROWS) for rows in self._shares))
+        return max(1, *(-(-rows // MLP_ROWS) for rows in self._member_rows))
 
     def attention(self, layer: int) -> Phases:
-        """What `Strategy.attend_layer` closes."""
+        """Return the phases that `Strategy.attend_layer` closes."""
         match self._step.strategy:
             case "ulysses":
                 heads = self._head_share(self._rank_heads, len(self._step.group))
@@ -100,13 +101,13 @@ class _Counts:
             case "ring_kv" | "ring_q":
                 return self._ring()
             case "levels" | "csa":
-                assert self._step.csa is not None, "the job has been checked"
+                assert self._step.csa is not None, "check_step let a step pass without a plan"
                 return self._csa(self._step.csa, layer)
             case _:
                 return self._sp_tp(self._step.csa, layer)
 
     def _over_heads(self, heads: int) -> Phases:
-        """All rows of own heads: history if there is any, and the chunk."""
+        """Return the phases of attention of own heads over all rows: history, then the chunk."""
         if () in self._by_cuts:
             return self._by_cuts[()]
         own_blocks = sum(
@@ -117,41 +118,45 @@ class _Counts:
         return self._by_cuts[()]
 
     def _ring(self) -> Phases:
-        """Rounds, each of the member with the most blocks in it; before them history that is asked
-        for."""
+        """Return the phases of a ring: history that is asked for, then one phase per round.
+
+        The member with the most blocks counts in each round.
+        """
         if () in self._by_cuts:
             return self._by_cuts[()]
         asked: Set[int] = with_history(self._step)
-        going = asked
+        rotating = asked
         if self._step.strategy == "ring_kv":
             kv_heads = max(1, self._shape.kv_heads // self._shape.tp)
-            going = going_round(
+            rotating = rotating_history(
                 self._step, heads=self._rank_heads, kv_heads=kv_heads, dim=self._shape.head_dim
             )
-        plan = RingPlan(self._step, going)
+        plan = RingPlan(self._step, rotating)
         rounds = (
             max(self._ring_blocks(plan, k, (k - hop) % plan.size) for k in range(plan.size))
             for hop in range(plan.size)
         )
-        history = self._history(self._shares, self._rank_heads, asked - going)
+        history = self._history(self._member_rows, self._rank_heads, asked - rotating)
         self._by_cuts[()] = (*history, *(max(1, blocks) for blocks in rounds))
         return self._by_cuts[()]
 
     def _ring_blocks(self, plan: RingPlan, member: int, source: int) -> int:
-        """Of a member with a share that goes round: its queries and the share's keys, or the other
-        way round; as if all queries of a piece that see any of the keys saw all."""
+        """Return the blocks of a member with the shard of another member (keys or queries)."""
+        # An estimate: a chunk's queries that see any of the keys count as if they saw all.
         pair = (member, source) if self._step.strategy == "ring_kv" else (source, member)
         return sum(self._blocks(rows, self._rank_heads, keys) for rows, keys in plan.sizes(*pair))
 
     def _csa(self, plan: CsaPlan, layer: int) -> Phases:
-        """One for every micro-partition of the queries of an exchanged level. Own rows are computed
-        wherever a member would wait, and at the latest at the end; where exchanges are not beside
-        computing, before them."""
+        """Return one phase per micro-partition of the queries of each exchanged level.
+
+        Own rows are computed whenever a member would wait, and the rest at the end; without
+        overlap they are computed before the exchanges.
+        """
         group = plan.layer_group(layer)
         cuts = tuple(group.micro(v) if plan.pipelined else 1 for v in range(1, plan.levels + 1))
         if cuts in self._by_cuts:
             return self._by_cuts[cuts]
-        longest = max(self._shares)
+        longest = max(self._member_rows)
         own = max(cuts[0], self._blocks(longest, self._rank_heads, longest))
         first = 2 if LevelGeometry(parts=(), levels=plan.segments()).local_first_level else 1
         phases = [
@@ -159,18 +164,20 @@ class _Counts:
             for segments, micro in list(zip(plan.segments(), cuts, strict=True))[first - 1 :]
             for blocks in self._level(segments, micro)
         ]
-        if plan.pipelined:  # as much of the own rows in each phase, and all that may be left
+        if plan.pipelined:  # an equal part of own rows in each phase, and all of them at the end
             beside = 1 + own // (len(phases) + 1)
             ends = [*(blocks + beside for blocks in phases), own]
         else:
             ends = [own, *phases]
-        history = self._history(self._shares, self._rank_heads)
+        history = self._history(self._member_rows, self._rank_heads)
         self._by_cuts[cuts] = (*history, *ends)
         return self._by_cuts[cuts]
 
     def _level(self, segments: Segments, micro: int) -> Iterator[int]:
-        """Of each micro-partition of a level's queries: the first meets the keys one
-        micro-partition after the other, those that follow all of them at once."""
+        """Yield the blocks of each micro-partition of a level's queries.
+
+        The first one attends to the micro-partitions of keys one by one, later ones to all keys.
+        """
         bounds = self._step.bounds
         rows = max(bounds[members.stop] - bounds[members.start] for members in segments)
         heads = self._head_share(self._rank_heads, min(map(len, segments)))
@@ -180,13 +187,15 @@ class _Counts:
             yield max(1, self._blocks(queries, heads, rows))
 
     def _sp_tp(self, plan: CsaPlan | None, layer: int) -> Phases:
-        """One before each part of the rows is handed on, and one after the last. Pipelined, about
-        half of the attention comes before the first."""
+        """Return one phase before each part of the rows is reduced, and one after the last.
+
+        If pipelined, about half of the attention precedes the first part.
+        """
         pipelined = plan is not None and plan.pipelined
         cuts = plan.layer_group(layer).micro(1) if plan is not None and pipelined else 1
         if (cuts,) in self._by_cuts:
             return self._by_cuts[cuts,]
-        lengths = [length for rows in self._shares for length in self._row_parts(rows, cuts)]
+        lengths = [length for rows in self._member_rows for length in self._row_parts(rows, cuts)]
         heads = self._head_share(self._rank_heads, len(self._step.group))
         if pipelined:
             blocks = sum(max(2, self._blocks(length, heads, self._rows)) for length in lengths)
@@ -202,19 +211,19 @@ class _Counts:
         return phases
 
     def _row_parts(self, rows: int, cuts: int) -> Iterator[int]:
-        """The parts of an instance's rows, over its ranks and micro-partitions."""
+        """Yield how many rows of an instance each rank and micro-partition has, without zeros."""
         for tp_rank in range(self._shape.tp):
-            share = len(even_share(rows, self._shape.tp, tp_rank))
-            yield from filter(None, (len(even_share(share, cuts, cut)) for cut in range(cuts)))
+            rank_rows = len(even_share(rows, self._shape.tp, tp_rank))
+            yield from filter(None, (len(even_share(rank_rows, cuts, cut)) for cut in range(cuts)))
 
     def _history(
         self, asked_rows: Sequence[int], heads: int, sequence_ids: Set[int] | None = None
     ) -> Phases:
-        """Of the holder with the most to answer; none if no piece has history.
+        """Return the phase of the holder with the most to answer; none without history.
 
         Args:
-            asked_rows: of each asker, how many rows it asks with.
-            rids: sequences whose history is asked for; None for all.
+            asked_rows: number of rows with which each asker asks.
+            sequence_ids: sequences whose history is asked for; None for all.
         """
         resident = [
             sum(
@@ -235,5 +244,5 @@ class _Counts:
 
     @staticmethod
     def _head_share(heads: int, members: int) -> int:
-        """Of the member with the most."""
+        """Return the number of heads of the member with the most."""
         return -(-heads // members)

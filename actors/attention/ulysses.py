@@ -1,11 +1,12 @@
 """SP-NTP, exact: all-to-all over heads, attention, all-to-all back (CSPS §3.2.1; Ulysses).
 
     q, k, v of own rows, all heads  --first exchange-->  all rows, own heads
-    attention over whole sequences, in blocks of queries between which urgent jobs may run
+    attention over whole sequences, in blocks of queries with yield points between them
     outputs of all rows, own heads  --second exchange--> own rows, all heads
 
-History is asked in between, with all rows of own heads. Shapes: t rows of this member, T rows of
-the batch, h heads, d head size.
+Between the exchanges, members ask for history with all rows of own heads.
+
+Shape suffixes: t rows of this member, T rows of the batch, h heads, d head dim.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 
 class Ulysses:
-    """Exact sequence-parallel attention of one job; one object per job and rank, entered for the
-    job's duration: a job may be stopped where an exchange is under way, which all members have
-    begun by then, and then it ends as well."""
+    """Exact sequence-parallel attention of one step on one rank.
+
+    Entered for the duration of the step. A step may be stopped during an exchange, which all
+    members have begun by then; leaving the context waits for it.
+    """
 
     def __init__(
         self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
@@ -66,7 +69,7 @@ class Ulysses:
             Pending.all(self._under_way).wait()
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """See `Strategy`: a member sees all rows, but mostly of a share of the KV heads."""
+        """See `Strategy`. Other members are offered only to a member that has all KV heads."""
         if self._split.key_count(member) < self._split.kv_heads:
             return ()
         return [other for other in range(self._group.size) if other != member]
@@ -74,13 +77,13 @@ class Ulysses:
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
-        """The residual stream of own rows (t, hidden) after the layer's attention."""
+        """See `Strategy`."""
         return attended_layer(self._group, index, layer, x_td, rotary, store, self.attend)
 
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Attention output (t, h, d) of this member's rows, in q's dtype."""
+        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
         if self._group.size == 1:
             batch = map(self._group.in_batch_order, (q_thd, k_thd, v_thd))
             return self._group.in_member_order(self._batch_attention(layer, *batch))
@@ -99,7 +102,7 @@ class Ulysses:
     def _first_exchange(
         self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor
     ) -> tuple[Tensor, Pending]:
-        """All rows of own heads in member order, (T, own q + 2 own kv, d), q before k before v."""
+        """Begin to gather all rows of own heads, (T, q heads + 2 KV heads, d), in member order."""
         group, own = self._group, self._group.member
         gathered = q_thd.new_empty(group.total_rows, self._width(own), q_thd.shape[-1])
         sends = [
@@ -119,7 +122,7 @@ class Ulysses:
         return self._split.query_count(member) + 2 * self._split.key_count(member)
 
     def _begin(self, sends: Messages, recvs: Messages, tag: Tag, label: Label) -> WaitExchange:
-        """An exchange that is waited for as the all-to-alls are."""
+        """Begin an exchange whose wait counts as communication, like the all-to-alls."""
         clock, pending = self._group.clock, self._group.mesh.exchange(sends, recvs, tag)
         self._under_way.append(pending)
 
@@ -131,15 +134,17 @@ class Ulysses:
         return wait
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of own heads, out of what the first exchange has gathered."""
+        """Split the rows that the first exchange gathered into queries, keys and values."""
         heads = self._split.query_count(self._group.member)
         kv_heads = self._split.key_count(self._group.member)
         q_thd, k_thd, v_thd = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
         return q_thd, k_thd, v_thd
 
     def _batch_attention(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-        """Outputs of all rows and own heads (T, h, d), in q's dtype. Zeros for a withdrawn piece,
-        which the layers that follow take like any other numbers."""
+        """Return the outputs of all rows and own heads (T, h, d), in q's dtype.
+
+        Rows of a cancelled chunk get zeros, on which the following layers can compute.
+        """
         asked = self._history.ask(layer, q_thd)
         asked.answer()
         out_thd, lse_ht = nothing_seen(q_thd)
@@ -147,7 +152,7 @@ class Ulysses:
         for chunk in self._group.step.chunks:
             rows = slice(begin, begin + chunk.length)
             begin += chunk.length
-            if self._group.wanted(chunk):
+            if self._group.is_active(chunk):
                 own = q_thd[rows], k_thd[rows], v_thd[rows]
                 self._attend_chunk(layer, chunk, *own, out_thd[rows], lse_ht[:, rows])
         asked.merge_into(out_thd, lse_ht)
@@ -164,7 +169,7 @@ class Ulysses:
         out_thd: Tensor,
         lse_ht: Tensor,
     ) -> None:
-        """The chunk's rows among themselves, into `out_thd` and `lse_ht`, block by block."""
+        """Attend a chunk's rows to each other, block by block, into `out_thd` and `lse_ht`."""
         positions = range(chunk.length)
         for rows in query_blocks(q_thd, len(k_thd)):
             with self._group.clock.timeline.phase("attention", layer=layer):
@@ -180,7 +185,7 @@ class Ulysses:
             self._group.points.point()
 
     def _second_exchange(self, out_thd: Tensor, q_thd: Tensor) -> Tensor:
-        """Own rows of all heads, from all rows of own heads."""
+        """Exchange all rows of own heads for own rows of all heads."""
         group = self._group
         parts = [
             out_thd[group.rows_of(group.member)]

@@ -1,9 +1,10 @@
-"""What follows an arrival: rows that are passed on, sums that are formed of what has come.
+"""Continuations of arrivals: rows that are passed on, and sums of rows that have arrived.
 
-All of it is launched by the thread that computes, because NCCL wants one order of all calls. Where
-exchanges are over in the order of their calls (`Mesh.in_order`) that thread launches it at once,
-and the device's streams wait. With gloo somebody has to see that a receive is complete, so it is
-done whenever the thread waits for something, or asks between two parts of its computing.
+The thread that computes launches all of them, because NCCL wants one order of all calls. Where
+exchanges end in the order of their calls (`Mesh.in_order`), that thread launches a continuation at
+once, and the device's streams wait. With gloo somebody has to notice that a receive is complete, so
+continuations run whenever the thread waits for something, or asks between two parts of its
+computing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ T = TypeVar("T")
 
 
 class Continuation(Generic[T]):
-    """Something that follows an arrival.
+    """A task that runs after an arrival.
 
-    On CUDA it must be asked for its `result`: until then it keeps what it was made of. To the
-    allocator, memory belongs to the stream on which it was allocated, here the caller's; given
-    back before that stream waits for the task's, it would be written anew while the task has yet to
-    read it. (`Tensor.record_stream` would do as well, but then memory comes back only when the host
-    next finds an event complete, which for a host that runs ahead of its device is late.)
+    On CUDA its `result` must be asked for: until then it keeps its inputs alive. To the allocator,
+    memory belongs to the stream on which it was allocated, here the caller's. If it were freed
+    before that stream waits for the task's, it would be overwritten while the task has yet to read
+    it. (`Tensor.record_stream` would do as well, but then memory is freed only when the host next
+    finds an event complete, which is late for a host that runs ahead of its device.)
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class Continuation(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether nobody has to wait for `result`; never known on CUDA."""
+        """Return whether `result` is there without waiting; on CUDA this is never known."""
         return self._done is None and self.future.done()
 
     def result(self) -> T:
-        """What the task returned; raises what it raised. On CUDA the caller's stream waits."""
+        """Return what the task returned, or raise its error. On CUDA the caller's stream waits."""
         if self._done is not None:
             self._done.wait()
             self._made_of = None
@@ -54,10 +55,10 @@ class Continuation(Generic[T]):
 
 
 class Continuations(Protocol):
-    """Tasks that follow arrivals, in lines: one after the other in each."""
+    """Tasks that follow arrivals, in channels: one after the other in each."""
 
     def then(self, channel: str, arrival: Future[int], task: Callable[[], T]) -> Continuation[T]:
-        """Run a task once the arrival is complete and those before it in its line have run."""
+        """Run a task once the arrival is complete and the earlier tasks of its channel have run."""
         ...
 
     def progress(self) -> None:
@@ -66,66 +67,61 @@ class Continuations(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether any task has yet to run."""
+        """Return whether any task has yet to run."""
         ...
 
 
 class PolledContinuations:
-    """On the caller's thread, when it calls `progress`."""
+    """Continuations that run on the caller's thread, when it calls `progress`."""
 
     def __init__(self) -> None:
         self._channels: dict[str, deque[tuple[Future[int], Callable[[], None]]]] = {}
 
     def then(self, channel: str, arrival: Future[int], task: Callable[[], T]) -> Continuation[T]:
-        """See `Continuations`."""
         future: Future[T] = Future()
         queue = self._channels.setdefault(channel, deque())
-        queue.append((arrival, lambda: _settle(future, arrival, task)))
+        queue.append((arrival, lambda: _resolve(future, arrival, task)))
         self.progress()
         return Continuation(future)
 
     def progress(self) -> None:
-        """See `Continuations`."""
         for queue in self._channels.values():
             while queue and queue[0][0].done():
                 queue.popleft()[1]()
 
     @property
     def waiting(self) -> bool:
-        """See `Continuations`."""
         return any(self._channels.values())
 
 
 class StreamContinuations:
-    """At once, on a stream of each line that waits for the arrival; where there are no streams,
-    the host does."""
+    """Continuations that are launched at once, on a stream for each channel that waits for the
+    arrival. Without streams, the host waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def then(self, channel: str, arrival: Future[int], task: Callable[[], T]) -> Continuation[T]:
-        """See `Continuations`."""
         future: Future[T] = Future()
         if self._device.type != "cuda":
-            _settle(future, arrival, task)
+            _resolve(future, arrival, task)
             return Continuation(future)
         stream = self._stream(channel)
-        # Not only for the task's inputs: what earlier tasks returned was allocated on this stream,
-        # and may have been given back while the caller's stream has yet to read it.
+        # Also for results of earlier tasks: they were allocated on this stream, and may have been
+        # freed while the caller's stream has yet to read them.
         stream.wait_stream(torch.cuda.current_stream())
         with _current(stream):
-            _settle(future, arrival, task)
+            _resolve(future, arrival, task)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
         return Continuation(future, done=done, made_of=task)
 
     def progress(self) -> None:
-        """Nothing is left to run."""
+        """Do nothing: all tasks are launched already."""
 
     @property
     def waiting(self) -> bool:
-        """See `Continuations`."""
         return False
 
     def _stream(self, channel: str) -> torch.cuda.Stream:
@@ -138,7 +134,7 @@ def _current(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def _settle(future: Future[T], arrival: Future[int], task: Callable[[], T]) -> None:
+def _resolve(future: Future[T], arrival: Future[int], task: Callable[[], T]) -> None:
     try:
         arrival.result()
         future.set_result(task())

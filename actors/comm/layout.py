@@ -1,7 +1,4 @@
-"""Names where only int64 words travel.
-
-Which rank belongs to which instance, and which heads and tokens fall to whom.
-"""
+"""Which rank belongs to which instance, and which tokens each member of a group computes."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 
 def name_digest(name: str) -> int:
-    """63 bits that stand for a name: never negative, so that they fit into an int64."""
+    """Return 63 bits that stand for a name where only int64 words travel."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangLayout:
-    """A gang's world cut into instances of `tp` ranks: instance i owns [i*tp, (i+1)*tp)."""
+    """A gang's ranks cut into instances of `tp` ranks: instance i owns ranks [i*tp, (i+1)*tp)."""
 
     world_size: int
     tp: int
@@ -33,27 +30,27 @@ class GangLayout:
 
     @property
     def instances(self) -> int:
-        """Copies of the weights in the gang."""
+        """Return the number of instances, each with a copy of the weights."""
         return self.world_size // self.tp
 
     def instance_of(self, rank: int) -> int:
-        """The instance a rank belongs to."""
+        """Return the instance to which a rank belongs."""
         return rank // self.tp
 
     def tp_rank_of(self, rank: int) -> int:
-        """A rank's place inside its instance."""
+        """Return a rank's place inside its instance."""
         return rank % self.tp
 
     def rank_of(self, instance: int, tp_rank: int) -> int:
-        """The rank at a place of an instance."""
+        """Return the rank at a place of an instance."""
         return instance * self.tp + tp_rank
 
     def ranks_of(self, instance: int) -> range:
-        """All ranks of an instance."""
+        """Return all ranks of an instance."""
         return range(instance * self.tp, (instance + 1) * self.tp)
 
     def ranks_of_all(self, instances: Iterable[int]) -> tuple[int, ...]:
-        """All ranks of some instances, ascending."""
+        """Return all ranks of some instances, ascending."""
         return tuple(
             rank for instance in sorted(set(instances)) for rank in self.ranks_of(instance)
         )
@@ -61,22 +58,22 @@ class GangLayout:
 
 @dataclass(frozen=True)
 class LocalChunk:
-    """A part of a job's piece that one member of the group computes."""
+    """The part of a step's chunk that one member of the group computes."""
 
     chunk: PrefillChunk
     span: Span
-    """Positions in the request."""
+    """Positions in the sequence."""
     rows: slice
     """Rows of the member's local tensors."""
 
     def within(self, span: Span) -> LocalChunk:
-        """Some of its positions."""
+        """Return the part with these positions."""
         rows = range(self.rows.start, self.rows.stop, self.rows.step or 1)[self.span.rows_of(span)]
         return LocalChunk(self.chunk, span, slice(rows.start, rows.stop, rows.step))
 
 
 def computed_by(step: PrefillStep, member: int) -> Iterator[LocalChunk]:
-    """What a member computes, in the order of its rows."""
+    """Yield what a member computes, in the order of its rows."""
     if step.contiguous:
         yield from local_chunks(step.chunks, step.bounds, member)
         return
@@ -92,7 +89,7 @@ def computed_by(step: PrefillStep, member: int) -> Iterator[LocalChunk]:
 def local_chunks(
     chunks: Sequence[PrefillChunk], bounds: Sequence[int], member: int
 ) -> Iterator[LocalChunk]:
-    """Cut the pieces, laid end to end, at the member's bounds."""
+    """Cut the chunks, laid end to end, at the member's bounds."""
     begin, end = bounds[member], bounds[member + 1]
     offset = 0
     for chunk in chunks:

@@ -1,13 +1,7 @@
-"""Threads that wait for operations with peers, lent to one job after another.
+"""Exchanges between the ranks of a gang, point to point, and threads that wait for their end.
 
-Whoever starts a thread waits until it lives. Where ranks have fewer cores than they could use that
-is until another one's turn is over, milliseconds in the middle of a layer, so that threads are
-kept for the next job.
-
-Exchanges between the ranks of a gang, point to point.
-
-A sequence-parallel group is a subset of the gang formed per job by grouped point-to-point
-operations, so changing the degree of parallelism creates no communicator.
+A sequence-parallel group is a subset of the gang, formed for each step by grouped point-to-point
+operations. So changing the degree of parallelism creates no communicator.
 """
 
 from __future__ import annotations
@@ -35,97 +29,19 @@ from csps.actors.comm.process_group import (
     with_peer,
 )
 
-
-class _Order(Enum):
-    """What a thread is told beside what to wait for."""
-
-    COME_BACK = auto()
-    END = auto()
-
-
-class WaitingThreads:
-    """Of one rank's mesh. Any thread may call anything."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[WaitingThread] = []
-        self._closed = False
-
-    def lend(self) -> WaitingThread:
-        """One that waits for nothing; to be given back (`WaitingThread.release`)."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return WaitingThread(self)
-
-    def close(self) -> None:
-        """End all of them, those that are lent when they come back."""
-        with self._lock:
-            self._closed = True
-            for thread in self._idle:
-                thread.end()
-            self._idle.clear()
-
-    def take_back(self, thread: WaitingThread) -> None:
-        """What it was to wait for has ended."""
-        with self._lock:
-            if self._closed:
-                thread.end()
-            else:
-                self._idle.append(thread)
-
-
-class WaitingThread:
-    """Waits for pending operations one after the other."""
-
-    def __init__(self, threads: WaitingThreads) -> None:
-        self._threads = threads
-        self._items: SimpleQueue[tuple[Pending, Future[int]] | _Order] = SimpleQueue()
-        # A daemon: a peer that hangs must not keep a rank from ending.
-        threading.Thread(target=self._run, name="waiting", daemon=True).start()
-
-    def add(self, pending: Pending) -> Future[int]:
-        """The time (Unix, ns) at which it has ended."""
-        future: Future[int] = Future()
-        self._items.put((pending, future))
-        return future
-
-    def release(self) -> None:
-        """Others may have it when what was added has ended."""
-        self._items.put(_Order.COME_BACK)
-
-    def end(self) -> None:
-        """Wait for nothing more."""
-        self._items.put(_Order.END)
-
-    def _run(self) -> None:
-        while (item := self._items.get()) is not _Order.END:
-            if item is _Order.COME_BACK:
-                self._threads.take_back(self)
-                continue
-            pending, future = item
-            try:
-                pending.wait()
-            except BaseException as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(time.time_ns())
-            del item, pending, future  # an idle thread keeps nothing alive
-
-
 _TAGS_OF_A_LANE = 64
 
 
 class ControlTag(IntEnum):
-    """Streams of control messages: what the hosts of two ranks tell each other."""
+    """Channels of control messages between the hosts of two ranks."""
 
     DECODE_TOKEN = 10
     ROW_STATE = 11
 
 
 class Tag(IntEnum):
-    """Streams of data between two ranks; each is first in, first out, in its lane. NCCL knows no
-    tags: there and in tests all of a pair's are one."""
+    """Channels of data between two ranks; each is first in, first out, in its lane. NCCL has no
+    tags: there, and in tests, all data of a pair of ranks is one channel."""
 
     FIRST_EXCHANGE = 2
     SECOND_EXCHANGE = 3
@@ -152,20 +68,20 @@ class BegunExchange:
 
     received: Pending
     sent: Pending
-    """Done once the tensors sent may change. Empty on CUDA, where `received` stands for both."""
+    """Operation that ends when the tensors sent may change. Empty on CUDA, where `received` stands
+    for both."""
 
 
 class Mesh:
     """One world of ranks as seen by one of them.
 
-    Data goes through NCCL on CUDA and gloo otherwise; messages of one tag between two ranks match
-    in order. Tensors must be contiguous; empty ones are not sent, which both sides decide alike
-    because both know the shapes. What the hosts tell each other goes through a gloo group of its
-    own on every device: in NCCL's one order, or behind a long message of data, it would wait for
-    what it is to decide.
+    Data goes through NCCL on CUDA and through gloo otherwise; messages of one tag between two ranks
+    match in order. Tensors must be contiguous. Empty ones are not sent; both sides know the shapes
+    and decide alike. Control messages go through a gloo group of their own on every device: in
+    NCCL's one order, or behind a long message of data, they would wait for what they are to decide.
 
     Args:
-        data_group: stands in for NCCL on another device; exchanges are then grouped as there.
+        data_group: stands in for NCCL on another device; exchanges are then grouped as with NCCL.
         launches: shared by all groups of a device.
     """
 
@@ -186,11 +102,11 @@ class Mesh:
         self._lane = 0
         self.world_size = world_size
         self.bytes_sent = [0] * world_size
-        """By peer, since the mesh exists: read the difference."""
+        """Bytes sent by peer, since the mesh exists: read the difference."""
         self._counting = threading.Lock()
         self._closed = threading.Event()
         self.waiting = WaitingThreads()
-        """For those who want to know when an exchange ended."""
+        """Threads for callers that need the time at which an exchange ended."""
         self.device = torch.device(device)
         scoped = PrefixStore(name, store)
         self._control = gloo_group(PrefixStore("control", scoped), rank, world_size, host)
@@ -205,21 +121,23 @@ class Mesh:
 
     @with_peer()
     def send(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
-        """Start sending a control message, on the host; it must not change before `wait`."""
+        """Start to send a control message from the host; it must not change before `wait`."""
         self._count(peer, words)
         return Pending([self._control.send([words], peer, tag)], [words], self._closed)
 
     @with_peer()
     def recv(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
-        """Start receiving a control message into a contiguous tensor on the host."""
+        """Start to receive a control message into a contiguous tensor on the host."""
         return Pending([self._control.recv([words], peer, tag)], [words], self._closed)
 
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
-        """Inside, what is begun meets only what peers begin in the same lane: what interrupts a
-        step has a lane of its own, because with gloo a step that stands still may owe others rows
-        that it passes on later. Where exchanges are in order there are no lanes: what is begun
-        before the interruption is the same at all ranks."""
+        """Match exchanges begun inside only with those that peers begin in the same lane.
+
+        Whatever preempts a step has a lane of its own: with gloo, a paused step may owe others rows
+        that it passes on later. Where exchanges are in order there are no lanes: all ranks begin
+        the same exchanges before the preemption.
+        """
         before, self._lane = self._lane, number
         try:
             yield
@@ -231,9 +149,9 @@ class Mesh:
 
     @property
     def in_order(self) -> bool:
-        """Exchanges then are over in the order of their calls, so that one may send what an earlier
-        one receives, and waiting holds up the device's stream and not the host. Else each waits
-        for nobody but its peers, and the host for it."""
+        """Return whether exchanges end in the order of their calls. Then one may send what an
+        earlier one receives, and waiting blocks the device's stream, not the host. Otherwise each
+        exchange waits for its peers only, and the host waits for it."""
         return self._data.in_order
 
     def exchange(
@@ -247,7 +165,7 @@ class Mesh:
         return Pending.all((begun.received, begun.sent))
 
     def expect(self, recvs: Sequence[tuple[int, Tensor]], tag: Tag) -> Expected:
-        """`exchange`, of which the receives are known before there is anything to send."""
+        """Start an `exchange` whose receives are known before there is anything to send."""
         return Expected(self, recvs, tag)
 
     @with_peer()
@@ -257,7 +175,8 @@ class Mesh:
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
     ) -> BegunExchange:
-        """`exchange` for those who use what has arrived before their own tensors are gone."""
+        """Start an `exchange` for callers that use what has arrived before their own tensors are
+        sent."""
         self._launches.check()
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
@@ -266,7 +185,7 @@ class Mesh:
         return self._grouped(sends, recvs) if self.in_order else self._single(sends, recvs, tag)
 
     def _count(self, peer: int, tensor: Tensor) -> None:
-        # Of control messages as well, which any thread may send.
+        # The lock is for control messages, which any thread may send.
         with self._counting:
             self.bytes_sent[peer] += tensor.nbytes
 
@@ -284,7 +203,7 @@ class Mesh:
     def _grouped(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> BegunExchange:
-        """NCCL would deadlock on ungrouped pairs: all of them go into one launch."""
+        """Start all operations in one launch: NCCL would deadlock on ungrouped pairs."""
         if not sends and not recvs:
             return BegunExchange(Pending([], []), Pending([], []))
         group = self._data.group
@@ -310,8 +229,8 @@ class Mesh:
 class Expected:
     """An exchange whose receives come first, see `Mesh.expect`.
 
-    With gloo they are begun at once: a sender whose peer has not said that it is ready waits for
-    two trips more. Where exchanges are in order, receives are one group with what is sent.
+    With gloo the receives begin at once: a sender whose peer is not ready waits for two more round
+    trips. Where exchanges are in order, receives are one group with the sends.
     """
 
     def __init__(self, mesh: Mesh, recvs: Sequence[tuple[int, Tensor]], tag: Tag) -> None:
@@ -320,7 +239,88 @@ class Expected:
         self._begun = mesh.exchange([], recvs, tag) if ahead else None
 
     def send(self, sends: Sequence[tuple[int, Tensor]]) -> Pending:
-        """Begin to send as well; whoever waits, waits for all of the exchange."""
+        """Begin the sends; the returned operation ends with the whole exchange."""
         if self._begun is None:
             return self._mesh.exchange(sends, self._recvs, self._tag)
         return Pending.all((self._begun, self._mesh.exchange(sends, [], self._tag)))
+
+
+class _Order(Enum):
+    """An order to a waiting thread."""
+
+    TAKE_BACK = auto()
+    END = auto()
+
+
+class WaitingThreads:
+    """Threads of one rank's mesh that wait for operations. Any thread may call any method.
+
+    Starting a thread waits until it runs. With fewer cores than runnable threads this takes
+    milliseconds in the middle of a layer, so threads are kept and lent to one step after another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[WaitingThread] = []
+        self._closed = False
+
+    def lend(self) -> WaitingThread:
+        """Return an idle thread; `WaitingThread.release` gives it back."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return WaitingThread(self)
+
+    def close(self) -> None:
+        """End all threads; lent ones end when they are released."""
+        with self._lock:
+            self._closed = True
+            for thread in self._idle:
+                thread.end()
+            self._idle.clear()
+
+    def take_back(self, thread: WaitingThread) -> None:
+        """Accept a thread whose operations have ended."""
+        with self._lock:
+            if self._closed:
+                thread.end()
+            else:
+                self._idle.append(thread)
+
+
+class WaitingThread:
+    """A thread that waits for pending operations, one after the other."""
+
+    def __init__(self, threads: WaitingThreads) -> None:
+        self._threads = threads
+        self._entries: SimpleQueue[tuple[Pending, Future[int]] | _Order] = SimpleQueue()
+        # A daemon, because a peer that hangs must not keep a rank from ending.
+        threading.Thread(target=self._run, name="waiting", daemon=True).start()
+
+    def add(self, pending: Pending) -> Future[int]:
+        """Return a future of the time (Unix, ns) at which the operation ends."""
+        future: Future[int] = Future()
+        self._entries.put((pending, future))
+        return future
+
+    def release(self) -> None:
+        """Give the thread back when all added operations have ended."""
+        self._entries.put(_Order.TAKE_BACK)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._entries.put(_Order.END)
+
+    def _run(self) -> None:
+        while (entry := self._entries.get()) is not _Order.END:
+            if entry is _Order.TAKE_BACK:
+                self._threads.take_back(self)
+                continue
+            pending, future = entry
+            try:
+                pending.wait()
+            except BaseException as exc:
+                future.set_exception(exc)
+            else:
+                future.set_result(time.time_ns())
+            del entry, pending, future  # an idle thread keeps no tensors alive

@@ -1,14 +1,8 @@
-"""The store at which the ranks of a group find one another.
+"""Torch's process groups as ranks make, use and close them, and the stores at which ranks meet.
 
-One host order of launches, over all communicators of a device.
-
-Torch's groups of processes, as ranks make them, wait for what goes through them, and close them.
-
-They are made directly from a store instead of through `torch.distributed.init_process_group`,
-because a rank lives in several worlds at once (its gang, the KV connection to the other role) and
+Groups are made directly from a store instead of through `torch.distributed.init_process_group`,
+because a rank lives in several worlds at once (its gang, the KV connection to another gang) and
 must leave one without touching the others.
-
-Sums inside of an instance.
 """
 
 from __future__ import annotations
@@ -28,13 +22,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
+_log = logging.getLogger(__name__)
+
 JOIN_DEADLINE = timedelta(seconds=60)
-"""For every rank of a group to arrive."""
+"""Time limit for every rank of a group to arrive."""
+PEER_DEADLINE = timedelta(minutes=30)
+"""Time limit for a peer to join an exchange: longer than all that its log may have before it. A
+dead peer is noticed at once, so this ends only true hangs."""
+DEVICE_DEADLINE = timedelta(minutes=2)
+"""Time limit of an exchange between devices, from the call on; then NCCL's watchdog ends the
+process. Longer than the longest layer and what may preempt it."""
+ABORT_DEADLINE = timedelta(seconds=20)
+"""Time limit for NCCL to abort what is under way. If the abort hangs, the process ends."""
+IDLE = timedelta(days=365)
+"""Time limit for loops that wait for work; they end when the peer dies or the group is closed."""
+LAUNCH_ORDER_SINCE = (2, 26)
+"""First version of NCCL that keeps one order over all communicators of a device."""
+ABORT_HANGS = 70
+"""Exit status of a process whose abort hangs."""
+_CLOSE_PROBE = timedelta(milliseconds=1)
+"""Timeout of a receive that never completes, which closes a gloo group."""
+_CLOSE_PROBE_TAG = 16
+"""Tag of that receive, which no message has (`Tag`)."""
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a gang's rendezvous store listens."""
+    """Address of a gang's rendezvous store."""
 
     host: str
     port: int
@@ -42,7 +56,7 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class HostedStore:
-    """A rendezvous store served by this process for as long as the object lives."""
+    """A rendezvous store that this process serves as long as the object lives."""
 
     address: StoreAddress
     store: Store
@@ -51,8 +65,8 @@ class HostedStore:
 def host_store(host: str) -> HostedStore:
     """Serve a rendezvous store on a free port of `host`, and on no other address.
 
-    The socket is ours because a store that makes its own listens on all interfaces, and, where
-    that is IPv6 with mapped addresses, asks the DNS for the name of everyone who connects.
+    The socket is ours because a store that makes its own listens on all interfaces, and, where that
+    is IPv6 with mapped addresses, asks the DNS for the name of everyone who connects.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -77,57 +91,35 @@ def join_store(address: StoreAddress) -> Store:
 
 
 class LaunchOrder:
-    """Says which thread begins what goes through a device's communicators: gang and instance.
+    """The one thread that may begin operations on a device's communicators: gang and instance.
 
     NCCL runs the kernels of several communicators in the order of the host's calls, which has to be
-    the same on every rank. Two threads have no common order: two ranks would wait for each other,
-    now and then.
+    the same on every rank. Two threads have no common order, so that two ranks would wait for each
+    other now and then.
     """
 
     def __init__(self) -> None:
         self._thread: int | None = None
 
     def take(self) -> None:
-        """From now on this thread begins everything."""
+        """Let only the calling thread begin operations from now on."""
         self._thread = threading.get_ident()
 
     def check(self) -> None:
-        """To be called where something begins."""
+        """Check that the calling thread may begin an operation."""
         assert self._thread in (None, threading.get_ident()), (
             f"thread {threading.current_thread().name} begins an exchange beside the engine's"
         )
 
 
-_log = logging.getLogger(__name__)
-
-PEER_DEADLINE = timedelta(minutes=30)
-"""For a peer to come to an exchange: longer than all that its log may have before it. A peer that
-died is noticed at once, so this only ends true hangs."""
-DEVICE_DEADLINE = timedelta(minutes=2)
-"""For an exchange between devices, from the call on: NCCL's watchdog ends the process after it.
-Above the longest layer, and what may overtake it."""
-ABORT_DEADLINE = timedelta(seconds=20)
-"""For NCCL to give up what is under way. It may hang in this itself, and then the process ends."""
-IDLE = timedelta(days=365)
-"""For loops that wait for work; they end when the peer dies or the group is closed."""
-LAUNCH_ORDER_SINCE = (2, 26)
-"""NCCL's first version that keeps one order over all communicators of a device."""
-ABORT_HANGS = 70
-"""Exit status of a process that ends so."""
-_CLOSE_PROBE = timedelta(milliseconds=1)
-"""For a message that never comes, whose timeout closes a gloo group."""
-_CLOSE_PROBE_TAG = 16
-"""Of that message, which no other one has (`Tag`)."""
-
-
 class PeerLost(RuntimeError):
-    """An operation with a peer failed: it died, was too late, or the group was closed. Whatever
-    else goes wrong around it, memory that runs out for instance, is no word about the peer."""
+    """An operation with a peer failed: the peer died or was too late, or the group was closed.
+    Other errors, such as a lack of memory, say nothing about the peer."""
 
 
 @contextmanager
 def with_peer() -> Iterator[None]:
-    """Around operations with peers: what torch says of them becomes PeerLost."""
+    """Turn torch's errors of operations with peers into PeerLost."""
     try:
         yield
     except RuntimeError as exc:
@@ -135,7 +127,7 @@ def with_peer() -> Iterator[None]:
 
 
 class TorchGroup(Protocol):
-    """What is used of torch's gloo and NCCL groups; its stubs leave these methods out."""
+    """The used methods of torch's gloo and NCCL groups, which torch's stubs omit."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
@@ -153,11 +145,11 @@ class TorchGroup(Protocol):
 
 
 GroupMaker = Callable[[Store, int, int, str], TorchGroup]
-"""(store, rank, size, host) -> a group that all ranks of the store have joined."""
+"""Function (store, rank, size, host) that returns a group joined by all ranks of the store."""
 
 
 class DataGroup:
-    """What a device's data goes through: NCCL on CUDA, gloo otherwise.
+    """The group for a device's data: NCCL on CUDA, gloo otherwise.
 
     Args:
         maker: stands in for NCCL on another device.
@@ -176,7 +168,7 @@ class DataGroup:
         self._rank, self._size = rank, size
         cuda = device.type == "cuda"
         self.in_order = cuda or maker is not None
-        """See `Mesh.in_order`."""
+        """Flag as in `Mesh.in_order`."""
         make = maker or (_nccl if cuda else gloo_group)
         self.group = make(store, rank, size, host)
         if self.in_order and size > 1:
@@ -185,7 +177,7 @@ class DataGroup:
             self.group.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """Leave it: what is under way fails, here and at peers that wait for this rank."""
+        """Leave the group: what is under way fails, here and at peers that wait for this rank."""
         if self.in_order:
             _abort(self.group)
         else:
@@ -214,11 +206,11 @@ class Pending:
         self._works = [(work, in_order) for work in works]
         self._tensors = list(tensors)
         self._closed = {world} if world is not None else set()
-        """Set when the world of one of the operations is closed."""
+        """Events that are set when the world of one of the operations is closed."""
 
     @classmethod
     def all(cls, operations: Iterable[Pending]) -> Pending:
-        """Several operations as one."""
+        """Combine several operations into one."""
         whole = cls([], [])
         for operation in operations:
             whole._works += operation._works
@@ -227,9 +219,9 @@ class Pending:
         return whole
 
     def wait(self, deadline: timedelta = PEER_DEADLINE) -> None:
-        """Block until all are done; raises PeerLost when a peer died or is too late.
+        """Block until all operations are done; raise PeerLost if a peer died or is too late.
 
-        Where exchanges are in order the current stream waits and not the host, and the deadline is
+        Where exchanges are in order, the current stream waits and not the host, and the deadline is
         the watchdog's: a wait with a deadline would poll on the host.
         """
         self.block_stream(deadline)
@@ -237,8 +229,8 @@ class Pending:
         self._tensors.clear()
 
     def block_stream(self, deadline: timedelta = PEER_DEADLINE) -> None:
-        """`wait`, but another stream may wait for the same as well, and the tensors stay: only the
-        stream that they belong to may give them back."""
+        """Wait as `wait` does, but keep the tensors, and let other streams wait for the same as
+        well: only the stream to which the tensors belong may free them."""
         with with_peer():
             for work, in_order in self._works:
                 if in_order:
@@ -246,18 +238,18 @@ class Pending:
                 else:
                     work.wait(deadline)
             if any(world.is_set() for world in self._closed):
-                # What was under way in an aborted NCCL group ends like a success, with garbage.
+                # Operations of an aborted NCCL group end as if they had succeeded, with garbage.
                 raise RuntimeError("the group was closed")
 
 
 def gloo_group(store: Store, rank: int, size: int, host: str) -> TorchGroup:
-    """Join a gloo group that listens on `host`, and wait until all ranks have."""
+    """Join a gloo group that listens on `host`; return when all ranks have joined."""
     group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
     options = group_of._Options()
     options._devices = [group_of.create_device(hostname=host)]
     options._timeout = JOIN_DEADLINE
     group = group_of(store, rank, size, options)
-    # Its collectives take their deadline from the group, not from `wait`.
+    # Collectives take their deadline from the group, not from `wait`.
     group._set_default_timeout(PEER_DEADLINE)
     return cast(TorchGroup, group)
 
@@ -277,7 +269,7 @@ def _nccl(store: Store, rank: int, size: int, host: str) -> TorchGroup:
 
 
 def _abort(group: TorchGroup) -> None:
-    """End what is under way on the device, or this process."""
+    """Abort what is under way on the device, or end this process."""
     aborting = threading.Thread(target=group.abort, name="abort", daemon=True)
     aborting.start()
     aborting.join(ABORT_DEADLINE.total_seconds())
@@ -287,12 +279,12 @@ def _abort(group: TorchGroup) -> None:
 
 
 def close_gloo(group: TorchGroup, rank: int, size: int) -> None:
-    """Close all connections of a gloo group, which wakes everyone who waits on them.
+    """Close all connections of a gloo group, which wakes all threads that wait on them.
 
-    `shutdown` and `abort` of a gloo group leave its waiters where they are, and dropping it closes
+    `shutdown` and `abort` of a gloo group do not wake its waiters, and dropping the group closes
     nothing as long as one of them waits. A timeout closes every pair of the group: gloo says so
-    ("lets all pairs know about this application side timeout"). A pair whose peer is gone
-    already does not time out but fails, hence the loop.
+    ("lets all pairs know about this application side timeout"). A pair whose peer is gone already
+    fails instead of timing out, hence the loop.
     """
     for peer in range(size):
         if peer != rank:
@@ -317,7 +309,7 @@ class InstanceGroup:
     ) -> None:
         """
         Args:
-            data_group, launches: as a mesh's.
+            data_group, launches: see `Mesh`.
         """
         self._launches = launches or LaunchOrder()
         self.rank, self.size = rank, size

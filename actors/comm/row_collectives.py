@@ -1,17 +1,10 @@
-"""The way of rows through a group: one tree per owner, used down to gather and up to reduce.
+"""All-gather and reduce-scatter of rows as sequences of micro-partitions (CSPS §3.2.4, §3.2.5).
 
-Going down, an owner's rows reach every member that computes with them; going up, the members'
-contributions to these rows come back and are summed at every fork. The flat tree is a star. In
-the hierarchical one (CSPS §3.2.4) each other server is entered once, through a gate that spreads
-the rows inside, so that a server's link carries rows and sums once instead of once per GPU.
-
-The rows of one batch, sharded over the ranks of a group.
-
-What gathering and reducing rows in micro-partitions have in common.
-
-All-gather of rows as a stream of micro-partitions (CSPS §3.2.4, §3.2.5).
-
-Reduce-scatter of rows as a stream of micro-partitions (CSPS §3.2.4, §3.2.5).
+One tree per owner is used down to gather and up to reduce. Down, an owner's rows reach every member
+that computes with them. Up, the members' contributions to these rows return and are summed at every
+fork. The flat tree is a star. In the hierarchical tree (CSPS §3.2.4) rows enter each other server
+once, through a relay rank that spreads them inside. So a server's link carries rows and sums once
+instead of once per GPU.
 """
 
 from __future__ import annotations
@@ -36,11 +29,12 @@ from csps.protocols.core.placement import even_share
 
 @dataclass(frozen=True)
 class RowTree:
-    """Where one owner's rows go; members are numbered in the order of the sequence."""
+    """Tree of members that one owner's rows reach; members are numbered in the order of the
+    sequence."""
 
     owner: int
     parents: Mapping[int, int]
-    """Of every member that takes the rows, but the owner, in ascending order."""
+    """Parent of every member that takes the rows, except the owner, in ascending order."""
 
     @cached_property
     def _children(self) -> Mapping[int, tuple[int, ...]]:
@@ -50,30 +44,31 @@ class RowTree:
         return forks
 
     def children_of(self, member: int) -> tuple[int, ...]:
-        """The members next to it on the way down, ascending."""
+        """Return the next members on the way down, ascending."""
         return self._children.get(member, ())
 
 
 MakeTree = Callable[[int, Sequence[Hashable], Sequence[int]], RowTree]
-"""(owner, server of each member, members that take the rows) -> tree."""
+"""Function (owner, server of each member, members that take the rows) that returns a tree."""
 
 
 def flat_tree(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> RowTree:
-    """Everyone gets the rows from the owner itself, and sends its contribution there."""
+    """Return a tree in which all members exchange rows and contributions with the owner itself."""
     return RowTree(owner, {member: owner for member in takers if member != owner})
 
 
 def server_tree(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> RowTree:
-    """Inside the owner's server a star; every other server has one gate (`row_gates`)."""
+    """Return a tree with a star inside the owner's server and one relay rank in every other server
+    (`relay_parents`)."""
     return RowTree(owner, relay_parents(owner, servers, takers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowShards:
-    """Member i of the group owns rows [bounds[i], bounds[i+1]) of the batch.
+    """Rows of one batch, sharded over a group: member i owns rows [bounds[i], bounds[i+1]).
 
-    Members without rows take part, and members that compute with none of the rows (`takers`
-    lacks them) own rows all the same.
+    Members without rows take part. Members that compute with none of the rows (`takers` lacks them)
+    may own rows all the same.
     """
 
     mesh: Mesh
@@ -81,12 +76,13 @@ class RowShards:
     """Mesh rank of each member, in the order of the sequence."""
     bounds: tuple[int, ...]
     servers: tuple[Hashable, ...]
-    """What says of two members whether they share a server."""
+    """Server of each member; equal values are the same server."""
     takers: tuple[int, ...]
     """Members that take all rows, ascending."""
     tree: MakeTree
     replicas: tuple[int, ...]
-    """Members with equal numbers hold each other's rows from the start."""
+    """Replica number of each member; members with equal numbers have each other's rows from the
+    start."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.ranks), len(self.bounds) - 1, len(self.servers), len(self.replicas)}
@@ -95,39 +91,40 @@ class RowShards:
 
     @property
     def member(self) -> int:
-        """This rank's place in the group."""
+        """Return this rank's place in the group."""
         return self.ranks.index(self.mesh.rank)
 
     @property
     def total_rows(self) -> int:
-        """Rows of the whole batch."""
+        """Return the number of rows of the whole batch."""
         return self.bounds[-1]
 
     def rows_of(self, member: int) -> slice:
-        """Rows that a member owns."""
+        """Return the rows that a member owns."""
         return slice(self.bounds[member], self.bounds[member + 1])
 
     @property
     def resident(self) -> slice:
-        """Rows that this member has from the start: its own and its replicas'."""
+        """Return the rows that this member has from the start: its own and its replicas'."""
         alike = [m for m, label in enumerate(self.replicas) if label == self.replicas[self.member]]
         return slice(self.bounds[alike[0]], self.bounds[alike[-1] + 1])
 
     @cached_property
     def reduce_trees(self) -> tuple[RowTree, ...]:
-        """Per owner, the way of contributions to its rows."""
+        """Return, per owner, the tree of contributions to its rows."""
         return tuple(self.tree(o, self.servers, self.takers) for o in range(len(self.ranks)))
 
     @cached_property
     def gather_trees(self) -> tuple[RowTree, ...]:
-        """Per owner, the way of its rows, past those who hold them already."""
+        """Return, per owner, the tree of its rows, without members that have them already."""
         return tuple(
             self.tree(owner, self.servers, self._takers_of(owner))
             for owner in range(len(self.ranks))
         )
 
     def parts(self, micro_partitions: int) -> Iterator[MicroPartition]:
-        """Every member's rows in at most so many parts, ascending; none is empty."""
+        """Yield every member's rows in at most `micro_partitions` parts, ascending; none is
+        empty."""
         for owner in range(len(self.ranks)):
             rows = self.rows_of(owner)
             for index in range(micro_partitions):
@@ -144,8 +141,8 @@ class RowShards:
 class RowExchange(ABC):
     """Rows that travel between members, part by part, beside what this member computes.
 
-    The context ends when this member has passed on what others get from it, and not later: what is
-    sent next, by an urgent job too, may have the same tags, and must not overtake it.
+    The context ends when this member has passed on what others get through it, and not later: later
+    messages, also of a high-priority step, may have the same tags and must not overtake these.
     """
 
     def __init__(
@@ -172,19 +169,19 @@ class RowExchange(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Until this member has passed on all that goes through it; may be called twice."""
+        """Wait until this member has passed on all that goes through it; may be called twice."""
 
     def _label(self, part: MicroPartition) -> Label:
         return Label(phase=self._phase, layer=self._layer, micro=part.index)
 
 
 class RowGather(RowExchange):
-    """Rows on their way to all who compute with them.
+    """Rows on their way to all members that compute with them.
 
-    Everything is under way from the start, nearby members' rows first, and without overlap it has
+    Everything is under way from the start, nearby members' rows first; without overlap it has
     arrived when the constructor returns. `wait` in any order, best from near to far.
 
-    Shapes: t rows that this member holds, T rows of the batch, d columns.
+    Shapes: t rows that this member has, T rows of the batch, d columns.
     """
 
     def __init__(
@@ -198,7 +195,7 @@ class RowGather(RowExchange):
     ) -> None:
         super().__init__(shards, transfers, phase="all-gather", layer=layer)
         self.rows_td = resident_td.new_empty(shards.total_rows, resident_td.shape[1])
-        """All rows; undefined where no `wait` has returned."""
+        """Rows of the whole batch; undefined where no `wait` has returned."""
         self.rows_td[shards.resident] = resident_td
         self._relays: dict[MicroPartition, Continuation[None]] = {}
         with transfers.as_one():
@@ -207,7 +204,8 @@ class RowGather(RowExchange):
                 self._finish()
 
     def wait(self, part: MicroPartition) -> None:
-        """Until the part's rows are in `rows_td`; returns at once for rows held from the start.
+        """Wait until the part's rows are in `rows_td`; return at once for rows resident from the
+        start.
 
         Raises:
             RuntimeError: a peer died.
@@ -220,8 +218,8 @@ class RowGather(RowExchange):
             self._transfers.join(relay, self._label(part))
 
     def _start(self, parts: Sequence[MicroPartition]) -> None:
-        # In the same order on every rank, as NCCL demands. First parts of all owners before any
-        # second one: arrivals are noticed in the order in which they were begun.
+        # The same order on every rank, as NCCL demands. The first parts of all owners come before
+        # any second one, because arrivals are noticed in the order in which they were begun.
         parts = sorted(parts, key=lambda part: part.index)
         for part in parts:
             self._start_star(part, near=True)
@@ -230,7 +228,7 @@ class RowGather(RowExchange):
             self._start_relay(part)
 
     def _start_star(self, part: MicroPartition, *, near: bool) -> None:
-        """From the owner to the members next to it, of its own server or of others."""
+        """Start a part between its owner and the next members, of its own server or of others."""
         tree, servers = self._shards.gather_trees[part.owner], self._shards.servers
         children = [
             child
@@ -243,7 +241,7 @@ class RowGather(RowExchange):
             self._arrivals[part] = self._receive(part, part.owner, Tag.ROWS)
 
     def _start_relay(self, part: MicroPartition) -> None:
-        """From a gate to the members behind it."""
+        """Start a part between a relay rank and the members behind it."""
         tree = self._shards.gather_trees[part.owner]
         parent, children = tree.parents.get(self._member), tree.children_of(self._member)
         if parent is not None and parent != part.owner:
@@ -264,7 +262,7 @@ class RowGather(RowExchange):
 
 
 def all_gather(shards: RowShards, resident_td: Tensor, transfers: Transfers) -> Tensor:
-    """All rows of the batch (T, d), on every member that takes them."""
+    """Return all rows of the batch (T, d), on every member that takes them."""
     parts = tuple(shards.parts(1))
     with RowGather(shards, resident_td, parts, transfers) as gather:
         for part in parts:
@@ -273,13 +271,12 @@ def all_gather(shards: RowShards, resident_td: Tensor, transfers: Transfers) -> 
 
 
 class RowReduce(RowExchange):
-    """Contributions of all who computed with the rows, on their way to the rows' owners.
+    """Contributions of all members that computed with the rows, on their way to the rows' owners.
 
-    Every taker adds its contribution to every part once, all in the same order of parts, in which
-    members that take no rows collect their own; what is added travels beside further computing, or,
-    without overlap, when a member asks for its result.
-    Sums are formed in a fixed order of members and in fp32 at least, so a result does not depend on
-    who came first.
+    Every taker adds its contribution to every part once, all in the same order of parts; members
+    that take no rows collect their own in that order. Contributions travel beside further
+    computing, or, without overlap, when a member asks for its result. Sums are formed in a fixed
+    order of members and in fp32 at least, so a result does not depend on the order of arrival.
 
     Shapes: t rows that this member owns, d columns.
     """
@@ -306,15 +303,16 @@ class RowReduce(RowExchange):
             self._deferred.append((part, contribution_td))
 
     def collect(self, part: MicroPartition) -> None:
-        """What others contribute to a part of the own rows, of a member that takes none: when the
-        others come to add to it, and all that they want of this member before has been sent."""
+        """Collect others' contributions to an own part, on a member that takes no rows. Call it at
+        the part's place in the others' order, after sending all that they need from this member
+        before."""
         if self._transfers.overlap:
             self._begin(part, None)
         else:
             self._deferred.append((part, None))
 
     def result(self) -> Tensor:
-        """Own rows' sums (t, d), once every taker has added to all of them.
+        """Return the own rows' sums (t, d), once every taker has added to all of them.
 
         Raises:
             RuntimeError: a peer died.
@@ -337,11 +335,14 @@ class RowReduce(RowExchange):
         if part.owner == self._member or tree.children_of(self._member):
             self._collect(part, contribution_td)
         else:
-            assert contribution_td is not None, "who takes no rows has only its own to collect"
+            assert contribution_td is not None, (
+                f"member {self._member} takes no rows and must collect only its own, not {part}"
+            )
             self._send_up(part, contribution_td)
 
     def _collect(self, part: MicroPartition, own_td: Tensor | None) -> None:
-        """Sum what comes from behind this member; the owner keeps it, a gate passes it on."""
+        """Sum contributions from behind this member; the owner keeps the sum, a relay rank passes
+        it on."""
         children = self._shards.reduce_trees[part.owner].children_of(self._member)
         arriving = [self._like_d.new_empty(part.length, len(self._like_d)) for _ in children]
         sources = zip((self._shards.ranks[child] for child in children), arriving, strict=True)
@@ -349,7 +350,8 @@ class RowReduce(RowExchange):
         arrival = self._transfers.start([], list(sources), tag, self._label(part))
         terms = arriving if own_td is None else [own_td, *arriving]
         self._arrivals[part] = arrival
-        # Two lines, or a gate would hold others' sums back until its own rows' have come from afar.
+        # Two channels: in one, a relay rank would hold back others' sums until those of its own
+        # rows have come from afar.
         if part.owner == self._member:
             self._sums[part] = self._transfers.then("sums", arrival, partial(_sum, terms))
         else:
@@ -371,7 +373,8 @@ class RowReduce(RowExchange):
 
 
 def _tag(part: MicroPartition, receiver: int) -> Tag:
-    """Apart, so that what a gate is to pass on is noticed while its own sums are yet to come."""
+    """Return the tag of sums: two tags, so that sums to pass on are noticed before the own ones
+    arrive."""
     return Tag.ROW_SUMS if receiver == part.owner else Tag.SUMS_TO_RELAY
 
 

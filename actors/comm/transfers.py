@@ -1,10 +1,10 @@
 """Exchanges that go on while a rank computes, and how much of their time computing hid.
 
 gloo moves data in threads of its own but does not say when it is done: only waiting tells. So
-threads wait, one for what leaves and one for what arrives with each tag, each in the order in which
-the exchanges were begun, and note the time; whoever needs the data waits for them. One thread for
-all arrivals would notice what is to be passed on only when all that was begun before it is here.
-These threads do nothing but wait: every exchange is begun by the thread that computes.
+threads wait and note the time: one for all sends and one for the receives of each tag, each in the
+order in which the exchanges were begun. Whoever needs the data waits for these threads. With one
+thread for all receives, rows to pass on would be noticed only after all receives begun before them.
+The threads only wait; the thread that computes begins every exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a transfer carries, for the timeline."""
+    """Contents of a transfer, for the timeline."""
 
     phase: Phase
     layer: int | None = None
@@ -57,22 +57,23 @@ class PendingTransfer:
 
     @property
     def span_ns(self) -> tuple[int, int]:
-        """Begin and end, once it has ended."""
+        """Return begin and end, once the exchange has ended."""
         return self.begun_ns, max(self.received.result(), self.sent.result())
 
 
 class Transfers:
-    """Exchanges of one job on one rank; leaving the context waits until all have ended.
+    """Exchanges of one step on one rank; leaving the context waits until all have ended.
 
-    Where exchanges are over in the order of their calls, waiting only orders the streams, the host
-    never learns when a transfer ended, and nothing is counted: use the device's profiler.
+    Where exchanges end in the order of their calls, waiting only orders the streams. The host never
+    learns when a transfer ended, and nothing is counted: use the device's profiler.
     """
 
     def __init__(self, mesh: Mesh, clock: StepClock, *, overlap: bool = True) -> None:
         self._mesh = mesh
         self._clock = clock
         self.overlap = overlap
-        """Whether exchanges go on beside computing; without, `start` returns when all is over."""
+        """Flag that exchanges go on beside computing; without it `start` returns when the exchange
+        is over."""
         self._under_way: list[PendingTransfer] = []
         self._together: list[PendingTransfer] | None = None
         self._work: Callable[[], bool] | None = None
@@ -81,12 +82,12 @@ class Transfers:
             StreamContinuations(mesh.device) if mesh.in_order else PolledContinuations()
         )
         self._in_continuation = False
-        """A follower runs: nobody waits for what it begins."""
-        self._news = threading.Event()
-        """Something has arrived or left."""
+        """Flag that a continuation runs: nobody waits for what it begins."""
+        self._something_ended = threading.Event()
+        """Event that is set when a send or a receive has ended."""
         self._is_blocked = False
         self._waiters: dict[Tag | None, _Waiter] = {}
-        """By tag for what arrives; None is what leaves."""
+        """Waiters by tag for receives; None is for sends."""
 
     def __enter__(self) -> Transfers:
         return self
@@ -106,7 +107,7 @@ class Transfers:
 
     @property
     def timeline(self) -> PhaseTimeline:
-        """Where the job's phases are noted."""
+        """Return the timeline of the step's phases."""
         return self._clock.timeline
 
     def start(
@@ -123,7 +124,7 @@ class Transfers:
             begun = self._mesh.start_exchange(sends, recvs, tag)
         received, sent = self._waiter(tag).add(begun.received), self._waiter(None).add(begun.sent)
         for future in (received, sent):
-            future.add_done_callback(lambda _: self._news.set())
+            future.add_done_callback(lambda _: self._something_ended.set())
         sent_bytes = sum(tensor.nbytes for _, tensor in sends)
         transfer = PendingTransfer(label, begun_ns, received, sent, sent_bytes)
         self._under_way.append(transfer)
@@ -135,8 +136,8 @@ class Transfers:
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Without overlap, exchanges begun inside are one collective: they are under way together,
-        and waited for at the end. With overlap nobody waits."""
+        """Combine exchanges begun inside into one collective: without overlap, all are under way
+        together and are waited for at the end. With overlap nobody waits."""
         self._together = None if self.overlap else []
         try:
             yield
@@ -148,35 +149,37 @@ class Transfers:
     def pass_on(
         self, arrival: PendingTransfer, sends: Sequence[tuple[int, Tensor]], tag: Tag, label: Label
     ) -> Continuation[None]:
-        """Send what an exchange receives as it is, once it is here."""
-        if self._in_order is not None:  # then it is here before it is sent
+        """Send what an exchange receives unchanged, once it has arrived."""
+        if self._in_order is not None:  # then the receive ends before the send begins
             self._begin_forward(sends, tag, label)
             done: Future[None] = Future()
             done.set_result(None)
             return Continuation(done)
         return self.then("passed on", arrival, partial(self._begin_forward, sends, tag, label))
 
-    def then(self, waiter: str, arrival: PendingTransfer, task: Callable[[], T]) -> Continuation[T]:
-        """Run a task, which may `start` exchanges, once another has arrived; see `Continuations`."""
+    def then(
+        self, channel: str, arrival: PendingTransfer, task: Callable[[], T]
+    ) -> Continuation[T]:
+        """Run a task, which may `start` exchanges, after an arrival; see `Continuations`."""
         return self._continuations.then(
-            waiter, arrival.received, partial(self._run_continuation, task)
+            channel, arrival.received, partial(self._run_continuation, task)
         )
 
     def progress(self) -> None:
-        """To be called between two parts of a long computation: what has arrived is passed on."""
+        """Pass on what has arrived. Call it between two parts of a long computation."""
         self._continuations.progress()
 
     def drain(self) -> None:
-        """Until nothing is left to follow: to be called before the thread turns to other things,
-        when what others have begun is all that is waited for."""
+        """Run all continuations. Call it before the thread turns to other work, when only exchanges
+        that others have begun are waited for."""
         while self._continuations.waiting:
-            self._news.clear()
+            self._something_ended.clear()
             self.progress()
             if self._continuations.waiting:
-                self._news.wait()
+                self._something_ended.wait()
 
     def join(self, task: Continuation[T], label: Label) -> T:
-        """What a follower returned, once it has; raises what it raised."""
+        """Return what a continuation returned, once it has run, or raise its error."""
         if not task.ready and self._in_order is None:
             with self._blocked(), self._noted_wait(label):
                 self._await(task.future)
@@ -194,10 +197,8 @@ class Transfers:
 
     @contextmanager
     def meanwhile(self, work: Callable[[], bool]) -> Iterator[None]:
-        """Inside, `wait` does a share of this work rather than nothing, for as long as `work`
-        returns true; without overlap it does not. Where exchanges are in order each `wait` does one
-        share: nothing has ever arrived when the host asks, which is far ahead of the device, and
-        the first to wait would take all the work and leave none for the others."""
+        """Let each `wait` inside do parts of this work instead of nothing, while `work` returns
+        true. Without overlap `wait` does none."""
         self._work = work if self.overlap else None
         try:
             yield
@@ -205,16 +206,18 @@ class Transfers:
             self._work = None
 
     def wait(self, transfer: PendingTransfer) -> None:
-        """Block until everything has arrived; raises RuntimeError when a peer died."""
+        """Block until everything has arrived; raise RuntimeError when a peer died."""
         while self._work is not None and not transfer.received.done() and self._work():
             self.progress()
+            # The host is far ahead of the device and never sees an arrival: the first `wait` would
+            # take all the work and leave none to the others.
             if self._in_order is not None:
                 break
         self._wait(transfer, transfer.received)
         self._release(transfer)
 
     def complete(self, transfer: PendingTransfer) -> None:
-        """`wait`, and until what was sent may change."""
+        """Block as `wait` does, and until what was sent may change."""
         self._wait(transfer, transfer.received, transfer.sent)
         self._release(transfer)
 
@@ -230,8 +233,9 @@ class Transfers:
 
     @contextmanager
     def _blocked(self) -> Iterator[None]:
-        """With overlap, `_finish` counts how long exchanges went on."""
-        if self._is_blocked:  # a follower begins an exchange while others are waited for
+        """Count the time inside as waiting. With overlap, `_finish` counts how long exchanges went
+        on."""
+        if self._is_blocked:  # a continuation begins an exchange while others are waited for
             yield
             return
         self._is_blocked = True
@@ -251,12 +255,12 @@ class Transfers:
                 self._await(future)
 
     def _await(self, future: Future[T]) -> None:
-        """Until it is done; what arrives meanwhile is passed on."""
+        """Wait for a future; what arrives meanwhile is passed on."""
         while self._continuations.waiting and not future.done():
-            self._news.clear()
+            self._something_ended.clear()
             self.progress()
             if not future.done():
-                self._news.wait()
+                self._something_ended.wait()
         future.result()
 
     def _waiter(self, tag: Tag | None) -> _Waiter:
@@ -272,7 +276,7 @@ class Transfers:
     def _finish(self) -> None:
         for transfer in self._under_way:
             self.complete(transfer)
-            self.progress()  # what follows begins transfers that this loop comes to
+            self.progress()  # continuations append transfers, which this loop then completes
         if self._in_order is not None:
             return
         if self.overlap:
@@ -304,11 +308,11 @@ class _Waiter(Protocol):
 
 
 class _InOrder:
-    """Waiting holds up the stream that is current, and not the host (on a CPU that is the same).
+    """Waiting blocks the current stream and not the host (on a CPU that is the same).
 
     Tensors under way stay alive until the computing stream, to whose memory they belong, has waited
-    for their exchange. Of what is only sent nobody waits for the end; but NCCL works in the order
-    of the calls, so a stream that waited for one exchange waits no longer for those before it.
+    for their exchange. Nobody waits for the end of a mere send. But NCCL works in the order of the
+    calls, so a stream that waited for one exchange need not wait for those before it.
     """
 
     def __init__(self) -> None:
@@ -320,7 +324,7 @@ class _InOrder:
         return wait
 
     def release_until(self, last: Future[int]) -> None:
-        """Give back what was under way until `last`, for which the computing stream waits."""
+        """Free the tensors of all operations up to `last`, for which the computing stream waits."""
         if last not in self._alive:
             return
         ended = None
@@ -329,11 +333,11 @@ class _InOrder:
             ended.pending.wait()
 
     def release(self) -> None:
-        """Nothing stands behind it."""
+        """Do nothing: there is no thread to give back."""
 
 
 class _StreamWait(Future[int]):
-    """The current stream waits when asked for its result, every stream that asks."""
+    """A future whose `result` makes the current stream wait; every stream may ask."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()

@@ -1,17 +1,16 @@
-"""The tokens of an iteration: drawn at every master, told to the router and to the instance.
+"""The decode batch of a rank: sequences whose KV lies anywhere in the gang (CSPS §4.2).
 
-The stream of rows that a gang iterates: batching over KV that lies anywhere (CSPS §4.2).
-
-The log says who joins and leaves, and how often to iterate. Each instance embeds the tokens of the
-rows that it masters, stores their KV or sends it to who keeps it, sends their Q to the instances
-that hold other parts of their sequences, computes its own part meanwhile, merges what comes back
-and draws. A row that rides computes pieces of its prompt in the same iterations in which others
-decode (Sarathi-Serve). All ranks derive the same batches from the same log, so that nothing else
-has to be agreed upon.
+The log says which sequences join and leave, and when to iterate. In an iteration each instance
+embeds the tokens of the sequences that it masters and stores their KV or sends it to its holders.
+It sends queries to instances that hold other slices of these sequences, computes its own part
+meanwhile, merges the answers and samples. Piggybacked sequences compute chunks of their prompts in
+iterations in which others decode (Sarathi-Serve). All ranks derive the same batches from the same
+log and need no further agreement.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,11 +43,245 @@ from csps.protocols.gang.messages import ReserveKv, SampledToken, SampledTokens
 from csps.protocols.sequencer.decode_batches import chunk_lengths
 from csps.protocols.sequencer.log_entries import Change, PlaceSequence
 
+_log = logging.getLogger(__name__)
+
+ITERATION_S = 120.0
+"""Time limit of an iteration, which takes a second at most. A longer one means that ranks wait for
+each other."""
+
+PROMPT_TOKENS, ANSWER_TOKENS = "csps.decode.prompt_tokens", "csps.decode.answer_tokens"
+"""Tokens whose KV lies on a rank when a sequence leaves."""
+ANSWER_FROM = "csps.decode.answer_from"
+"""Index in the answer of the first such token; only if there is one."""
+
+
+class DecodeBatch:
+    """The decode batch on one rank. The engine thread changes and iterates it; any thread
+    reserves."""
+
+    def __init__(
+        self, engine: Engine, notify: Notify, free_sequence: Callable[[int], None]
+    ) -> None:
+        """
+        Args:
+            free_sequence: called with each sequence that has left, to free its slots.
+        """
+        self._engine = engine
+        self._notify = notify
+        self._free_sequence = free_sequence
+        self.reservations = Reservations(engine, notify)
+        self._sequences: list[BatchSequence] = []
+        self._budget = 0
+        self._iterated: list[BatchSequence] = []
+        """Sequences in the last batch."""
+        self._lengths: list[int] = []
+        self._batch = IterationBatch()
+        """Batch of the last iteration."""
+        self._same_for = 0
+        """Number of further iterations for which the batch stays the same: all sequences decode,
+        and none is at its end."""
+        self.piggybacked = False
+        """Flag that the last iteration computed prompts, of which no token shows progress."""
+        self.iterations = 0
+        self.iterating_s = 0.0
+        self.exchanges = QueryExchangeTimes()
+        """Query exchange times of all iterations."""
+        self._busy_since: float | None = None
+
+    @property
+    def running(self) -> int:
+        """Return the number of sequences."""
+        return len(self._sequences)
+
+    def check_progress(self) -> None:
+        """Raise DeadlineExceeded if an iteration does not end."""
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > ITERATION_S:
+            raise DeadlineExceeded("an iteration of decoding", ITERATION_S)
+
+    # --- the engine thread: sequences join, leave and move -----------------------------------
+
+    def change(self, change: Change) -> None:
+        """Let sequences leave and join, at all ranks before the same iteration."""
+        for sequence_id in change.left:
+            self._leave(sequence_id)
+        for sequence_id, token in change.joined:
+            self._join(sequence_id, token)
+        self._budget = change.budget
+        self._same_for = 0
+
+    def end_owner(self, owner: int) -> None:
+        """Let all sequences of an owner leave, those that have not joined included."""
+        for sequence_id in self.reservations.end_owner(owner):
+            self._leave(sequence_id)
+        self._same_for = 0
+
+    def _join(self, sequence_id: int, token: int | None) -> None:
+        reservation = self.reservations.joining(sequence_id)
+        if reservation is None:
+            _log.debug("sequence %d left before it joined the decode batch", sequence_id)
+            return
+        request, sampler = reservation.request, self.reservations.sampler(sequence_id)
+        sequence = BatchSequence(
+            reservation=reservation,
+            index=generated_before(request.generated_tokens),
+            next=request.reused,
+            token=0,
+            sampler=sampler,
+            instances=instances_of(request),
+            exchanges=replace(self.exchanges),
+        )
+        if token is not None:
+            sequence.next, sequence.token, sequence.index = (
+                request.prompt_length,
+                token,
+                sequence.index + 1,
+            )
+            sequence.slots = self._slots(request, sequence.next)
+            if sampler is not None:
+                sampler.observe(token)
+        reservation.joined(self._engine.rank)
+        self._sequences.append(sequence)
+
+    def sequence(self, sequence_id: int) -> BatchSequence:
+        """Return a sequence of the batch by its id."""
+        return next(sequence for sequence in self._sequences if sequence.sequence_id == sequence_id)
+
+    def place(self, place: PlaceSequence, move: MoveRun | None) -> None:
+        """Let a sequence continue elsewhere, at all ranks before the same iteration.
+
+        Args:
+            move: move of this rank; None if the sequence concerns it neither before nor after.
+        """
+        self._same_for = 0
+        layout = self._engine.layout
+        instances = frozenset(map(layout.instance_of, place.ranks))
+        at = next(
+            at
+            for at, sequence in enumerate(self._sequences)
+            if sequence.sequence_id == place.sequence
+        )
+        sequence = self._sequences[at] = replace(self._sequences[at], instances=instances)
+        if move is not None:
+            self._go_on(sequence, move)
+
+    def _go_on(self, sequence: BatchSequence, move: MoveRun) -> None:
+        state = move.state
+        assert state is not None, f"sequence {sequence.sequence_id} is placed before its move ended"
+        self.reservations.place(sequence.sequence_id, move.message.after, move.sampler)
+        move.release_sources()
+        sequence.next, sequence.token, sequence.index = state.next, state.token, state.index
+        sequence.over, sequence.sampler = (
+            state.over,
+            self.reservations.sampler(sequence.sequence_id),
+        )
+        sequence.slots = self._slots(sequence.request, sequence.next)
+
+    def _slots(self, request: ReserveKv, seen: int) -> SlotsOfSequence | None:
+        """Return the slots of a decoding sequence's KV here. All its KV so far was received, moved
+        here or computed by the batch."""
+        answer = spans_on(answer_of(request), self._engine.instance)
+        spans = spans_on(request.slices, self._engine.instance)
+        # The master attends to its own slots as well when it asks others, even if it has none.
+        masters = request.master == self._engine.instance
+        if not masters and not any(span.length for span in (*answer, *spans)):
+            return None
+        layers, to_come = range(self._engine.spec.layers), Span(seen, last_position(request))
+        # By spans: between them there may be slots for KV that is yet to be moved here.
+        resident = [*spans, *(span.intersection(Span(0, seen)) for span in answer)]
+        growing = [span.intersection(to_come) for span in answer]
+        return SlotsOfSequence(self._engine.pool, request.sequence_id, layers, resident, growing)
+
+    def _leave(self, sequence_id: int) -> None:
+        for sequence in self._sequences:
+            if sequence.sequence_id == sequence_id and sequence.request.trace:
+                sequence.reservation.note(self._figures(sequence))
+        self._sequences = [
+            sequence for sequence in self._sequences if sequence.sequence_id != sequence_id
+        ]
+        self.reservations.leave(sequence_id)
+        self._free_sequence(sequence_id)
+
+    def _figures(self, sequence: BatchSequence) -> dict[str, int | float]:
+        """Return trace attributes of a sequence: its KV here, and what exchanges took while it was
+        in the batch."""
+        instance, generated_tokens = (
+            self._engine.instance,
+            Span(sequence.prompt, max(sequence.prompt, sequence.next)),
+        )
+        prompt = spans_on(sequence.request.slices, instance)
+        answer = [
+            span.intersection(generated_tokens)
+            for span in spans_on(answer_of(sequence.request), instance)
+        ]
+        first = min((span.start for span in answer if span.length), default=None)
+        return {
+            PROMPT_TOKENS: sum(span.length for span in prompt),
+            ANSWER_TOKENS: sum(span.length for span in answer),
+            **({} if first is None else {ANSWER_FROM: first - sequence.prompt}),
+            EXCHANGE_S: self.exchanges.under_way_s - sequence.exchanges.under_way_s,
+            COMMUNICATION_S: self.exchanges.waited_s - sequence.exchanges.waited_s,
+        }
+
+    # --- the engine thread: one iteration ------------------------------------------------------
+
+    def iterate(self, group: Sequence[int] = ()) -> list[int]:
+        """Compute a token for every decoding sequence and a chunk for each piggybacked one; return
+        the sequences mastered here that are finished now.
+
+        Args:
+            group: ranks; sequences that concern other ranks wait for a grant of their own. Empty:
+                all sequences. The group of a rank stays the same until sequences join or leave.
+        """
+        self._busy_since = begin = time.monotonic()
+        batch = self._next_batch(group)
+        logits_rv = forward(self._engine, batch, self.exchanges)
+        for sequence, length in zip(self._iterated, self._lengths, strict=True):
+            self._advance(sequence, length)
+        mine = [sequence for sequence, _ in batch.sampling]
+        finished = sample_tokens(self._engine, self._notify, mine, logits_rv)
+        self.iterations += 1
+        self.iterating_s += time.monotonic() - begin
+        self._busy_since = None
+        return finished
+
+    def _next_batch(self, group: Sequence[int]) -> IterationBatch:
+        """Return the next batch. It stays the same while the same sequences decode and their KV
+        holders do not change."""
+        if self._same_for > 0:
+            self._same_for -= 1
+            return self._batch
+        sequences = self._iterated = self._sequences_of(group)
+        states = [sequence.state for sequence in sequences]
+        self._lengths = chunk_lengths(states, self._budget)
+        self._batch = batch_of(self._engine, sequences, self._lengths)
+        self.piggybacked = any(state.next < state.prompt for state in states)
+        if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
+            left = (state.stop - state.next for state in states if state.next < state.stop)
+            self._same_for = min(left, default=1) - 1
+        return self._batch
+
+    def _sequences_of(self, group: Sequence[int]) -> list[BatchSequence]:
+        if not group:
+            return self._sequences
+        instances = {self._engine.layout.instance_of(rank) for rank in group}
+        return [sequence for sequence in self._sequences if sequence.instances <= instances]
+
+    def _advance(self, sequence: BatchSequence, length: int) -> None:
+        """Count the positions that a sequence has computed; all ranks count alike."""
+        was_prefilling = not sequence.decodes
+        sequence.next += length
+        if length and sequence.decodes:
+            sequence.index += 1
+            if was_prefilling:
+                sequence.slots = self._slots(sequence.request, sequence.next)
+
 
 def sample_tokens(
     engine: Engine, notify: Notify, mine: Sequence[BatchSequence], logits_rv: Tensor
 ) -> list[int]:
-    """Draw on the instance's first rank and tell the others; the rows that are finished."""
+    """Sample on the instance's first rank and send the tokens to the others; return the finished
+    sequences."""
     if not mine:
         return []
     words = torch.zeros(len(mine), 2, dtype=torch.int64)
@@ -67,17 +300,17 @@ def sample_tokens(
 def _sampled(
     engine: Engine, notify: Notify, mine: Sequence[BatchSequence], logits_rv: Tensor
 ) -> Tensor:
-    """(rows, 2) int64: each row's token, and whether it is finished by it."""
+    """Return (sequences, 2) int64: each sequence's token, and whether the sequence is finished."""
     words = torch.zeros(len(mine), 2, dtype=torch.int64)
-    open_rows = [(at, sequence) for at, sequence in enumerate(mine) if not sequence.over]
-    samplers = [sequence.sampler for _, sequence in open_rows if sequence.sampler is not None]
-    if len(open_rows) < len(mine):
-        logits_rv = logits_rv[[at for at, _ in open_rows]]
-    # Rows have been counted on already.
-    samples = sample_batch(samplers, logits_rv, [sequence.index - 1 for _, sequence in open_rows])
-    announced = _announce(engine, notify, [sequence for _, sequence in open_rows], samples)
+    unfinished = [(at, sequence) for at, sequence in enumerate(mine) if not sequence.over]
+    samplers = [sequence.sampler for _, sequence in unfinished if sequence.sampler is not None]
+    if len(unfinished) < len(mine):
+        logits_rv = logits_rv[[at for at, _ in unfinished]]
+    # The sequences have advanced already, so the sampled tokens are one before their index.
+    samples = sample_batch(samplers, logits_rv, [sequence.index - 1 for _, sequence in unfinished])
+    announced = _announce(engine, notify, [sequence for _, sequence in unfinished], samples)
     if announced:
-        words[[at for at, _ in open_rows]] = torch.tensor(announced, dtype=torch.int64)
+        words[[at for at, _ in unfinished]] = torch.tensor(announced, dtype=torch.int64)
     return words
 
 
@@ -87,7 +320,7 @@ def _announce(
     sequences: list[BatchSequence],
     samples: Sequence[Sample | CspsError],
 ) -> list[tuple[int, int]]:
-    """Tell the router; returns each row's token and whether it is finished."""
+    """Notify the router; return each sequence's token and whether the sequence is finished."""
     sampled: list[SampledToken] = []
     words: list[tuple[int, int]] = []
     for sequence, sample in zip(sequences, samples, strict=True):
@@ -116,229 +349,3 @@ def _share_tokens(engine: Engine, words: Tensor) -> None:
 
 def _peer_at(engine: Engine, tp_rank: int) -> int:
     return engine.layout.rank_of(engine.instance, tp_rank)
-
-
-ITERATION_S = 120.0
-"""For one iteration, which takes a second at most: longer means that ranks wait for each other."""
-
-PROMPT_TOKENS, ANSWER_TOKENS = "csps.decode.prompt_tokens", "csps.decode.answer_tokens"
-"""Whose KV lies on a rank when a row leaves."""
-ANSWER_FROM = "csps.decode.answer_from"
-"""The first of the latter, in the answer; only where there are some."""
-
-
-class DecodeBatch:
-    """Its rows on one rank. The engine thread changes and iterates; any thread reserves."""
-
-    def __init__(
-        self, engine: Engine, notify: Notify, free_sequence: Callable[[int], None]
-    ) -> None:
-        """
-        Args:
-            let_go: told of each sequence that has left: whoever else has no use for its slots is to
-                free them.
-        """
-        self._engine = engine
-        self._notify = notify
-        self._free_sequence = free_sequence
-        self.reservations = Reservations(engine, notify)
-        self._sequences: list[BatchSequence] = []
-        self._budget = 0
-        self._iterated: list[BatchSequence] = []
-        """Of the last iteration: those of the rows that it had."""
-        self._lengths: list[int] = []
-        self._batch = IterationBatch()
-        """Of the last iteration."""
-        self._same_for = 0
-        """Iterations of which it is the batch as well: rows only decode, and none is at its end."""
-        self.piggybacked = False
-        """The last iteration had prompts to compute, of which nobody hears by tokens."""
-        self.iterations = 0
-        self.iterating_s = 0.0
-        self.exchanges = QueryExchangeTimes()
-        """Of all iterations."""
-        self._busy_since: float | None = None
-
-    @property
-    def running(self) -> int:
-        """Rows."""
-        return len(self._sequences)
-
-    def check_progress(self) -> None:
-        """Raise DeadlineExceeded if an iteration does not end."""
-        since = self._busy_since
-        if since is not None and time.monotonic() - since > ITERATION_S:
-            raise DeadlineExceeded("an iteration of decoding", ITERATION_S)
-
-    # --- the engine thread: who takes part ---------------------------------------------------
-
-    def change(self, change: Change) -> None:
-        """Rows leave and join, at all ranks before the same iteration."""
-        for sequence_id in change.left:
-            self._leave(sequence_id)
-        for sequence_id, token in change.joined:
-            self._join(sequence_id, token)
-        self._budget = change.budget
-        self._same_for = 0
-
-    def end_owner(self, owner: int) -> None:
-        """All sequences of an owner leave, those that have not joined as well."""
-        for sequence_id in self.reservations.end_owner(owner):
-            self._leave(sequence_id)
-        self._same_for = 0
-
-    def _join(self, sequence_id: int, token: int | None) -> None:
-        reservation = self.reservations.joining(sequence_id)
-        if reservation is None:
-            return
-        request, sampler = reservation.request, self.reservations.sampler(sequence_id)
-        sequence = BatchSequence(
-            reservation=reservation,
-            index=generated_before(request.generated_tokens),
-            next=request.reused,
-            token=0,
-            sampler=sampler,
-            instances=instances_of(request),
-            exchanges=replace(self.exchanges),
-        )
-        if token is not None:
-            sequence.next, sequence.token, sequence.index = (
-                request.prompt_length,
-                token,
-                sequence.index + 1,
-            )
-            sequence.slots = self._slots(request, sequence.next)
-            if sampler is not None:
-                sampler.observe(token)
-        reservation.joined(self._engine.rank)
-        self._sequences.append(sequence)
-
-    def sequence(self, sequence_id: int) -> BatchSequence:
-        """One of them."""
-        return next(sequence for sequence in self._sequences if sequence.sequence_id == sequence_id)
-
-    def place(self, place: PlaceSequence, move: MoveRun | None) -> None:
-        """A row goes on elsewhere, at all ranks before the same iteration.
-
-        Args:
-            move: of this rank; None if the row does not concern it, before or after.
-        """
-        self._same_for = 0
-        layout = self._engine.layout
-        instances = frozenset(map(layout.instance_of, place.ranks))
-        at = next(
-            at
-            for at, sequence in enumerate(self._sequences)
-            if sequence.sequence_id == place.sequence
-        )
-        sequence = self._sequences[at] = replace(self._sequences[at], instances=instances)
-        if move is not None:
-            self._go_on(sequence, move)
-
-    def _go_on(self, sequence: BatchSequence, move: MoveRun) -> None:
-        state = move.state
-        assert state is not None, "placed before it was moved"
-        self.reservations.place(sequence.sequence_id, move.message.after, move.sampler)
-        move.release_sources()
-        sequence.next, sequence.token, sequence.index = state.next, state.token, state.index
-        sequence.over, sequence.sampler = (
-            state.over,
-            self.reservations.sampler(sequence.sequence_id),
-        )
-        sequence.slots = self._slots(sequence.request, sequence.next)
-
-    def _slots(self, request: ReserveKv, seen: int) -> SlotsOfSequence | None:
-        """Where the KV of a row that decodes lies here: all that it has seen has landed, was moved
-        here or computed by the stream."""
-        answer = spans_on(answer_of(request), self._engine.instance)
-        spans = spans_on(request.slices, self._engine.instance)
-        # The master looks at what it has as well when it asks others, even if it has nothing.
-        masters = request.master == self._engine.instance
-        if not masters and not any(span.length for span in (*answer, *spans)):
-            return None
-        layers, to_come = range(self._engine.spec.layers), Span(seen, last_position(request))
-        # By spans, because slots of what is yet to be moved here may be among those between them.
-        resident = [*spans, *(span.intersection(Span(0, seen)) for span in answer)]
-        growing = [span.intersection(to_come) for span in answer]
-        return SlotsOfSequence(self._engine.pool, request.sequence_id, layers, resident, growing)
-
-    def _leave(self, sequence_id: int) -> None:
-        for sequence in self._sequences:
-            if sequence.sequence_id == sequence_id and sequence.request.trace:
-                sequence.reservation.note(self._figures(sequence))
-        self._sequences = [
-            sequence for sequence in self._sequences if sequence.sequence_id != sequence_id
-        ]
-        self.reservations.leave(sequence_id)
-        self._free_sequence(sequence_id)
-
-    def _figures(self, sequence: BatchSequence) -> dict[str, int | float]:
-        """For its trace: what of it lies here, and what exchanges took while it was a row."""
-        instance, generated_tokens = (
-            self._engine.instance,
-            Span(sequence.prompt, max(sequence.prompt, sequence.next)),
-        )
-        kept = [
-            it.intersection(generated_tokens)
-            for it in spans_on(answer_of(sequence.request), instance)
-        ]
-        first = min((it.start for it in kept if it.length), default=None)
-        return {
-            PROMPT_TOKENS: sum(it.length for it in spans_on(sequence.request.slices, instance)),
-            ANSWER_TOKENS: sum(it.length for it in kept),
-            **({} if first is None else {ANSWER_FROM: first - sequence.prompt}),
-            EXCHANGE_S: self.exchanges.under_way_s - sequence.exchanges.under_way_s,
-            COMMUNICATION_S: self.exchanges.waited_s - sequence.exchanges.waited_s,
-        }
-
-    # --- the engine thread: one iteration ------------------------------------------------------
-
-    def iterate(self, group: Sequence[int] = ()) -> list[int]:
-        """One token for every row that decodes, and a piece of the prompts of those that ride;
-        returns those of this rank's rows that are finished now.
-
-        Args:
-            group: ranks; rows that concern others wait for a lease of their own. Empty: all rows.
-                It stays the same for a rank until rows join or leave.
-        """
-        self._busy_since = begin = time.monotonic()
-        batch = self._next_batch(group)
-        logits_rv = forward(self._engine, batch, self.exchanges)
-        for sequence, length in zip(self._iterated, self._lengths, strict=True):
-            self._advance(sequence, length)
-        mine = [sequence for sequence, _ in batch.sampling]
-        finished = sample_tokens(self._engine, self._notify, mine, logits_rv)
-        self.iterations += 1
-        self.iterating_s += time.monotonic() - begin
-        self._busy_since = None
-        return finished
-
-    def _next_batch(self, group: Sequence[int]) -> IterationBatch:
-        """It stays what it was as long as the same rows decode, and keepers take no turns."""
-        if self._same_for > 0:
-            self._same_for -= 1
-            return self._batch
-        sequences = self._iterated = self._sequences_of(group)
-        states = [sequence.state for sequence in sequences]
-        self._lengths = chunk_lengths(states, self._budget)
-        self._batch = batch_of(self._engine, sequences, self._lengths)
-        self.piggybacked = any(state.next < state.prompt for state in states)
-        if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
-            left = (state.stop - state.next for state in states if state.next < state.stop)
-            self._same_for = min(left, default=1) - 1
-        return self._batch
-
-    def _sequences_of(self, group: Sequence[int]) -> list[BatchSequence]:
-        if not group:
-            return self._sequences
-        instances = {self._engine.layout.instance_of(rank) for rank in group}
-        return [sequence for sequence in self._sequences if sequence.instances <= instances]
-
-    def _advance(self, sequence: BatchSequence, length: int) -> None:
-        """A row has computed so many positions; all ranks count alike."""
-        was_prefilling = not sequence.decodes
-        sequence.next += length
-        if length and sequence.decodes:
-            sequence.index += 1
-            if was_prefilling:
-                sequence.slots = self._slots(sequence.request, sequence.next)

@@ -1,8 +1,9 @@
-"""The last layer of a step, of which only single rows are needed: those that a token is drawn from.
+"""The last layer of a step, which needs only the rows from which a token is sampled.
 
-Their queries go to where the KV of their sequences is (`query_exchange`), which saves the last
-layer's attention and MLP. Rows that the step computes are attended to where they were computed,
-whoever keeps them: a member that keeps some of each other's has its own scattered over its pool.
+Their queries go to the members that hold KV of their sequences (`query_exchange`), which saves the
+attention and the MLP of all other rows. Keys that this step computes are attended to at the member
+that computes them, even if another one stores them: a member that stores some of each other's rows
+has its own scattered over its pool.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from csps.protocols.gang.messages import SampledToken
 from csps.protocols.gang.step_messages import PrefillChunk
 
 FailSequence = Callable[[int, CspsError], None]
-"""(sequence, why it cannot go on)"""
+"""Function (sequence id, error) that fails a sequence."""
 
 
 def sample_first_tokens(
@@ -40,16 +41,16 @@ def sample_first_tokens(
     answered: Callable[[], None],
     fail: FailSequence,
 ) -> list[SampledToken]:
-    """Tokens that this rank draws, by a step that is about to end.
+    """Return the tokens that this rank samples for a step that is about to end.
 
-    Every member must call it: it answers the queries of the others.
+    Every member must call it, because it answers the queries of the others.
 
     Args:
-        x_td: the residual stream of own rows, at the last layer.
+        x_td: residual stream of the own rows at the last layer.
         q_thd: their queries there.
         own: their keys and values there; those of history are in the pools.
-        answered: called when this member's queries are answered, and it has answered others'.
-        fail: told of sequences whose token cannot be drawn.
+        answered: called when this member's queries are answered and it has answered others'.
+        fail: called with sequences whose token cannot be sampled.
     """
     sampling = [(chunk, row) for chunk, row, owner in _last_rows(group) if owner == group.member]
     rows = [row for _, row in sampling]
@@ -65,16 +66,16 @@ def sample_first_tokens(
 
 
 def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: OwnKv) -> Tensor:
-    """Attention of the own last rows over KV wherever in the group it is."""
+    """Return the attention of the own last rows over KV anywhere in the group."""
     routes, chunks = _last_row_routes(group)
 
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
         asked = [group.step.chunks[index] for index in chunks[peer]]
         runs = SlotRuns(len(asked), list(_computed(group, asked)))
         out_rhd, lse_rh = decode_attention(q_rhd, *own, runs, scale=engine.spec.scale)
-        if any(group.history_of(it, group.member) for it in asked):
-            held_rhd, held_rh = _history(engine, group, asked, q_rhd)
-            merge_into(out_rhd, lse_rh.T, held_rhd, held_rh.T)
+        if any(group.history_of(chunk, group.member) for chunk in asked):
+            history_rhd, history_rh = _history(engine, group, asked, q_rhd)
+            merge_into(out_rhd, lse_rh.T, history_rhd, history_rh.T)
         return out_rhd, lse_rh
 
     tags = Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL
@@ -84,7 +85,7 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: OwnKv) -
 
 
 def _computed(group: SpGroup, chunks: Sequence[PrefillChunk]) -> Iterator[SlotRun]:
-    """By the place of each piece, which of this member's rows are the piece's: neighbours."""
+    """Yield, for each chunk by its index, which neighboring rows of this member belong to it."""
     for place, chunk in enumerate(chunks):
         rows = [part.rows for part in group.local if part.chunk is chunk]
         if rows:
@@ -94,7 +95,7 @@ def _computed(group: SpGroup, chunks: Sequence[PrefillChunk]) -> Iterator[SlotRu
 def _history(
     engine: Engine, group: SpGroup, chunks: Sequence[PrefillChunk], q_rhd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention to what this member has held of each row's piece since before the step."""
+    """Return the attention to KV of each row's chunk that this member held before the step."""
     last = engine.spec.layers - 1
     resident = [
         SlotsOfSequence(
@@ -126,19 +127,19 @@ def _sample(
 
 
 def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
-    """(piece index, local row at its owner, owner) of every row a token is drawn from; all members
-    stand at the same layer, so they name the same."""
+    """Yield (chunk index, local row at its owner, owner) of every row from which a token is
+    sampled. All members are at the same layer, so they yield the same rows."""
     for index, chunk in enumerate(group.step.chunks):
-        if chunk.last and group.wanted(chunk):
+        if chunk.last and group.is_active(chunk):
             owner, row = group.last_row_of(chunk)
             yield index, row, owner
 
 
 def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list[int]]]:
-    """Last rows go to every member that holds KV of their piece, history included.
+    """Route last rows to every member that holds KV of their chunk, history included.
 
     Returns:
-        The routes, and by peer, or None for own rows, the pieces whose KV is held here.
+        The routes, and by peer (None for own rows) the chunks whose KV is resident here.
     """
     chunks = group.step.chunks
     mine = [index for index, _, owner in _last_rows(group) if owner == group.member]
@@ -155,6 +156,6 @@ def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list
         rows=len(mine),
         resident_here=[mine.index(index) for index in resident[None]],
         outgoing=outgoing,
-        incoming={peer: len(it) for peer, it in resident.items() if peer is not None},
+        incoming={peer: len(chunks_of) for peer, chunks_of in resident.items() if peer is not None},
     )
     return routes, resident

@@ -1,18 +1,12 @@
-"""What one iteration of a stream computes, as one rank sees it: decode rows and pieces of prompts.
+"""One iteration of the decode batch on one rank: decoding sequences and chunks of prompts.
 
-Every row has a master, who embeds its tokens and draws the next one. Queries go to whoever holds
-KV of the row's sequence from before this iteration, and what a piece computes goes to whoever is
-to keep it. All ranks derive their parts from the same rows and lengths, in the same order.
+Each sequence has a master, which embeds its tokens and samples the next one. Queries go to the
+instances that held KV of the sequence before this iteration, and new KV goes to the instances that
+store it. All ranks derive their parts from the same sequences and lengths, in the same order
+(`batch_of`). `forward` then runs the network over the own rows and the queries of others.
 
-Shape suffixes: r query rows of this master, t tokens, h heads, d head dim.
-
-Attention of an iteration's rows over what one rank holds of their sequences.
-
-Shape suffixes: r query rows, n those of a piece, s slots, h query heads, g KV heads, d head dim.
-
-An iteration's batch through the network: its own rows, and what others ask of this rank.
-
-Shape suffixes: r query rows, t tokens, h heads, d head dim.
+Shape suffixes: r query rows of this master, n query rows of a chunk, t tokens, s slots, h query
+heads, g KV heads, d head dim.
 """
 
 from __future__ import annotations
@@ -47,22 +41,22 @@ class IterationChunk:
     sequence: BatchSequence
     span: Span
     rows: slice
-    """Of the master's query rows."""
+    """Query rows of the master."""
 
     @property
     def samples(self) -> bool:
-        """The prompt ends with it."""
+        """Return whether the prompt ends with this chunk."""
         return self.span.stop == self.sequence.prompt
 
 
 @dataclass(frozen=True)
 class ResidentChunk:
-    """What is held here of the sequence that a piece belongs to, from before it."""
+    """KV resident here of a chunk's sequence, from before the chunk."""
 
     length: int
-    """Query rows."""
+    """Number of query rows."""
     runs: Sequence[range]
-    """Slots, each of which every query sees."""
+    """Runs of slots; every query attends to all of them."""
 
 
 @dataclass(eq=False)
@@ -70,29 +64,30 @@ class IterationBatch:
     """One rank's part of an iteration."""
 
     decoding: list[BatchSequence] = field(default_factory=list)
-    """Own rows that decode; they are the first query rows."""
+    """Own sequences that decode; they are the first query rows."""
     chunks: list[IterationChunk] = field(default_factory=list)
-    """Own pieces, behind them."""
+    """Own chunks, after them."""
     routes: QueryRoutes = field(default_factory=lambda: QueryRoutes(rows=0, resident_here=()))
     resident: dict[int | None, ResidentRows] = field(default_factory=dict)
-    """By the peer whose decode rows they are; own ones under None."""
+    """Slots of decoding sequences by the peer that masters them; own ones under None."""
     resident_chunks: dict[int | None, list[ResidentChunk]] = field(default_factory=dict)
-    """The same of pieces. Of own ones there is an entry also where nothing is held."""
+    """Chunks with KV resident here, by peer. Own chunks have an entry also if nothing is
+    resident."""
     growing: list[tuple[SlotsOfSequence, int]] = field(default_factory=list)
-    """Own rows that decode and whose KV is kept here: each takes a slot in every iteration. Which
-    query row it is."""
+    """Own decoding sequences whose KV is stored here, each with its query row: they take a slot in
+    every iteration."""
     sent: dict[int, list[slice]] = field(default_factory=dict)
-    """By peer: query rows whose keys and values it keeps."""
+    """Query rows whose keys and values a peer stores, by peer."""
     received: dict[int, list[int]] = field(default_factory=dict)
-    """By peer: slots for keys and values that it computes."""
+    """Slots for keys and values that a peer computes, by peer."""
     stored_rows: list[int] = field(default_factory=list)
     stored_slots: list[int] = field(default_factory=list)
-    """Query rows of pieces whose keys and values are kept here, and where."""
+    """Query rows of chunks whose keys and values are stored here, and their slots."""
 
     _received_at: dict[int, Tensor] = field(default_factory=dict)
 
     def received_at(self, peer: int, device: torch.device) -> Tensor:
-        """(t,) int64: the slots, moved to the device once for all layers."""
+        """Return `received` of a peer as (t,) int64, moved to the device once for all layers."""
         if peer not in self._received_at:
             slots = torch.tensor(self.received[peer], dtype=torch.int64, device=device)
             self._received_at[peer] = slots
@@ -100,12 +95,12 @@ class IterationBatch:
 
     @property
     def rows(self) -> int:
-        """Own query rows."""
+        """Return the number of own query rows."""
         return self.routes.rows
 
     @property
     def sampling(self) -> list[tuple[BatchSequence, int]]:
-        """Own rows that a token is drawn for, each with its last query row."""
+        """Return the own sequences for which a token is sampled, each with its last query row."""
         ends = [(chunk.sequence, chunk.rows.stop - 1) for chunk in self.chunks if chunk.samples]
         return [(sequence, at) for at, sequence in enumerate(self.decoding)] + ends
 
@@ -113,7 +108,8 @@ class IterationBatch:
 def batch_of(
     engine: Engine, rows: Sequence[BatchSequence], lengths: Sequence[int]
 ) -> IterationBatch:
-    """This rank's part of an iteration in which each row computes so many positions."""
+    """Return this rank's part of an iteration in which each sequence computes this many
+    positions."""
     return _Builder(engine).batch(rows, lengths)
 
 
@@ -171,7 +167,7 @@ class _Builder:
     def _chunk(self, sequence: BatchSequence, length: int) -> None:
         span = Span(start=sequence.next, stop=sequence.next + length)
         master, before = sequence.request.master, sequence.slices_before(span.start)
-        holders = {it.instance for it in before}
+        holders = {kv_slice.instance for kv_slice in before}
         if self._here in holders or master == self._here:
             runs = self._engine.pool.slots.runs(
                 sequence.sequence_id, Span(start=0, stop=span.start)
@@ -186,7 +182,7 @@ class _Builder:
             self._batch.chunks.append(IterationChunk(sequence=sequence, span=span, rows=at))
 
     def _ask(self, holders: set[int], rows: int) -> int:
-        """Number own query rows, of whose sequence others hold KV; returns the first number."""
+        """Number own query rows and ask holders of their sequence's KV; return the first number."""
         first = self._count
         self._count += rows
         for holder in sorted(holders - {self._here}):
@@ -199,7 +195,7 @@ class _Builder:
             self._incoming[peer] = self._incoming.get(peer, 0) + rows
 
     def _place_kv(self, sequence: BatchSequence, span: Span) -> None:
-        """Where a piece's keys and values go."""
+        """Plan where a chunk's keys and values go."""
         master = sequence.request.master
         for kv_slice in sequence.slices_of(span):
             own = range(self._count, self._count + span.length)[span.rows_of(kv_slice.span)]
@@ -231,15 +227,15 @@ def attend_resident(
     q_rhd: Tensor,
     own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention of one master's rows.
+    """Compute the partial attention of one master's rows over KV resident here.
 
     Args:
-        peer: whose rows they are; None for own ones.
-        q_rhd: decode rows, then pieces.
-        own: k_rgd and v_rgd of own rows, which own pieces see as far as they lie before them.
+        peer: rank whose rows they are; None for own ones.
+        q_rhd: queries of decoding sequences, then of chunks.
+        own: k_rgd and v_rgd of own rows, to which own chunks attend causally.
 
     Returns:
-        fp32 out (r, h, d) and lse (r, h); -inf where nothing is seen.
+        fp32 out (r, h, d) and lse (r, h); -inf for rows that attend to nothing.
     """
     resident = batch.resident.get(peer)
     first = len(resident.requests) if resident is not None else 0
@@ -259,13 +255,13 @@ def attend_resident(
 
 
 def _merged(chunk: ResidentChunk, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    assert seen, f"{chunk} is asked about where nothing is held"
+    assert seen, f"{chunk} is computed where nothing of its sequence is resident"
     out_nhd, lse_hn = merge([out for out, _ in seen], [lse for _, lse in seen])
     return out_nhd, lse_hn.T
 
 
 def _history(engine: Engine, layer: int, q_nhd: Tensor, run: range) -> tuple[Tensor, Tensor]:
-    """Over a run of slots; all of it precedes every row, so that no positions are compared."""
+    """Attend to a run of slots. It precedes every row, so no positions are compared."""
     k_sgd, v_sgd = engine.pool.layer(layer)
     return attention(
         q_nhd,
@@ -278,7 +274,7 @@ def _history(engine: Engine, layer: int, q_nhd: Tensor, run: range) -> tuple[Ten
 
 
 def _causal(engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a piece over itself."""
+    """Attend from a chunk to itself."""
     positions = range(len(q_nhd))
     return attention(
         q_nhd,
@@ -293,10 +289,10 @@ def _causal(engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tupl
 def forward(
     engine: Engine, batch: IterationBatch, times: QueryExchangeTimes | None = None
 ) -> Tensor:
-    """Logits of the own rows that a token is drawn for.
+    """Return the logits of the own rows for which a token is sampled.
 
     Args:
-        times: what the exchange of queries took is added to these.
+        times: totals to which the times of the query exchange are added.
     """
     network, pool = engine.network, engine.pool
     device = engine.device
@@ -326,7 +322,7 @@ def forward(
 
 
 def _serve_others(engine: Engine, batch: IterationBatch) -> Tensor:
-    """An iteration without rows of its own: a look at what is held for others' rows."""
+    """Run an iteration without own rows: only answer the queries of others."""
     spec, pool = engine.spec, engine.pool
     none_rhd = pool.k.new_empty(0, engine.heads, spec.head_dim)
     no_kv_rhd = pool.k.new_empty(0, pool.kv_heads, spec.head_dim)
@@ -335,16 +331,17 @@ def _serve_others(engine: Engine, batch: IterationBatch) -> Tensor:
     return none_rhd.new_empty(0, spec.vocab)
 
 
-def _exchanges(engine: Engine, batch: IterationBatch) -> Iterable[_LayerOfOthers]:
-    """Of all layers, where receives are expected ahead. Where exchanges are in order nothing is,
-    and a device would have every layer's buffers at once in vain."""
-    layers = (_LayerOfOthers(engine, batch, index) for index in range(engine.spec.layers))
+def _exchanges(engine: Engine, batch: IterationBatch) -> Iterable[_LayerExchange]:
+    """Return one exchange for each layer."""
+    # With gloo, receives of all layers are posted ahead. Where exchanges are in order none is
+    # posted, and all layers' buffers at once would only take memory on the device.
+    layers = (_LayerExchange(engine, batch, index) for index in range(engine.spec.layers))
     return layers if engine.mesh.in_order else list(layers)
 
 
-class _LayerOfOthers:
-    """One layer's exchange with peers, who hold KV of own rows or have rows whose KV is held here.
-    What it receives is expected from here on."""
+class _LayerExchange:
+    """One layer's exchange with peers that hold KV of own rows, or whose rows have KV here.
+    Receives are posted by the constructor."""
 
     def __init__(self, engine: Engine, batch: IterationBatch, index: int) -> None:
         self._engine, self._batch, self._index = engine, batch, index
@@ -353,7 +350,7 @@ class _LayerOfOthers:
             peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
             for peer, slots in batch.received.items()
         }
-        self._handing = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
+        self._kv_exchange = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
         self._exchange = QueryExchange(
             engine.mesh,
             batch.routes,
@@ -370,29 +367,31 @@ class _LayerOfOthers:
         v_rhd: Tensor,
         times: QueryExchangeTimes | None = None,
     ) -> Tensor:
-        """Own rows' attention over all that lies before them, wherever it does. Keys and values go
-        to those who keep them before queries do, and are there before these are answered."""
+        """Return the own rows' attention over all their KV, wherever it lies. New keys and values
+        reach their holders before the queries do, and are stored before the holders answer."""
         others = self._batch.sent or self._batch.received
-        handed = self._handing.send(self._handed(k_rhd, v_rhd)) if others else Pending([], [])
+        exchanged = (
+            self._kv_exchange.send(self._outgoing_kv(k_rhd, v_rhd)) if others else Pending([], [])
+        )
 
         def partial(peer: int | None, asked_rhd: Tensor) -> tuple[Tensor, Tensor]:
             if peer is not None:
-                self._store(handed)
+                self._store(exchanged)
             own = (k_rhd, v_rhd) if peer is None else None
             return attend_resident(self._engine, self._batch, self._index, peer, asked_rhd, own)
 
         out_rhd = exchange_queries(q_rhd, self._exchange, partial, times)
-        self._store(handed)
+        self._store(exchanged)
         return out_rhd
 
-    def _handed(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
+    def _outgoing_kv(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
         kv_rhd = torch.stack((k_rhd, v_rhd), 1)
         sent = self._batch.sent.items()
         return [(peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in sent]
 
-    def _store(self, handed: Pending) -> None:
-        """What others have handed over, once."""
-        handed.wait()
+    def _store(self, exchanged: Pending) -> None:
+        """Store the keys and values that peers have sent, once."""
+        exchanged.wait()
         while self._arriving:
             peer, arrived = self._arriving.popitem()
             slots_t = self._batch.received_at(peer, arrived.device)
@@ -400,7 +399,7 @@ class _LayerOfOthers:
 
 
 def _tokens(batch: IterationBatch) -> Tensor:
-    """(r,) int64, of own rows."""
+    """Return the tokens of own rows, (r,) int64."""
     decoding = torch.tensor([row.token for row in batch.decoding], dtype=torch.int64)
     chunks = [
         torch.from_numpy(chunk.sequence.tokens(chunk.span).astype(np.int64))
@@ -410,7 +409,7 @@ def _tokens(batch: IterationBatch) -> Tensor:
 
 
 def _positions(batch: IterationBatch) -> Tensor:
-    """(r,) int64, of own rows."""
+    """Return the positions of own rows, (r,) int64."""
     decoding = torch.tensor([row.next for row in batch.decoding], dtype=torch.int64)
     chunks = [torch.arange(chunk.span.start, chunk.span.stop) for chunk in batch.chunks]
     return torch.cat([decoding, *chunks]) if chunks else decoding

@@ -1,48 +1,50 @@
-"""Whose KV a rank holds between the steps of a prompt, and who is not wanted any more.
+"""How long a rank keeps a sequence's KV: between its steps, while it decodes, and after its end.
 
-A sequence has a step for each chunk of its prompt; several may be in line at once, and between two
-of them its KV just lies here. It goes when the last step in line is over and either all of it has
-been sent or the sequence was cancelled, never while a step in line may still read it. The KV of a
-sequence that stays is kept at its end, until the log frees it.
-
-Freeing a rank's KV, as soon as neither a step nor the stream needs it, and saying so.
+A sequence has a step for each chunk of its prompt; several may be pending at once, and between two
+of them its KV is idle. The KV is freed when the last pending step is over and either all of it was
+sent or the sequence was cancelled, never while a pending step may read it. KV of a retained
+sequence stays after its end until the log evicts it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.engine.step_reports import StepReports
-from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
+_log = logging.getLogger(__name__)
+
 
 class KvLifetime:
-    """Thread-safe: steps are entered by the RPC thread and settled by whoever completes them."""
+    """Bookkeeping of which sequence's KV may be freed. Thread-safe: the RPC thread enters steps,
+    and whichever thread completes a step finalizes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: Counter[int] = Counter()
-        """By sequence: steps in line or under way."""
+        """Steps pending or running, by sequence."""
         self._idle: set[int] = set()
         """Sequences without a step whose KV lies here."""
         self._cancelled: set[int] = set()
-        """Sequences with a step that nobody wants any more."""
+        """Cancelled sequences that still have a step."""
         self._left: set[int] = set()
-        """Of those, which the stream has let go of."""
+        """Sequences that have left the decode batch before their KV was freed."""
         self._retained: set[int] = set()
-        """Sequences whose KV is kept at their end."""
+        """Sequences whose KV stays after their end."""
         self._sent: set[int] = set()
-        """Sequences whose last step is over before others, whose KV takes longer to leave."""
+        """Sequences whose last step is over while an earlier one still sends KV."""
         self._evict_later: dict[int, tuple[Span, ...]] = {}
-        """By sequence with a step, what is to go after it."""
+        """Spans to evict after a sequence's last step."""
 
     def enter(self, step: PrefillStep) -> None:
-        """A step is in line."""
+        """Count a pending step."""
         with self._lock:
             for chunk in step.chunks:
                 self._steps[chunk.sequence_id] += 1
@@ -51,23 +53,23 @@ class KvLifetime:
                     self._retained.add(chunk.sequence_id)
 
     def retain_at_end(self, sequence_id: int) -> None:
-        """The stream is to decode a sequence whose KV is kept at its end."""
+        """Retain the KV of a sequence that the decode batch will decode."""
         with self._lock:
             self._retained.add(sequence_id)
 
     def unretain(self, sequence_id: int) -> None:
-        """A sequence's KV is not kept at its end after all."""
+        """Do not retain a sequence's KV after all."""
         with self._lock:
             self._retained.discard(sequence_id)
 
     def is_retained(self, sequence_id: int) -> bool:
-        """Whether a sequence's KV is kept and has no step."""
+        """Return whether a sequence's KV is retained and has no step."""
         with self._lock:
             return sequence_id in self._retained and not self._steps[sequence_id]
 
     def evict(self, sequence_id: int, spans: tuple[Span, ...]) -> bool:
-        """Some KV of a sequence is not kept any more; true if it can go now, else it is `due` after
-        the last step."""
+        """Evict some retained KV; return whether it can be freed now. Otherwise `due_evictions`
+        returns it after the last step."""
         with self._lock:
             if self._steps[sequence_id]:
                 self._evict_later[sequence_id] = (*self._evict_later.get(sequence_id, ()), *spans)
@@ -75,37 +77,37 @@ class KvLifetime:
             return True
 
     def due_evictions(self, sequence_id: int) -> tuple[Span, ...]:
-        """What is to go of a sequence that had a step; says so once."""
+        """Return, only once, the spans to evict of a sequence that had a step."""
         with self._lock:
             return () if self._steps[sequence_id] else self._evict_later.pop(sequence_id, ())
 
     def discard(self, sequence_id: int) -> None:
-        """Nothing is left of a sequence that was kept."""
+        """Forget a retained sequence of which nothing is left."""
         with self._lock:
             for known in (self._retained, self._idle, self._left):
                 known.discard(sequence_id)
 
     def cancel(self, sequence_id: int) -> bool:
-        """Nobody wants the sequence; true if its KV can go now, else it goes with its last step."""
+        """Cancel a sequence; return whether its KV can be freed now. Otherwise it is freed with its
+        last step."""
         with self._lock:
             if self._steps[sequence_id]:
                 self._cancelled.add(sequence_id)
                 return False
-            kept = sequence_id in self._idle
+            was_idle = sequence_id in self._idle
             self._idle.discard(sequence_id)
-            return kept
+            return was_idle
 
     def leave_batch(self, sequence_id: int) -> bool:
-        """The stream that decoded the sequence lets go of it; true if its KV can go now, else it
-        goes with its last step, or stays."""
+        """Take a sequence out of the decode batch; return whether its KV can be freed now.
+        Otherwise it is retained, or freed with its last step."""
         with self._lock:
             if sequence_id in self._retained and not self._steps[sequence_id]:
                 self._idle.add(sequence_id)
                 self._left.add(sequence_id)
                 return False
-            self._retained.discard(
-                sequence_id
-            )  # with a step it was given up, of which we shall hear
+            # A retained sequence that still has a step was cancelled; its last step reports it.
+            self._retained.discard(sequence_id)
             self._idle.discard(sequence_id)
             if self._steps[sequence_id]:
                 self._cancelled.add(sequence_id)
@@ -114,27 +116,27 @@ class KvLifetime:
             return True
 
     def pop_left(self, sequence_id: int) -> bool:
-        """Whether the stream has let go of a sequence before its KV went; says so once."""
+        """Return, only once, whether a sequence left the decode batch before its KV was freed."""
         with self._lock:
             known = sequence_id in self._left
             self._left.discard(sequence_id)
             return known
 
     def cancel_all(self) -> Set[int]:
-        """Nobody wants anything; returns the sequences whose KV can go now."""
+        """Cancel all sequences; return those whose KV can be freed now."""
         with self._lock:
             self._cancelled.update(
                 sequence_id for sequence_id, steps in self._steps.items() if steps
             )
             self._retained.clear()
-            kept, self._idle = self._idle, set()
-            return kept
+            idle, self._idle = self._idle, set()
+            return idle
 
     def finalize(self, step: PrefillStep, *, cancelled: bool) -> list[int]:
-        """A step is over; returns the sequences whose KV can go now.
+        """Finalize a step that is over; return the sequences whose KV can be freed now.
 
         Args:
-            cancelled: the step was given up, perhaps before this rank was told why.
+            cancelled: the step was dropped, perhaps before this rank knew why.
         """
         with self._lock:
             if cancelled:
@@ -161,11 +163,12 @@ class KvLifetime:
 
 
 class KvReclaim:
-    """Of all sequences of a rank. Any thread may call anything.
+    """Frees the KV of a rank's sequences as soon as neither a step nor the decode batch needs it,
+    and reports it. Any thread may call any method.
 
     Args:
-        reserved: whether the stream has a sequence.
-        slots_came_back: told when there may be room for others.
+        reserved: returns whether the decode batch has a sequence.
+        slots_freed: called when slots may have become free.
     """
 
     def __init__(
@@ -177,15 +180,15 @@ class KvReclaim:
         slots_freed: Callable[[], None],
     ) -> None:
         self._here, self._slots, self._reports = engine.instance, engine.pool.slots, reports
-        self._reserved, self._slots_freed = reserved, slots_freed
+        self._is_reserved, self._slots_freed = reserved, slots_freed
         self._lifetime = KvLifetime()
 
     def enter(self, step: PrefillStep) -> None:
-        """A step is in line: what others have computed here of its pieces' history is held,
-        whatever becomes of them.
+        """Enter a pending step: history that other sequences have computed here is shared with its
+        sequences now, so that it survives them.
 
         Raises:
-            NotHeld: some of it is not here; the step is over.
+            NotHeld: some of the history is not here; the step is over.
         """
         self._lifetime.enter(step)
         try:
@@ -193,37 +196,38 @@ class KvReclaim:
                 for kv_slice in chunk.history:
                     if kv_slice.source is not None and kv_slice.instance == self._here:
                         self._slots.share_slots(chunk.sequence_id, kv_slice.source, kv_slice.span)
-        except NotResident:
+        except NotHeld as error:
+            _log.debug("step %d ends before it begins: %s", step.step_id, error)
             self._free(self._lifetime.finalize(step, cancelled=True))
             raise
 
     def given_up(self, sequence_id: int) -> None:
-        """Nobody wants a sequence that has a step."""
+        """Cancel a sequence that has a step."""
         self._lifetime.cancel(sequence_id)
 
     def retain_at_end(self, sequence_id: int) -> None:
-        """The stream is to decode a sequence whose KV is kept at its end."""
+        """Retain the KV of a sequence that the decode batch will decode."""
         self._lifetime.retain_at_end(sequence_id)
 
     def cancel(self, sequence_id: int) -> None:
-        """Nobody wants a sequence: what lies here between two of its steps goes."""
+        """Cancel a sequence and free its idle KV."""
         self._lifetime.unretain(sequence_id)
-        if not self._reserved(sequence_id) and self._lifetime.cancel(sequence_id):
+        if not self._is_reserved(sequence_id) and self._lifetime.cancel(sequence_id):
             self._free([sequence_id])
 
     def cancel_all(self) -> None:
-        """Nobody wants anything."""
+        """Cancel all sequences and free their idle KV."""
         self._free(
             sequence_id
             for sequence_id in self._lifetime.cancel_all()
-            if not self._reserved(sequence_id)
+            if not self._is_reserved(sequence_id)
         )
 
     def finalize(self, step: PrefillStep, *, cancelled: bool) -> None:
-        """A step is over here.
+        """Finalize a step that is over here.
 
         Args:
-            cancelled: it was given up.
+            cancelled: the step was dropped.
         """
         self._free(self._lifetime.finalize(step, cancelled=cancelled))
         for chunk in step.chunks:
@@ -233,10 +237,10 @@ class KvReclaim:
                 self.evict(chunk.sequence_id, due)
 
     def evict(self, sequence_id: int, spans: tuple[Span, ...]) -> None:
-        """Free some of what is kept of a sequence that is over, or will be with its last step."""
+        """Evict some KV of a sequence that is over, or will be with its last step."""
         if not self._lifetime.evict(sequence_id, spans):
             return
-        if not self._reserved(sequence_id):
+        if not self._is_reserved(sequence_id):
             for span in spans:
                 self._slots.free_span(sequence_id, span)
         if not (left := self._slots.tokens(sequence_id)):
@@ -245,7 +249,7 @@ class KvReclaim:
         self._reports.retained(sequence_id, left)
 
     def free_sequence(self, sequence_id: int) -> None:
-        """The stream is done with a sequence, but a step that is under way may have it as well."""
+        """Free a sequence that has left the decode batch, unless a step still uses it."""
         if self._lifetime.leave_batch(sequence_id):
             self._slots.free_request(sequence_id)
             self._slots_freed()

@@ -1,8 +1,8 @@
 """Moving KV to where a step's placement wants it, layer by layer.
 
-Covers proactive scale-down (LoongServe §4.1: the members of the smaller group keep what the plan
-gives them) and balancing history over a group that grew (Tetris §4.1). Whoever holds or keeps KV is
-a member of the job's group, if need be one without rows.
+Covers proactive scale-down (LoongServe §4.1: the members of the smaller group store what the plan
+gives them) and balancing history over a group that grew (Tetris §4.1). Every KV holder is a member
+of the step's group, if need be one without rows.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from csps.protocols.core.placement import Span, SpanIndex, rest_of
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalanced_kv
 
 Offered = Callable[[int], Collection[int]]
-"""(member) -> other members whose rows' KV comes by it in a layer."""
+"""Function (member) that returns the other members whose rows' KV passes it in a layer anyway."""
 OwnKv = tuple[Tensor, Tensor]
-"""k_thd and v_thd of own rows."""
+"""Keys and values (k_thd, v_thd) of the own rows."""
 
 
 @dataclass(frozen=True)
 class KvMove:
-    """One span of one request's KV that changes its member."""
+    """A span of one sequence's KV that moves from one member to another."""
 
     sequence_id: int
     span: Span
     sender: int
     receiver: int
     rows: slice | None = None
-    """Of what the source computes; None if it has held them since an earlier step."""
+    """Rows that the sender computes in this step; None if the KV is from an earlier step."""
 
 
 def history_moves(step: PrefillStep) -> list[KvMove]:
-    """Moves of what lies elsewhere when the job begins, in the order in which every member sees
-    them."""
+    """Return the moves of history that lies elsewhere when the step begins, in one order at all
+    members."""
     member = step.group.index
     return [
-        KvMove(it.sequence_id, it.span, member(it.sender), member(it.receiver))
+        KvMove(move.sequence_id, move.span, member(move.sender), member(move.receiver))
         for chunk in step.chunks
-        for it in rebalanced_kv(chunk)
+        for move in rebalanced_kv(chunk)
     ]
 
 
 def row_moves(group: SpGroup) -> list[KvMove]:
-    """Moves of what the job computes, in the order in which every member sees them."""
+    """Return the moves of KV that the step computes, in one order at all members."""
     return [move for chunk in group.step.chunks for move in _row_moves(group, chunk)]
 
 
 def _row_moves(group: SpGroup, chunk: PrefillChunk) -> Iterator[KvMove]:
     members = {instance: number for number, instance in enumerate(group.step.group)}
-    index = SpanIndex(it.span for it in chunk.placement)
+    slices = SpanIndex(kv_slice.span for kv_slice in chunk.placement)
     for sender, parts in enumerate(group.parts):
-        for part in (it for it in parts if it.chunk is chunk):
-            for kv_slice in (chunk.placement[it] for it in index.near(part.span)):
+        for part in (part for part in parts if part.chunk is chunk):
+            for kv_slice in (chunk.placement[index] for index in slices.near(part.span)):
                 receiver, common = members[kv_slice.instance], part.span.intersection(kv_slice.span)
                 if receiver != sender and common.length:
                     yield KvMove(
@@ -72,9 +72,11 @@ def _row_moves(group: SpGroup, chunk: PrefillChunk) -> Iterator[KvMove]:
 
 
 def stored_of(group: SpGroup) -> tuple[LocalChunk, ...]:
-    """Own rows whose KV takes slots here: what no placement gives to others, and what is sent to a
-    decode gang, from the pool, which may take longer than the step."""
-    return tuple(it for part in group.local for it in _stored(part, group.step.group[group.member]))
+    """Return the own rows whose KV takes slots here: rows that no placement gives to others, and
+    rows that are sent to a decode gang, because they leave from the pool and perhaps after the
+    step."""
+    instance = group.step.group[group.member]
+    return tuple(stored for part in group.local for stored in _stored(part, instance))
 
 
 def _stored(part: LocalChunk, instance: int) -> Iterator[LocalChunk]:
@@ -89,19 +91,19 @@ def _stored(part: LocalChunk, instance: int) -> Iterator[LocalChunk]:
 
 
 def nothing_offered(member: int) -> Collection[int]:
-    """All that moves is sent."""
+    """Return no members: all KV that moves is sent."""
     return ()
 
 
 @dataclass
 class Spent:
-    """Of this rank's engine thread."""
+    """Time of this rank's engine thread."""
 
     seconds: float = 0.0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """The time inside."""
+        """Add the time inside."""
         began = time.monotonic()
         try:
             yield
@@ -110,14 +112,14 @@ class Spent:
 
 
 class KvMover:
-    """Carries out moves, one layer's at a time, beside computing.
+    """Carries out moves beside computing, one layer's at a time.
 
-    What is computed here and kept elsewhere never has slots here: it leaves from the layer's
-    tensors.
+    KV that is computed here and stored elsewhere never takes slots here: it is sent from the
+    layer's tensors.
 
     Args:
-        moves: all members' alike.
-        phase: as which the timeline shows them.
+        moves: alike at all members.
+        phase: name of the moves in the timeline.
     """
 
     def __init__(
@@ -140,31 +142,30 @@ class KvMover:
         self._under_way: tuple[int, PendingTransfer, list[tuple[KvMove, Tensor]]] | None = None
         self.sent_bytes = 0
         self.storing = Spent()
-        """What came by anyway."""
+        """Time for storing KV that passed anyway."""
         self.moving = Spent()
-        """What did not: reading, sending, awaiting and storing it."""
+        """Time for reading, sending, awaiting and storing the other KV."""
         self.waiting = Spent()
-        """Of that, until it had arrived and left."""
+        """Time of this spent waiting for sends and receives."""
 
     @property
     def seconds(self) -> float:
-        """All that keeping takes."""
+        """Return the time that all moves took."""
         return self.storing.seconds + self.moving.seconds
 
     @property
     def incoming(self) -> list[tuple[int, Span]]:
-        """What will arrive, by request; its slots must be there."""
+        """Return what will arrive, by sequence; its slots must be there."""
         return [(move.sequence_id, move.span) for move in self._incoming]
 
     def start(
         self, layer: int, own: OwnKv | None = None, offered: Offered = nothing_offered
     ) -> None:
-        """Begin to move a layer, when the one before has been stored; all members do at the same
-        part.
+        """Begin to move a layer after storing the one before. All members do so at the same point.
 
         Args:
             own: needed where rows move.
-            offered: what comes by anyway (`Strategy.offered`), which `take` is given.
+            offered: members whose rows pass anyway (`Strategy.offered`); `take` gets these.
         """
         self.finish()
         if self._outgoing or self._incoming:
@@ -172,12 +173,12 @@ class KvMover:
                 self._start(layer, own, offered)
 
     def _start(self, layer: int, own: OwnKv | None, offered: Offered) -> None:
-        outgoing = [it for it in self._outgoing if not _comes_by(it, offered)]
-        incoming = [it for it in self._incoming if not _comes_by(it, offered)]
+        outgoing = [move for move in self._outgoing if not _comes_by(move, offered)]
+        incoming = [move for move in self._incoming if not _comes_by(move, offered)]
         if not outgoing and not incoming:
             return
         peers = self._group.peers
-        sends = [(peers[it.receiver], self._read(layer, it, own)) for it in outgoing]
+        sends = [(peers[move.receiver], self._read(layer, move, own)) for move in outgoing]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         buffers = [(move, self._buffer(move)) for move in incoming]
         recvs = [(peers[move.sender], buffer) for move, buffer in buffers]
@@ -198,7 +199,8 @@ class KvMover:
                 self._pool.write(layer, move.sequence_id, move.span, buffer[0], buffer[1])
 
     def take(self, layer: int, member: int, rows: OwnKv) -> None:
-        """Store what another member's rows, all of which have come by, are to leave here."""
+        """Store those of another member's rows that belong here, after all of its rows have
+        passed."""
         k_thd, v_thd = rows
         for move in self._incoming:
             if move.sender == member:
@@ -207,11 +209,11 @@ class KvMover:
                     self._pool.write(layer, move.sequence_id, move.span, k, v)
 
     def release_sources(self) -> None:
-        """Free what now lies elsewhere. What is still being sent to a decode gang stays in its
-        slots, which are pinned (`TransferTracker.pin`), and nobody's afterwards. Other rows that are
-        computed here have none, and those that the row's own move may have taken here meanwhile,
-        as its KV has landed, are not the step's."""
+        """Free what now lies elsewhere. Slots that are still being sent to a decode gang are pinned
+        (`TransferTracker.pin`) and become free afterwards."""
         for move in self._outgoing:
+            # Rows that are computed here and stored elsewhere never had slots. Slots that their
+            # sequence may have taken here meanwhile, after its KV was received, are not the step's.
             if move.rows is not None and move.sequence_id not in self._sent:
                 continue
             for span in rest_of(move.span, self._retained[move.sequence_id]):
@@ -220,7 +222,7 @@ class KvMover:
     def _read(self, layer: int, move: KvMove, own: OwnKv | None) -> Tensor:
         if move.rows is None:
             return torch.stack(self._pool.read(layer, move.sequence_id, move.span))
-        assert own is not None, "rows move out of the layer's tensors"
+        assert own is not None, f"layer {layer}: rows move without the layer's tensors"
         return torch.stack([x_thd[move.rows] for x_thd in own])
 
     def _buffer(self, move: KvMove) -> Tensor:

@@ -1,6 +1,6 @@
-"""A rank's end of its gang's log: what to do next, and what was done.
+"""A rank's end of its gang's log: entries come in, reports go out.
 
-Rank 0 hosts the conductor, in a thread of its own: it goes on appending while the rank computes.
+Rank 0 hosts the sequencer in a thread of its own, which appends entries while the rank computes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from csps.protocols.sequencer.sequencer import Sequencer
 
 
 class LogEnd(Protocol):
-    """What the engine thread of a rank reads and writes. Any thread may report."""
+    """A rank's end of the log. Only the engine thread reads; any thread may report."""
 
     def next(self) -> Entry:
-        """Wait for the rank's next entry; ConnectionLost when the gang is gone."""
+        """Wait for the rank's next entry; raise ConnectionLost when the gang is gone."""
         ...
 
     def report(self, report: Report) -> None:
-        """Tell the conductor. That it is gone, `next` says."""
+        """Send a report to the sequencer. If the sequencer is gone, `next` raises, not this."""
         ...
 
     def leave(self) -> None:
-        """Have the log end at all ranks: this one is being closed."""
+        """End the log at all ranks, because this one is being closed."""
         ...
 
     def close(self) -> None:
-        """Wake whoever waits for an entry, and never give one again. Idempotent."""
+        """Wake whoever waits for an entry, and return no further ones. Idempotent."""
         ...
 
 
 class MemberEnd:
-    """Of every rank but the first."""
+    """End of every rank but the first."""
 
     def __init__(self, connection: LogSocket) -> None:
         self._connection = connection
@@ -61,7 +61,7 @@ class MemberEnd:
         return self._entries.popleft()
 
     def report(self, report: Report) -> None:
-        # An unread last entry may be there, after which nobody listens.
+        # The log may have ended with an entry that is not read yet: then nobody listens any more.
         with suppress(ConnectionLost):
             self._connection.send(pack_reports([report]))
 
@@ -73,7 +73,7 @@ class MemberEnd:
 
 
 class SequencerEnd:
-    """Of rank 0. `run` is the conductor's thread; `tell` is how anybody reaches the conductor."""
+    """End of rank 0. `run` is the body of the sequencer's thread; `post` hands it events."""
 
     def __init__(self, sequencer: Sequencer, members: Mapping[int, LogSocket]) -> None:
         """
@@ -103,7 +103,7 @@ class SequencerEnd:
         self.post(Sequencer.shutdown)
 
     def post(self, event: Callable[[Sequencer], None]) -> None:
-        """Have the conductor handle an event, in the order told; from any thread."""
+        """Queue an event for the sequencer, in the order of calls; from any thread."""
         self._events.append(event)
         with self._awake:
             if not (self._wake_sent or self._closed):
@@ -111,7 +111,8 @@ class SequencerEnd:
                 self._waker.send(b"\0")
 
     def run(self) -> None:
-        """Conduct until closed, or until a member is gone: no fault once the log has ended."""
+        """Run the sequencer until this is closed. A lost member is an error unless the log has
+        ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for connection in self._members.values():
@@ -142,7 +143,7 @@ class SequencerEnd:
         for entry, ranks in self._sequencer.take():
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(entry)
-        # This rank last: once it has read the last entry, it hangs up on the others.
+        # This rank last: once it has read the last entry, it disconnects from the others.
         own = by_rank.pop(0, [])
         for rank, entries in by_rank.items():
             self._members[rank].send(pack_entries(entries))

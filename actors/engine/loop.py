@@ -1,11 +1,12 @@
-"""The engine loop of a rank: it does what the gang's log says, entry by entry.
+"""The engine loop of a rank executes the gang's log, entry by entry.
 
-A step of a prompt and an iteration of the stream are entries of one log, which rank 0's conductor
-interleaves. A step that has come as far as it was told to stands still inside `_next_run`, which
-does what else the log says; urgent steps and iterations run there, above its stack, so that a rank
-holds at most a long step, an urgent one and an iteration.
+Prefill steps, decode iterations and moves are entries of one log, in which rank 0's sequencer
+interleaves them. A step runs up to the yield point that the log names. There it pauses inside
+`_next_run`, which executes further entries until the log resumes the step. High-priority steps and
+iterations run inside this call, above the paused step's stack, so a rank holds at most one
+low-priority step, one high-priority step and one iteration.
 
-`run` is the engine thread's body. Everything else is called from other threads.
+`run` is the body of the engine thread. Other threads call everything else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.pending_steps import LoggedStep, PendingSteps
 from csps.actors.engine.step_reports import OutgoingTransfers, StepReports
 from csps.actors.engine.step_run import StepRun
-from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.sampling.notifications import Notify, ProgressReport
 from csps.actors.sampling.token_sampler import sampler_of
 from csps.protocols.core.errors import CspsError
@@ -55,8 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 class Lane(IntEnum):
-    """Of exchanges (`Mesh.lane`), by what interrupts what: alike at all members, also where
-    nothing is interrupted."""
+    """Lanes of exchanges (`Mesh.lane`), by what preempts what. All members number them alike, also
+    where nothing is preempted."""
 
     LOW = 0
     HIGH = 1
@@ -68,14 +69,14 @@ class _Ended(Exception):
 
 
 class EngineLoop:
-    """One rank's work."""
+    """The work of one rank."""
 
     def __init__(
         self, engine: Engine, notify: Notify, log: LogEnd, *, in_place: bool = False
     ) -> None:
         """
         Args:
-            in_place: what steps compute is decoded by this gang's stream, where it lies.
+            in_place: this gang's decode batch decodes what steps compute, without a KV transfer.
         """
         self._engine = engine
         self._in_place = in_place
@@ -91,31 +92,31 @@ class EngineLoop:
         self.decode_batch = DecodeBatch(engine, notify, self._kv.free_sequence)
         self._progress = ProgressReport(notify, rank=engine.rank)
         self.outgoing_transfers = OutgoingTransfers(
-            engine, self._reports, progress=self._progress.step, left=self._left
+            engine, self._reports, progress=self._progress.step, on_sent=self._step_sent
         )
         self._changing = threading.Lock()
-        """Held while it is found out which sequences of a step have slots in the stream's name, and
-        while the stream lets go of some."""
+        """Lock around the look-up of which of a step's sequences are reserved, and around changes
+        of the decode batch that free some."""
         self._running: list[LoggedStep] = []
-        """Begun and not over, each above the one before."""
+        """Steps begun and not over, each above the one before."""
         self._moved: dict[int, MoveRun] = {}
-        """By row, moves that are over and of which the log is about to say so."""
+        """Moves that are over, by sequence, until the log places the sequence."""
 
     # --- called from the RPC thread --------------------------------------------------------
 
     def submit(self, step: PrefillStep, owner: int) -> None:
-        """Put a step in line, if this rank is a member of its group. If some history is not here,
-        its sequences fail, and the step never begins.
+        """Queue a step if this rank is a member of its group. If some of its history is not here,
+        its sequences fail and the step never begins.
 
         Args:
-            owner: the router's attachment, at whose end nobody wants it any more.
+            owner: the router's attachment; when it ends, the step is dropped.
         """
         if self._engine.instance not in step.group:
             return
         with self._changing:
             try:
                 self._kv.enter(step)
-            except NotResident as error:
+            except NotHeld as error:
                 self.refuse(step, error)
                 return
             reserved = self._reserved(step) if self._in_place else frozenset()
@@ -130,8 +131,8 @@ class EngineLoop:
             self._give_up(run)
 
     def move(self, message: MoveSequence, owner: int) -> None:
-        """Put a move of a row in line, if this rank is a member. Nothing of a row that has left:
-        the log drops the move then.
+        """Queue a move of a sequence if this rank is a member. A move of a sequence that has left
+        is ignored here, and the log drops it.
 
         Raises:
             InvalidRequest: the sampling parameters do not fit the model.
@@ -142,8 +143,8 @@ class EngineLoop:
             find, sequence_id = self.decode_batch.reservations.find, message.sequence_id
             if (reservation := find(sequence_id)) is None:
                 return
-            drawn_here = message.after.master == self._engine.instance
-            begins_here = drawn_here and message.before.master != self._engine.instance
+            samples_here = message.after.master == self._engine.instance
+            begins_here = samples_here and message.before.master != self._engine.instance
             request, vocab = reservation.request, self._engine.spec.vocab
             run = MoveRun(
                 self._engine,
@@ -157,45 +158,47 @@ class EngineLoop:
                 self._give_up(run)
 
     def reserve(self, request: ReserveKv, owner: int) -> None:
-        """Set slots aside for a sequence that this gang decodes; see `Reservations.reserve`."""
+        """Reserve slots for a sequence that this gang decodes; see `Reservations.reserve`."""
         self.decode_batch.reservations.reserve(request, owner)
         if request.retain:
             self._kv.retain_at_end(request.sequence_id)
 
     def _reserved(self, step: PrefillStep) -> frozenset[int]:
-        """Sequences of a step that have slots in the stream's name."""
-        reserved = frozenset(
-            it.sequence_id for it in step.chunks if self._is_reserved(it.sequence_id)
-        )
+        """Return the sequences of a step whose slots the decode batch has reserved."""
+        sequence_ids = (chunk.sequence_id for chunk in step.chunks)
+        reserved = frozenset(filter(self._is_reserved, sequence_ids))
         for chunk in step.chunks:
             if chunk.placement and chunk.sequence_id not in reserved:
-                self._kv.given_up(chunk.sequence_id)  # the stream has let go of it already
+                # The sequence was cancelled: the decode batch has freed it already.
+                self._kv.given_up(chunk.sequence_id)
         return reserved
 
     def _is_reserved(self, sequence_id: int) -> bool:
         return self.decode_batch.reservations.find(sequence_id) is not None
 
     def refuse(self, step: PrefillStep, error: CspsError) -> None:
-        """Tell the router that a step does not get in line; its group has nothing to do with it."""
+        """Report to the router that a step failed; ignored on ranks outside its group."""
         if self._engine.instance not in step.group:
             return
+        _log.warning("step %d refused: %s", step.step_id, error)
         for chunk in step.chunks:
             self._reports.failed(chunk.sequence_id, error)
         self._reports.done(step, None)
 
     def cancel(self, sequence_id: int) -> None:
-        """Nobody wants a sequence: what lies here between two of its steps can go now, the rest
-        goes when the log says so. Harmless for an unknown one."""
+        """Cancel a sequence: free KV that is idle between two of its steps now, the rest when the
+        log says so. An unknown sequence is ignored."""
+        _log.debug("cancel sequence %d", sequence_id)
         self.outgoing_transfers.cancel(sequence_id)
         self._kv.cancel(sequence_id)
 
     def cancel_all(self) -> None:
-        """Nobody wants anything: the router that asked for it is gone."""
+        """Cancel all sequences, because the router that asked for them is gone."""
         self._kv.cancel_all()
 
     @property
     def waiting(self) -> int:
-        """Steps that have not begun."""
+        """Return the number of steps that have not begun."""
         return len(self._pending_steps)
 
     # --- the engine thread -----------------------------------------------------------------
@@ -232,8 +235,9 @@ class EngineLoop:
     # --- steps -----------------------------------------------------------------------------
 
     def _run(self, seq: int, quantum: RunQuantum) -> None:
-        """Begin a step, and return when it is over: it has all its other turns from inside."""
+        """Run a step to its end; entries that resume it are consumed inside."""
         step = self._pending_steps.take(quantum.step)
+        _log.debug("step %d begins at log entry %d", quantum.step, seq)
         step.log_progress.begin(seq, quantum)
         if isinstance(step, MoveRun):
             self._move(step)
@@ -243,7 +247,7 @@ class EngineLoop:
 
     @contextmanager
     def _on_top(self, step: LoggedStep, lane: Lane) -> Iterator[None]:
-        """Of all that is under way."""
+        """Register a step as the topmost running one, with exchanges in its lane."""
         self._running.append(step)
         try:
             with self._engine.mesh.lane(lane):
@@ -261,7 +265,7 @@ class EngineLoop:
         self._report_progress(move)
 
     def _place(self, place: PlaceSequence) -> None:
-        """A row goes on where it was moved to."""
+        """Let a sequence continue at the instances that it was moved to."""
         move = self._moved.pop(place.sequence, None)
         with self._changing:
             self.decode_batch.place(place, move)
@@ -273,27 +277,29 @@ class EngineLoop:
         with self.outgoing_transfers.of(run) as send:
             with self._on_top(run, Lane.HIGH if run.step.high_priority else Lane.LOW):
                 run.compute(send, self._sample_first)
-            self._pending_steps.slots_freed()  # what was moved away
+            self._pending_steps.slots_freed()  # the slots of KV that the step has moved away
             if not run.cancelled:
                 self._report_progress(run)
                 if self._in_place:
                     self._adopt(run)
 
     def _adopt(self, run: StepRun) -> None:
-        """What a step has computed and keeps here is the stream's from now on."""
+        """Hand KV that a step has computed and stored here to the decode batch."""
         for chunk in run.step.chunks:
             for kv_slice in chunk.placement:
                 if kv_slice.instance == self._engine.instance:
                     self.decode_batch.reservations.adopt(chunk.sequence_id, kv_slice.span)
 
     def _next_run(self, run: LoggedStep) -> tuple[int, RunQuantum] | None:
-        """A step has come as far as it was told to: do what else the log says until it says
-        something about this step. None if it is to be stopped."""
+        """Execute log entries until one resumes this step, which has reached its yield point.
+
+        Return the resuming entry with its number in the log, or None if the step is to stop.
+        """
         self._report_progress(run)
         while not run.cancelled:
             entry = self._log.next()
             if isinstance(entry.op, RunQuantum) and entry.op.step == run.step_id:
-                assert self._running[-1] is run, "a step goes on below another one"
+                assert self._running[-1] is run, f"step {run.step_id} resumes below another one"
                 return entry.seq, entry.op
             self._execute(entry)
         return None
@@ -311,8 +317,9 @@ class EngineLoop:
             )
 
     def _abort(self, step: int) -> None:
-        """Those that have begun stop when they are on top again, before anything else is done for
-        them; what was under way at this part all members have posted."""
+        """Abort a step. One that has begun stops when it is on top again, before anything else is
+        done for it; all members have posted the exchanges up to this yield point."""
+        _log.debug("abort step %d", step)
         for run in self._running:
             if run.step_id == step:
                 run.cancelled = True
@@ -339,7 +346,7 @@ class EngineLoop:
             sample_first_tokens(self._engine, run.group, x_td, q_thd, own, answered, fail)
         )
 
-    # --- the stream ------------------------------------------------------------------------
+    # --- the decode batch ------------------------------------------------------------------
 
     def _iterate(self, seq: int, grant: Iterate) -> None:
         begin = time.monotonic_ns()
@@ -354,15 +361,15 @@ class EngineLoop:
             rank = self._engine.rank
             self._log.report(Iterated(rank, seq, grant.batch, taken_ns, tuple(finished)))
 
-    # --- over ------------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------
 
-    def _left(self, run: StepRun) -> None:
-        """Any thread: a step was computed, and its KV has left."""
+    def _step_sent(self, run: StepRun) -> None:
+        """Finish a step whose KV has been sent. Called from any thread."""
         self._kv.finalize(run.step, cancelled=run.cancelled)
         self._reports.done(run.step, run)
 
     def _give_up(self, run: LoggedStep) -> None:
-        """A step that never began."""
+        """Drop a step that never began."""
         run.free_slots()
         if isinstance(run, StepRun):
             self._kv.finalize(run.step, cancelled=True)

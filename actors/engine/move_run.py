@@ -1,13 +1,15 @@
-"""One move of a row's KV on one rank: all layers, block by block, beside the stream that it is in.
+"""One move of a sequence's KV on one rank: all layers, block by block, while the sequence decodes.
 
-First its master tells how far the row is. What it had then moves in blocks of tokens, a layer at a
-time, and between two of them the rank does what else the log says: the row goes on where it is.
-At the end the log has it stand still, and in one go its last tokens follow, with what its next
-master has to know of it; the log's next entry has all ranks iterate it at its new place.
+First the sequence's master tells how far the sequence is. The KV that it has then moves in blocks
+of tokens, one layer at a time. Between two blocks the move may pause, and the sequence keeps
+decoding where it is. At the end the log stops the sequence; its last tokens follow in one go, with
+the state that its next master needs. The log's next entry then has all ranks iterate the sequence
+at its new place.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,13 +32,15 @@ from csps.protocols.gang.step_messages import InstanceTransfer, MoveSequence, Se
 from csps.protocols.rpc.trace_context import begin
 from csps.protocols.sequencer.log_entries import RunQuantum
 
+_log = logging.getLogger(__name__)
+
 BLOCK_TOKENS = 4096
-"""Of one pair of instances and one layer, between two points at which the move can stand still."""
+"""Tokens of one pair of instances and one layer between two yield points of a move."""
 
 
 @dataclass(frozen=True)
 class SequenceProgress:
-    """How far a row is, as its master knows."""
+    """Progress of a sequence, as its master knows it."""
 
     next: int
     token: int
@@ -45,7 +49,7 @@ class SequenceProgress:
 
 
 class MoveRun:
-    """A move from its arrival to its last part."""
+    """A move from its arrival to its end."""
 
     def __init__(
         self,
@@ -59,17 +63,17 @@ class MoveRun:
     ) -> None:
         """
         Args:
-            row_of: the row of a sequence, as this rank knows it.
-            wanted: whether the row has not left here.
-            sampler: where it is drawn here from then on, and was not before.
-            next_turn: as in `LogProgress`.
+            sequence_of: returns a sequence of the decode batch by its id.
+            wanted: returns whether the sequence has not left here.
+            sampler: sampler of the sequence if this instance becomes its master; None otherwise.
+            next_run: as in `LogProgress`.
         """
         self.message = message
         self.clock = StepClock()
         self.cancelled = False
         self.sampler = sampler
         self.state: SequenceProgress | None = None
-        """Of the row at its end."""
+        """Progress of the sequence at the end of the move."""
         self.log_progress = LogProgress(partial(next_run, self), self.clock.yielding)
         self._engine, self._sequence_of, self._wanted = engine, sequence_of, wanted
         self._transfers = tuple(message.transfers())
@@ -81,12 +85,12 @@ class MoveRun:
 
     @property
     def step_id(self) -> int:
-        """By which the log names it."""
+        """Return the id by which the log names the move."""
         return self.message.step_id
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The row."""
+        """Return the one sequence that moves."""
         return (self.message.sequence_id,)
 
     # --- slots ---------------------------------------------------------------------------------
@@ -99,11 +103,11 @@ class MoveRun:
         ]
 
     def take_slots(self) -> bool:
-        """Take the slots of what comes here: all or none, and whether it has them. Those of a row
-        that has left are somebody else's already; the log is about to drop its move. What the
-        row's step is about to move away may be what this moves back."""
+        """Take the slots of all KV that moves here, or none; return whether it has them."""
         slots, sequence_id = self._engine.pool.slots, self.message.sequence_id
         spans = self._spans(receiver=self._engine.instance)
+        # The slots of a sequence that has left belong to others already; the log is about to drop
+        # its move. Slots that the sequence still has here are about to be moved away by its step.
         if not self._wanted() or any(slots.runs(sequence_id, span) for span in spans):
             return False
         try:
@@ -114,12 +118,12 @@ class MoveRun:
         return True
 
     def free_slots(self) -> None:
-        """Free what `take_slots` took, of a move that does not come to its end."""
+        """Free the slots of a move that does not come to its end."""
         if self._took_slots:
             self._free(self._spans(receiver=self._engine.instance))
 
     def release_sources(self) -> None:
-        """Free what lies elsewhere now, or is to."""
+        """Free the slots of KV that lies elsewhere now."""
         self._free(self._spans(sender=self._engine.instance))
 
     def _free(self, spans: Iterable[Span]) -> None:
@@ -129,13 +133,15 @@ class MoveRun:
     # --- the engine thread ---------------------------------------------------------------------
 
     def carry_out(self) -> None:
-        """All parts; returns when the log has let the move come to its end, or stopped it."""
+        """Move all blocks; return when the log has let the move come to its end, or has stopped
+        it."""
         self.clock.started = time.monotonic()
         traced = begin(
             "row.move",
             self.message.trace,
             {"csps.rank": self._engine.rank, "csps.job": self.step_id},
         )
+        _log.debug("move step %d of sequence %d begins", self.step_id, self.message.sequence_id)
         try:
             self._carry_out()
         except StepAborted:
@@ -152,14 +158,14 @@ class MoveRun:
         layers = range(self._engine.spec.layers)
         self.log_progress.reach(0)
         known = Span(0, self._send_state().next)
-        part = 1
-        for number in range(self._rounds):
-            rows = slice(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
+        point = 1
+        for block_index in range(self._rounds):
+            rows = slice(block_index * BLOCK_TOKENS, (block_index + 1) * BLOCK_TOKENS)
             block = [transfer.part(rows).within(known) for transfer in self._transfers]
             for layer in layers:
-                self.log_progress.reach(part)
+                self.log_progress.reach(point)
                 self._exchange(block, [layer])
-                part += 1
+                point += 1
         self.state = self._send_state()
         since = Span(known.stop, self.state.next)
         self._exchange([transfer.within(since) for transfer in self._transfers], layers)
@@ -167,7 +173,7 @@ class MoveRun:
         self.log_progress.end(self._total)
 
     def moved(self) -> SequenceMoved:
-        """What the router is told."""
+        """Return the notification for the router."""
         clock = self.clock
         return SequenceMoved(
             sequence_id=self.message.sequence_id,
@@ -183,30 +189,36 @@ class MoveRun:
         """Move these positions in some layers."""
         here, sequence_id, pool = self._engine.instance, self.message.sequence_id, self._engine.pool
         moving = [transfer for transfer in transfers if transfer.span.length]
-        outgoing = [it for it in moving if it.sender == here]
-        incoming = [it for it in moving if it.receiver == here]
-        sends = [(self._peer(it.receiver), self._read(it.span, layers)) for it in outgoing]
+        outgoing = [transfer for transfer in moving if transfer.sender == here]
+        incoming = [transfer for transfer in moving if transfer.receiver == here]
+        sends = [
+            (self._peer(transfer.receiver), self._read(transfer.span, layers))
+            for transfer in outgoing
+        ]
         shape = (pool.kv_heads, pool.head_dim)
-        buffers = [pool.k.new_empty(len(layers), 2, it.span.length, *shape) for it in incoming]
+        buffers = [
+            pool.k.new_empty(len(layers), 2, transfer.span.length, *shape) for transfer in incoming
+        ]
         recvs = [
-            (self._peer(it.sender), buffer) for it, buffer in zip(incoming, buffers, strict=True)
+            (self._peer(transfer.sender), buffer)
+            for transfer, buffer in zip(incoming, buffers, strict=True)
         ]
         with self.clock.communicating():
             self._engine.mesh.exchange(sends, recvs, Tag.KV_MOVE).wait()
-        for it, buffer in zip(incoming, buffers, strict=True):
+        for transfer, buffer in zip(incoming, buffers, strict=True):
             for layer, (k_thd, v_thd) in zip(layers, buffer, strict=True):
-                pool.write(layer, sequence_id, it.span, k_thd, v_thd)
+                pool.write(layer, sequence_id, transfer.span, k_thd, v_thd)
         if layers[-1] == self._engine.spec.layers - 1:
-            self._received += sum(it.span.length for it in incoming)
+            self._received += sum(transfer.span.length for transfer in incoming)
         self._sent_bytes += sum(tensor.nbytes for _, tensor in sends)
 
     def _read(self, span: Span, layers: Sequence[int]) -> Tensor:
-        """(layers, 2, t, h, d)."""
+        """Return (layers, 2, t, h, d)."""
         pool, sequence_id = self._engine.pool, self.message.sequence_id
         return torch.stack([torch.stack(pool.read(layer, sequence_id, span)) for layer in layers])
 
     def _send_state(self) -> SequenceProgress:
-        """The master tells all other members."""
+        """Send the sequence's progress from its master to all other members."""
         words = torch.zeros(4, dtype=torch.int64)
         master = self.message.before.master
         if self._engine.instance == master:
@@ -222,7 +234,7 @@ class MoveRun:
         return SequenceProgress(following, token, index, bool(over))
 
     def _send_penalties(self) -> None:
-        """What the sampler of the next master has to remember of the answer."""
+        """Send the next master the sampler's counts of generated tokens."""
         before, after = self.message.before.master, self.message.after.master
         if before == after:
             return
@@ -238,8 +250,8 @@ class MoveRun:
         pending = [
             mesh.send(words, self._peer(instance), ControlTag.ROW_STATE) for instance in instances
         ]
-        for it in pending:
-            it.wait(PEER_DEADLINE)
+        for sending in pending:
+            sending.wait(PEER_DEADLINE)
 
     def _recv(self, words: Tensor, instance: int) -> None:
         self._engine.mesh.recv(words, self._peer(instance), ControlTag.ROW_STATE).wait(
@@ -251,17 +263,18 @@ class MoveRun:
 
 
 def rounds_of(transfers: Iterable[InstanceTransfer]) -> int:
-    """Blocks of the longest transfer; all pairs move one of theirs at a time."""
+    """Return the number of blocks of the longest transfer; all pairs move one of theirs at a
+    time."""
     return max((-(-transfer.span.length // BLOCK_TOKENS) for transfer in transfers), default=0)
 
 
 def move_points(message: MoveSequence, layers: int) -> int:
-    """The last part of a move; alike at all ranks, members or not."""
+    """Return the last yield point of a move; alike at all ranks, members or not."""
     return 1 + rounds_of(message.transfers()) * layers
 
 
 def leader_of(message: MoveSequence, layout: GangLayout) -> int:
-    """Which rank reports how long the parts take: one that moves most."""
-    longest = max(message.transfers(), key=lambda it: it.span.length, default=None)
+    """Return the rank that reports how long the blocks take: one that moves most."""
+    longest = max(message.transfers(), key=lambda transfer: transfer.span.length, default=None)
     instance = message.before.master if longest is None else longest.sender
     return layout.rank_of(instance, 0)

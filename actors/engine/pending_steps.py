@@ -1,18 +1,15 @@
-"""How far the log lets a step come on one rank, turn by turn.
+"""Steps that a rank knows and has not begun, and how far the log lets a begun step run.
 
-What the log begins on a rank, lets go on part by part, and may abort.
-
-Steps that a rank was told of and has not begun: their slots are taken when they arrive.
-
-A member acknowledges a step when its slots are taken, so that a step begins at all members or at
-none and never waits inside for room. Where there is none, what a former router has left is still
-on its way out. A step behind that fits does not wait for one that does not: the router has given
-away no slot twice, so there will be room for both. Unless they have a sequence in common: what the
-step behind brings back may be what the one before is to compute here and to give away.
+A member takes a step's slots when the step arrives and then acknowledges it. So a step begins at
+all members or at none, and never waits for slots after it has begun. If slots are missing, KV of a
+former router is still being freed. A later step that fits does not wait for an earlier one that
+does not: the router promises no slot twice, so both will fit. Steps that share a sequence keep
+their order.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -22,21 +19,23 @@ from typing import Protocol
 
 from csps.protocols.sequencer.log_entries import RunQuantum
 
+_log = logging.getLogger(__name__)
+
 NextRun = Callable[[], tuple[int, RunQuantum] | None]
-"""Does what else the log says until it says something about the step, and returns that with its
-number in the log; None if the step is to stop."""
+"""Function that executes log entries until one resumes the step. It returns that entry with its
+number in the log, or None if the step is to stop."""
 
 
 class StepAborted(Exception):
-    """Nobody wants any of the step's sequences any more."""
+    """All of the step's sequences were cancelled."""
 
 
 class LogProgress:
-    """Of one step. The engine thread's.
+    """Progress of one step in the log. Used by the engine thread only.
 
     Args:
-        next_turn: called when the step has come as far as it was told to.
-        apart: entered meanwhile: time and bytes of that are not the step's.
+        next_run: called at the yield point up to which the step may run.
+        apart: context for this call; its time and bytes do not count for the step.
     """
 
     def __init__(
@@ -44,42 +43,41 @@ class LogProgress:
     ) -> None:
         self._next_run, self._apart = next_run, apart
         self.seq = 0
-        """Number of the present turn in the log."""
+        """Number of the present entry in the log."""
         self.reached = 0
-        """The last part that the step came to."""
+        """Last yield point that the step has reached."""
         self.until = 0
-        """The part at which it is to stand still."""
+        """Yield point at which the step is to pause."""
         self.cancelled: set[int] = set()
-        """Sequences that nobody wants any more."""
+        """Sequences of the step that were cancelled."""
         self._began_ns = 0
 
     @property
     def ns(self) -> int:
-        """Since the present turn began."""
+        """Return the nanoseconds since the present quantum began."""
         return time.monotonic_ns() - self._began_ns
 
     def begin(self, seq: int, quantum: RunQuantum) -> None:
-        """Go on up to a part from now on."""
+        """Run up to the yield point of this quantum from now on."""
         self.seq, self.until = seq, quantum.until
         self.cancelled.update(quantum.cancelled)
         self._began_ns = time.monotonic_ns()
 
     def reach(self, point: int) -> None:
-        """The step has come to a part: stand still there until the log says to go on.
+        """Note that the step has reached a yield point; pause if the log does not let it go on.
 
         Raises:
-            StepAborted: it says to stop.
+            StepAborted: the log stops the step.
         """
         self.reached = point
         while point >= self.until:
             self._pause()
 
     def end(self, points: int) -> None:
-        """The step has come to its end, perhaps earlier than other members: there it waits until
-        the log has let all of them come.
+        """Wait at the step's end until the log has let all members come there.
 
         Raises:
-            StepAborted: it says to stop.
+            StepAborted: the log stops the step.
         """
         self.reached = points
         while self.until < points:
@@ -94,67 +92,68 @@ class LogProgress:
 
 
 class LoggedStep(Protocol):
-    """A step that computes chunks, or one that moves a row's KV."""
+    """A step that computes chunks, or one that moves a sequence's KV."""
 
     cancelled: bool
-    """Nobody wants it any more; set from outside."""
+    """Flag that the step is to stop; set from outside."""
 
     @property
     def step_id(self) -> int:
-        """By which the log names it."""
+        """Return the id by which the log names the step."""
         ...
 
     @property
     def sequences(self) -> Sequence[int]:
-        """Those that it is about."""
+        """Return the sequences that the step computes or moves."""
         ...
 
     @property
     def leads(self) -> bool:
-        """This rank reports for all members."""
+        """Return whether this rank reports for all members."""
         ...
 
     @property
     def log_progress(self) -> LogProgress:
-        """How far it may come."""
+        """Return how far the log lets the step run."""
         ...
 
     def take_slots(self) -> bool:
-        """Take the slots that it needs: all or none, and whether it has them."""
+        """Take all slots that the step needs, or none; return whether it has them."""
         ...
 
     def free_slots(self) -> None:
-        """Free what `take_slots` took, of a step that does not begin."""
+        """Free the slots of a step that does not begin."""
         ...
 
 
 REMEMBERED = 4096
-"""Steps and owners that ended before they were heard of here."""
+"""Number of ended steps and owners to remember, for messages of theirs that arrive late."""
 
 
 class PendingSteps:
-    """Thread-safe."""
+    """Steps waiting to begin, with their slots. Thread-safe."""
 
     def __init__(self, acknowledge: Callable[[int], None]) -> None:
         """
         Args:
-            acknowledge: told the number of a step whose slots are taken.
+            acknowledge: called with the id of a step whose slots are taken.
         """
         self._acknowledge = acknowledge
         self._lock = threading.Lock()
         self._steps: OrderedDict[int, tuple[LoggedStep, int]] = OrderedDict()
-        """With their owners, in the order in which they came."""
+        """Steps with their owners, in the order of arrival."""
         self._without_slots: OrderedDict[int, None] = OrderedDict()
-        """Those that have no slots yet."""
+        """Ids of steps without slots."""
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        """Steps that the log has dropped before they arrived."""
+        """Ids of steps that the log has dropped before they arrived."""
         self._ended_owners: OrderedDict[int, None] = OrderedDict()
 
     def add(self, run: LoggedStep, owner: int) -> bool:
-        """A step has arrived; False if nobody wants it any more."""
+        """Add a step that has arrived; return False if it was cancelled before."""
         step_id = run.step_id
         with self._lock:
             if owner in self._ended_owners or self._dropped.pop(step_id, 0) is None:
+                _log.debug("step %d was dropped before it arrived", step_id)
                 return False
             self._steps[step_id] = run, owner
             self._without_slots[step_id] = None
@@ -162,7 +161,7 @@ class PendingSteps:
             return True
 
     def slots_freed(self) -> None:
-        """There may be room for those that wait for it."""
+        """Retry steps that wait for slots."""
         with self._lock:
             self._take_slots()
 
@@ -175,17 +174,19 @@ class PendingSteps:
                 del self._without_slots[step_id]
                 self._acknowledge(step_id)
             else:
+                # A later step of the same sequence must not overtake: what it moves back may be
+                # what this one is to compute here and to move away.
                 waiting |= sequences
 
     def take(self, step_id: int) -> LoggedStep:
-        """The step that the log begins now."""
+        """Remove and return the step that the log begins now."""
         with self._lock:
             run, _ = self._steps.pop(step_id)
-            assert step_id not in self._without_slots, f"step {step_id} begins without slots"
+            assert step_id not in self._without_slots, f"step {step_id} begins without its slots"
             return run
 
     def drop(self, step_id: int) -> LoggedStep | None:
-        """The log gives up a step that has not begun; None if it has not arrived."""
+        """Remove and return a step that the log drops; None if it has not arrived."""
         with self._lock:
             if step_id not in self._steps:
                 _remember(self._dropped, step_id)
@@ -193,7 +194,7 @@ class PendingSteps:
             return self._drop(step_id)
 
     def end_owner(self, owner: int) -> list[LoggedStep]:
-        """Nobody wants this owner's steps; those that were dropped."""
+        """Drop all steps of an owner and return them."""
         with self._lock:
             _remember(self._ended_owners, owner)
             ended = [step_id for step_id, (_, whose) in self._steps.items() if whose == owner]

@@ -1,8 +1,7 @@
-"""The rows of a stream: sequences, and how far each of them is.
+"""Sequences that a rank decodes, and the slots that it reserves for them.
 
-A row that decodes computes one token an iteration, one that rides a piece of its prompt (`fill`).
-
-Slots that a rank has set aside for sequences that it is to decode, from `reserve` to leaving.
+A reservation lives from `reserve` until the sequence leaves. A sequence of the decode batch
+computes one token an iteration, or, while it is piggybacked, a chunk of its prompt.
 """
 
 from __future__ import annotations
@@ -32,44 +31,46 @@ from csps.protocols.sequencer.decode_batches import SequenceCursor
 
 @dataclass(eq=False)
 class BatchSequence:
-    """One sequence in the stream. All ranks count alike where it is; what it holds differs."""
+    """One sequence in the decode batch. All ranks count its progress alike; their KV slices
+    differ."""
 
     reservation: Reservation
     index: int
-    """Number of the answer's token that is drawn next."""
+    """Index of the answer's token that is sampled next."""
     next: int
     """First position that is not computed."""
     token: int
-    """At `next`, once the row decodes."""
+    """Token at `next`, once the sequence decodes."""
     sampler: TokenSampler | None
-    """At its master."""
+    """Sampler, at the master only."""
     instances: frozenset[int]
-    """Whom it concerns: who draws its tokens, and who holds or is to keep its KV."""
+    """Instances that the sequence concerns: its master and its KV holders, present and future."""
     slots: SlotsOfSequence | None = None
-    """Of its KV as far as it lies here, once the row decodes."""
+    """Slots of its KV here, once the sequence decodes."""
     exchanges: QueryExchangeTimes = field(default_factory=QueryExchangeTimes)
-    """Of this rank, as they were when it joined."""
+    """Exchange times of this rank when the sequence joined."""
     over: bool = False
-    """Its last token was drawn. It stays, unheard, until the log lets it leave everywhere."""
+    """Flag that its last token was sampled. The sequence then stays, without output, until the log
+    removes it everywhere."""
 
     @property
     def request(self) -> ReserveKv:
-        """What was reserved for it."""
+        """Return the request that was reserved."""
         return self.reservation.request
 
     @property
     def sequence_id(self) -> int:
-        """The sequence."""
+        """Return the id of the sequence."""
         return self.request.sequence_id
 
     @property
     def prompt(self) -> int:
-        """Positions that are given, those that an earlier attempt has drawn included."""
+        """Return the number of given positions, tokens of an earlier attempt included."""
         return self.request.prompt_length
 
     @property
     def state(self) -> SequenceCursor:
-        """How far it is."""
+        """Return the progress as a cursor."""
         request = self.request
         return SequenceCursor(
             next=self.next,
@@ -81,29 +82,32 @@ class BatchSequence:
 
     @property
     def decodes(self) -> bool:
-        """Its prompt is computed."""
+        """Return whether the prompt is computed."""
         return self.next >= self.prompt
 
     def tokens(self, span: Span) -> NDArray[np.int32]:
-        """Of positions that a row that rides computes, at its master."""
+        """Return the prompt tokens of a span that a piggybacked sequence computes, at its
+        master."""
         given = np.frombuffer(self.request.prompt, dtype="<i4")
         first = self.prompt - len(given)
         return given[span.start - first : span.stop - first]
 
     @cached_property
     def answer(self) -> tuple[KvSlice, ...]:
-        """Who keeps the KV of the answer."""
+        """Return where the KV of the answer is stored."""
         return answer_of(self.request)
 
     @property
     def next_holder(self) -> int:
-        """The instance that keeps the KV of the row's next token, once it decodes."""
-        return next(it.instance for it in self.answer if self.next in it.span.positions)
+        """Return the instance that stores the KV of the next token, once the sequence decodes."""
+        return next(
+            kv_slice.instance for kv_slice in self.answer if self.next in kv_slice.span.positions
+        )
 
     @property
     def holders(self) -> set[int]:
-        """Instances that hold KV of it, or keep that of its next token, once it decodes. Who keeps
-        later ones has nothing to answer yet."""
+        """Return the instances with KV of the sequence, the holder of its next token included.
+        Holders of later tokens have nothing to answer yet."""
         slices = (*self.request.slices, *self.answer)
         return {
             kv_slice.instance
@@ -113,32 +117,32 @@ class BatchSequence:
 
     @property
     def stores_at_master(self) -> bool:
-        """No KV of the answer goes to another instance."""
-        return all(it.instance == self.request.master for it in self.answer)
+        """Return whether no KV of the answer goes to another instance."""
+        return all(kv_slice.instance == self.request.master for kv_slice in self.answer)
 
     def slices_before(self, position: int) -> list[KvSlice]:
-        """Where the KV of the prompt's positions before this one lies."""
+        """Return where the KV of the prompt's positions before this one lies."""
         return _within(self.request.slices, Span(start=0, stop=position))
 
     def slices_of(self, span: Span) -> list[KvSlice]:
-        """Where the KV of a piece of the prompt is to lie."""
+        """Return where the KV of a chunk of the prompt is to lie."""
         return _within(self.request.slices, span)
 
 
 def instances_of(request: ReserveKv) -> frozenset[int]:
-    """Whom a row concerns, as it was reserved."""
+    """Return the instances that a sequence concerns, as it was reserved."""
     named = (kv_slice.instance for kv_slice in (*request.slices, *answer_of(request)))
     return frozenset((request.master, *named))
 
 
 def last_position(request: ReserveKv) -> int:
-    """Behind the last position that is computed: the answer's last token is never embedded."""
+    """Return the end of the positions to compute: the answer's last token is never embedded."""
     to_come = request.sampling.max_tokens - generated_before(request.generated_tokens)
     return request.prompt_length + max(0, to_come - 1)
 
 
 def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
-    """Where the KV of the answer's positions is to lie."""
+    """Return where the KV of the answer's positions is to lie."""
     answer = Span(request.prompt_length, last_position(request))
     if not request.answer:
         return (KvSlice(instance=request.master, span=answer),)
@@ -151,11 +155,12 @@ def _within(slices: Sequence[KvSlice], span: Span) -> list[KvSlice]:
 
 
 REMEMBERED_LEAVES = 4096
-"""A reservation that arrives after its cancellation is refused; this many are remembered."""
+"""Number of sequences to remember after they have left, to refuse reservations that arrive late."""
 
 
 class Reservations:
-    """Those of one rank. Thread-safe; joining and leaving are the engine thread's."""
+    """Reservations of one rank. Thread-safe; only the engine thread lets sequences join and
+    leave."""
 
     def __init__(self, engine: Engine, notify: Notify) -> None:
         self._engine, self._notify = engine, notify
@@ -163,38 +168,39 @@ class Reservations:
         self._samplers: dict[int, TokenSampler] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         self._ended: set[int] = set()
-        """Owners that are gone: attachments of routers, so they are few."""
+        """Owners that are gone. Each is the attachment of a router, so they are few."""
         self._changing = threading.Lock()
 
     def __len__(self) -> int:
-        """Sequences that hold slots here or are expected to."""
+        """Return the number of sequences with a reservation."""
         return len(self._reservations)
 
     def reserve(self, request: ReserveKv, owner: int) -> None:
-        """Set slots aside: this rank's shares of the prompt and of the answer.
+        """Reserve slots for this rank's slices of the prompt and of the answer.
 
         Args:
-            owner: the router's attachment, at whose end the sequence leaves.
+            owner: the router's attachment; when it ends, the sequence leaves.
 
         Raises:
             OutOfSlots: the pool is too full; nothing was reserved.
-            NotHeld: what it is to reuse is not here; nothing was reserved.
-            Cancelled: the sequence has been cancelled already, or its owner is gone.
+            NotHeld: KV to reuse is not here; nothing was reserved.
+            Cancelled: the sequence was cancelled already, or its owner is gone.
             InvalidRequest: the sampling parameters do not fit the model.
-            ProtocolError: nobody is to keep some of the answer, or it is reserved already.
+            ProtocolError: no instance stores some of the answer, or the sequence is reserved
+                already.
         """
         engine = self._engine
         answer = Span(request.prompt_length, last_position(request))
-        if request.answer and rest_of(answer, (it.span for it in request.answer)):
+        if request.answer and rest_of(answer, (kv_slice.span for kv_slice in request.answer)):
             raise ProtocolError(
-                f"request {request.sequence_id} has positions of its answer without a keeper"
+                f"sequence {request.sequence_id}: no instance stores some positions of the answer"
             )
         spans = spans_on(
             [kv_slice for kv_slice in request.slices if kv_slice.source is None], engine.instance
         )
         answers = spans_on(answer_of(request), engine.instance)
-        # Made here and not when the row joins: bad parameters are refused now, and what long lists
-        # cost does not delay the stream.
+        # Made here and not when the sequence joins: bad parameters are refused now, and long lists
+        # of tokens do not delay an iteration.
         masters = request.master == engine.instance
         sampler = sampler_of(request, engine.spec.vocab) if masters else None
         with self._changing:
@@ -211,7 +217,7 @@ class Reservations:
             )
 
     def _take(self, request: ReserveKv, spans: Sequence[Span]) -> None:
-        """Slots for spans, and those of what others have computed: all or none."""
+        """Take slots for spans and share slots that others have computed: all, or none."""
         slots, sequence_id = self._engine.pool.slots, request.sequence_id
         try:
             for kv_slice in request.slices:
@@ -224,43 +230,43 @@ class Reservations:
 
     def _refuse_cancelled(self, sequence_id: int, owner: int) -> None:
         if sequence_id in self._left or owner in self._ended:
-            raise Cancelled(f"request {sequence_id} was cancelled before it was reserved")
+            raise Cancelled(f"sequence {sequence_id} was cancelled before it was reserved")
         if sequence_id in self._reservations:
-            raise ProtocolError(f"request {sequence_id} is reserved already")
+            raise ProtocolError(f"sequence {sequence_id} is reserved already")
 
     def find(self, sequence_id: int) -> Reservation | None:
-        """The reservation that arriving KV belongs to."""
+        """Return the reservation to which arriving KV belongs."""
         return self._reservations.get(sequence_id)
 
     def adopt(self, sequence_id: int, span: Span) -> None:
-        """A part of a prompt was computed where it is decoded."""
+        """Count KV of a prompt that was computed on the instance that decodes it."""
         reservation = self.find(sequence_id)
         if reservation is not None and span.length and reservation.adopt(span):
             self._notify("received", reservation.kv_received(self._engine.rank))
 
     def joining(self, sequence_id: int) -> Reservation | None:
-        """The reservation of a sequence that becomes a row; None if it has left.
+        """Return the reservation of a sequence that joins the decode batch; None if it has left.
 
         Raises:
             FaultError: there never was one.
         """
         reservation = self.find(sequence_id)
-        # Every rank sees changes in one order, so who has left has left everywhere.
+        # Every rank sees changes in one order: a sequence that has left has left everywhere.
         if reservation is None and sequence_id not in self._left:
-            raise FaultError(f"request {sequence_id} joins without a reservation")
+            raise FaultError(f"sequence {sequence_id} joins without a reservation")
         return reservation
 
     def sampler(self, sequence_id: int) -> TokenSampler | None:
-        """At its master."""
+        """Return the sequence's sampler, at its master."""
         return self._samplers.get(sequence_id)
 
     def place(
         self, sequence_id: int, placement: SequencePlacement, sampler: TokenSampler | None
     ) -> None:
-        """A row goes on elsewhere.
+        """Change a sequence's placement after a move.
 
         Args:
-            sampler: where it is drawn here from now on, and was not before.
+            sampler: new sampler if this instance has become its master; None otherwise.
         """
         with self._changing:
             reservation = self._reservations[sequence_id]
@@ -276,15 +282,17 @@ class Reservations:
                 self._samplers[sequence_id] = sampler
 
     def end_owner(self, owner: int) -> list[int]:
-        """Refuse an owner's late reservations; returns the sequences that are to leave."""
+        """Refuse an owner's late reservations; return the sequences that are to leave."""
         with self._changing:
             self._ended.add(owner)
             return [
-                sequence_id for sequence_id, it in self._reservations.items() if it.owner == owner
+                sequence_id
+                for sequence_id, reservation in self._reservations.items()
+                if reservation.owner == owner
             ]
 
     def leave(self, sequence_id: int) -> None:
-        """A sequence is over here; its slots are not freed yet."""
+        """Close a sequence's reservation; its slots are not freed yet."""
         with self._changing:
             self._left[sequence_id] = None
             if len(self._left) > REMEMBERED_LEAVES:

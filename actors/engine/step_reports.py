@@ -1,6 +1,6 @@
-"""What a rank tells the router of its steps.
+"""What a rank reports to the router about its steps, and when a step's KV counts as sent.
 
-KV on its way from steps to the gang that decodes it, through whichever sender there is.
+A step is over when it is computed and all of its KV has been sent to the gang that decodes it.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _log = logging.getLogger(__name__)
 
 
 class StepReports:
-    """Of one rank. Any thread may call anything."""
+    """Notifications of one rank. Any thread may call any method."""
 
     def __init__(self, notify: Notify, rank: int) -> None:
         self._notify, self._rank = notify, rank
 
     def report_sampled(self, tokens: Sequence[SampledToken]) -> None:
-        """A step that is about to end has drawn these."""
+        """Report the first tokens that a step has sampled."""
         if tokens:
             self._notify("tokens", SampledTokens.of(tokens))
 
     def failed(self, sequence_id: int, error: CspsError) -> None:
-        """A sequence cannot go on."""
+        """Report that a sequence failed."""
         self._notify("failed", request_failed(sequence_id, self._rank, error))
 
     def lost(self, step: PrefillStep, why: Exception) -> None:
-        """A step's KV did not reach the gang that decodes it."""
-        _log.warning("KV of step %d was not sent: %s", step.step_id, why)
+        """Report that a step's KV did not reach the gang that decodes it."""
+        _log.warning("rank %d: KV of step %d was not sent: %s", self._rank, step.step_id, why)
         for chunk in step.chunks:
             message = "the decode gang was lost while KV was being sent"
             self.failed(chunk.sequence_id, TransferError(message))
 
     def freed(self, sequence_id: int) -> None:
-        """Nothing of a sequence is held here any more."""
+        """Report that nothing of a sequence is left here."""
         self._notify("freed", SlotsFreed(sequence_id=sequence_id, rank=self._rank))
 
     def retained(self, sequence_id: int, tokens: int) -> None:
-        """How much is left here of a sequence that is over."""
+        """Report how many tokens of a finished sequence are left here."""
         if tokens:
             self._notify(
                 "retained", KvRetained(sequence_id=sequence_id, rank=self._rank, tokens=tokens)
@@ -71,14 +71,14 @@ class StepReports:
             self.freed(sequence_id)
 
     def moved(self, move: MoveRun) -> None:
-        """A row goes on at its new place."""
+        """Report that a sequence continues at its new place."""
         self._notify("moved", move.moved())
 
     def done(self, step: PrefillStep, run: StepRun | None) -> None:
-        """A step is over here.
+        """Report that a step is over here.
 
         Args:
-            run: what it has cost; None if it never began.
+            run: the step's run with its costs; None if it never began.
         """
         clock = run.clock if run is not None else None
         placing = run.placing if run is not None else None
@@ -105,11 +105,11 @@ class StepReports:
 
 
 class OutgoingTransfers:
-    """Of the steps of one rank: a step is over when all of its KV has left.
+    """KV transfers of one rank's steps to the decode gang.
 
     Args:
-        progress: told that KV has landed, or waits for its turn.
-        left: told of each step that is over, by whichever thread finds it so.
+        progress: called when a message of KV was received, or waits for its transfer slot.
+        on_sent: called with each step whose KV was sent, from any thread.
     """
 
     def __init__(
@@ -118,29 +118,30 @@ class OutgoingTransfers:
         reports: StepReports,
         *,
         progress: Callable[[], None],
-        left: Callable[[StepRun], None],
+        on_sent: Callable[[StepRun], None],
     ) -> None:
         self._engine, self._reports = engine, reports
-        self._progress, self._left = progress, left
+        self._progress, self._on_sent = progress, on_sent
         self._sender: KvSender | None = None
-        self._leaving: set[StepRun] = set()
+        self._unsent: set[StepRun] = set()
 
     def __len__(self) -> int:
-        """Steps that have begun and are not over."""
-        return len(self._leaving)
+        """Return the number of steps that have begun and are not over."""
+        return len(self._unsent)
 
     def use(self, sender: KvSender | None) -> None:
-        """Send KV through it from the next step on."""
+        """Send KV through this sender from the next step on; None if no decode gang is
+        connected."""
         self._sender = sender
 
     def cancel(self, sequence_id: int) -> None:
-        """Nobody wants a sequence any more."""
+        """Stop sending a sequence."""
         if self._sender is not None:
             self._sender.cancel(sequence_id)
 
     @contextmanager
     def of(self, run: StepRun) -> Iterator[SendKv]:
-        """Takes what a step computes, all of which is posted inside."""
+        """Open the transfer of a step and yield the function that sends its KV, layer by layer."""
         sender = self._sender
         tracker = TransferTracker(
             self._engine.pool.slots,
@@ -148,21 +149,21 @@ class OutgoingTransfers:
             self._progress,
             traced=asks_for_timeline(run.step.trace),
         )
-        self._leaving.add(run)
+        self._unsent.add(run)
         yield partial(_send, sender, tracker)
         if sender is not None:
             sender.finish(tracker)
         tracker.finish()
 
     def _sent(self, run: StepRun, tracker: TransferTracker, failure: Exception | None) -> None:
-        """Any thread: all that a step had to send has landed, or never will."""
+        """Finish a step of which all KV was received, or never will be. Called from any thread."""
         if failure is not None:
             self._reports.lost(run.step, failure)
-        self._leaving.discard(run)
+        self._unsent.discard(run)
         if tracker.timeline.events:
-            with attached(run.step.trace):  # after the job's own span, below the request's
+            with attached(run.step.trace):  # after the step's own span, below the request's
                 emit_spans(tracker.timeline.events, rank=self._engine.rank)
-        self._left(run)
+        self._on_sent(run)
 
 
 def _send(
@@ -172,7 +173,7 @@ def _send(
     part: LocalChunk,
     kept_ht: Tensor | None,
 ) -> None:
-    """A lost decode gang fails the step's sequences, not this gang."""
+    """Send one layer's KV. A lost decode gang fails the step's sequences, not this gang."""
     if sender is None:
         tracker.fail(TransferError("no decode gang is connected"))
     elif not tracker.failed:

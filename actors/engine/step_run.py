@@ -1,12 +1,12 @@
-"""One step on one rank: a batch of prompt chunks, layer by layer, from part to part.
+"""One prefill step on one rank: a batch of prompt chunks, computed layer by layer.
 
-A layer: QKV of own rows -> KV into the pool and on its way to where it is decoded -> attention over
-the group -> output projection and MLP. History that is to lie elsewhere is there before a layer's
-attention: it travels during the attention of the layer before. In the last layer only the rows from
-which a token is drawn need attention (`first_tokens`).
+A layer computes QKV of the own rows, writes their KV into the pool and starts to send it to the
+decode gang, computes attention over the group, then the output projection and the MLP. History that
+is to be placed elsewhere moves during the attention of the layer before. In the last layer only the
+rows from which a token is sampled need attention (`first_tokens`).
 
-Between two parts the step stands still for as long as the log says so: the rank does what else it
-says, with the step's activations where they are.
+At a yield point the step pauses for as long as the log says. The rank executes other entries
+meanwhile, and the step's activations stay where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csps.actors.attention import step_points as parts
+from csps.actors.attention import step_points as step_points_module
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import SpGroup, spans_on
 from csps.actors.attention.base.strategy import Strategy
@@ -49,14 +49,14 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalan
 from csps.protocols.sequencer.log_entries import RunQuantum
 
 SendKv = Callable[[int, LocalChunk, Tensor | None], None]
-"""(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
-all): send it to where the piece is to go."""
+"""Function (layer, local chunk, kept tokens) that sends a chunk's KV from the pool to its
+destinations. The last argument says which tokens each KV head keeps; None for all."""
 
 SampleFirst = Callable[["StepRun", Tensor, Tensor, OwnKv, Callable[[], None]], None]
 
 
 class StepRun:
-    """A step from its arrival to its last part."""
+    """A step from its arrival to its end."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class StepRun:
     ) -> None:
         """
         Args:
-            reserved: sequences that have slots where their KV is to lie.
-            next_turn: as in `LogProgress`.
-            progress: called whenever the step has got on.
+            reserved: sequences whose slots are reserved already.
+            next_run: as in `LogProgress`.
+            progress: called whenever the step has advanced.
         """
         self.step = step
         self.clock = StepClock()
@@ -92,16 +92,16 @@ class StepRun:
         self.placing = mover(moves=row_moves(self.group), phase="placing")
         self._stored = stored_of(self.group)
         self._takes = self._to_take(reserved)
-        """Slots that it needs, by sequence."""
+        """Spans that need slots, by sequence."""
         self.leads = engine.rank == min(engine.layout.ranks_of_all(step.group))
-        """This rank reports for all members."""
+        """Flag that this rank reports for all members."""
         self.log_progress = LogProgress(partial(next_run, self), self._paused)
         self._taken: list[tuple[int, Span]] = []
-        """Of those, which it has."""
+        """Slots that were acquired (a subset of `_takes`)."""
 
     def _to_take(self, reserved: Set[int]) -> dict[int, list[Span]]:
-        """By sequence, of which positions this rank needs slots that it does not have: what it
-        keeps of its rows, and what comes from others. Taken together, they lie side by side."""
+        """Return the positions, by sequence, for which this rank needs new slots: the KV of its own
+        rows that it stores, and the KV that arrives from others."""
         takes: dict[int, list[Span]] = defaultdict(list)
         for part in self._stored:
             takes[part.chunk.sequence_id].append(part.span)
@@ -115,25 +115,26 @@ class StepRun:
 
     @property
     def step_id(self) -> int:
-        """By which the log names it."""
+        """Return the id by which the log names the step."""
         return self.step.step_id
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Those that it computes."""
+        """Return the sequences that the step computes."""
         return tuple(chunk.sequence_id for chunk in self.step.chunks)
 
     # --- slots ---------------------------------------------------------------------------------
 
     def take_slots(self) -> bool:
-        """Take the slots of what this member is to hold: all or none, and whether it has them. What
-        an earlier step of a sequence is about to move away may be what this one moves back."""
+        """Take all slots that this member needs, or none; return whether it has them."""
         slots = self._engine.pool.slots
         takes = [
             (sequence_id, span) for sequence_id, spans in self._takes.items() for span in spans
         ]
         needed = sum(span.length for _, span in takes)
-        if needed > slots.free or any(slots.runs(*it) for it in takes):
+        # Slots that the sequence still has here: an earlier step is about to move that KV away,
+        # and this one may move it back.
+        if needed > slots.free or any(slots.runs(*take) for take in takes):
             return False
         for sequence_id, spans in self._takes.items():
             try:
@@ -145,7 +146,7 @@ class StepRun:
         return True
 
     def free_slots(self) -> None:
-        """Free what `take_slots` took, of a step that does not begin."""
+        """Free the slots of a step that does not begin."""
         for sequence_id, span in self._taken:
             self._engine.pool.slots.free_span(sequence_id, span)
         self._taken.clear()
@@ -153,20 +154,21 @@ class StepRun:
     # --- the engine thread ---------------------------------------------------------------------
 
     def compute(self, send: SendKv, sample_first: SampleFirst) -> None:
-        """All layers; returns when the log has let the step come to its end, or stopped it.
+        """Compute all layers; return when the log has let the step come to its end, or has stopped
+        it.
 
         Args:
-            send: takes what is decoded elsewhere.
-            draw: takes the residual stream, of the last layer queries, keys and values, and what
-                it is to call when no member waits for answers any more.
+            send: takes KV that is decoded elsewhere.
+            sample_first: takes the residual stream, the last layer's queries, keys and values, and
+                a function to call when no member waits for answers any more.
         """
         self.clock.started = time.monotonic()
         self.sent = SentBytes(self._engine.mesh)
         strategy = strategy_of(self.group, self._engine)
         traced = traced_step(self.step, self.clock, self.sent, rank=self._engine.rank)
         with traced as span, strategy as entered, self._transfers:
-            # Inside of both: a step that is stopped is no failure, and what it cost is told as
-            # well. Its members stop at the same layer, so that exchanges under way end.
+            # Inside both contexts: a stopped step is no failure, and its costs are traced as well.
+            # Its members stop at the same layer, so that exchanges under way end.
             try:
                 self._send_history(send)
                 self._balancing.start(0)
@@ -183,7 +185,7 @@ class StepRun:
         self.clock.finished = time.monotonic()
 
     def _placing_figures(self) -> dict[str, float]:
-        """For its trace, where KV is kept elsewhere than it was computed."""
+        """Return trace attributes of a step that stores KV elsewhere than it computes it."""
         placing = self.placing
         if not placing.seconds:
             return {}
@@ -195,8 +197,8 @@ class StepRun:
         }
 
     def _send_history(self, send: SendKv) -> None:
-        """What others have computed of a prompt that this step begins leaves with it, from where it
-        lies."""
+        """Send KV of the prompt that other sequences have computed, with the step that begins the
+        prompt."""
         for chunk in self.step.chunks:
             if not (chunk.begins and self._leaves(chunk)):
                 continue
@@ -206,8 +208,8 @@ class StepRun:
                     send(layer, part, None)
 
     def _leaves(self, chunk: PrefillChunk) -> bool:
-        """Whether a piece's KV is sent."""
-        return bool(chunk.destinations) and chunk.decoded and self.group.wanted(chunk)
+        """Return whether a chunk's KV is sent to a decode gang."""
+        return bool(chunk.destinations) and chunk.decoded and self.group.is_active(chunk)
 
     def _layers(
         self,
@@ -217,7 +219,9 @@ class StepRun:
     ) -> None:
         network, device = self._engine.network, self._engine.device
         ids = torch.from_numpy(np.frombuffer(self.step.tokens, dtype="<i4").astype(np.int64))
-        assert len(ids) == len(self.group.positions), "the step's tokens are not this rank's share"
+        assert len(ids) == len(self.group.positions), (
+            f"step {self.step_id} brings {len(ids)} tokens for {len(self.group.positions)} rows"
+        )
         rotary = network.rotary(self.group.positions.to(device))
         x_td = network.embed(ids.to(device))
         store = partial(self._distribute, send, strategy.offered)
@@ -232,19 +236,20 @@ class StepRun:
                     q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
                 own = k_thd, v_thd
                 self._store(send, index, *own)
-                # Whoever waits for a token waits for these: what moves would be before them.
+                # The first token waits for the queries of the last rows, so KV moves after them.
                 moving = partial(self.placing.start, index, own)
                 with self.clock.timeline.phase("last rows", layer=index):
                     sample_first(self, x_td, q_thd, own, moving)
         self.log_progress.end(self.step_points.total)
 
     def _begin_layer(self, index: int) -> None:
-        """Where members agree on who is still wanted: from the same layer on."""
+        """Begin a layer. Here members agree on the cancelled sequences: all drop them at the same
+        layer."""
         self._points.begin_layer(index)
         self.group.cancelled.update(self.log_progress.cancelled)
 
     def _at_point(self, number: int) -> None:
-        """A point that all members pass with the same exchanges behind them."""
+        """Reach a yield point, which all members pass with the same exchanges behind them."""
         self._progress()
         if number >= self.log_progress.until:
             self._points.before_pause()
@@ -256,13 +261,13 @@ class StepRun:
             yield
 
     def _mlp(self, index: int, layer: Layer, x_td: Tensor) -> Tensor:
-        """In place and in blocks of rows, but where an instance's ranks sum their parts, which they
-        have to do at the same time, and on a GPU, to which a layer is handed over as a whole."""
+        """Compute the MLP in place, in blocks of rows with a yield point after each. An instance
+        whose ranks sum partial results, and a GPU, compute the layer as a whole."""
         timeline = self.clock.timeline
         if layer.all_reduce is not None or x_td.is_cuda:
             with timeline.phase("mlp", layer=index):
                 return layer.mlp(x_td)
-        for block_td in torch.split(x_td, parts.MLP_ROWS):
+        for block_td in torch.split(x_td, step_points_module.MLP_ROWS):
             with timeline.phase("mlp", layer=index):
                 block_td.copy_(layer.mlp(block_td))
             self._points.point()
@@ -280,10 +285,12 @@ class StepRun:
         *,
         member: int | None = None,
     ) -> None:
-        """Own rows' KV into the pool, to other members that keep it, and to where it is decoded,
-        which may be to have kept tokens only; the gang's own pools are complete, also of sequences
-        that nobody wants any more, so that whatever is read there is a number. Of others' rows
-        what is to lie here."""
+        """Store the own rows' KV here, send it to members that store it, and to the decode gang. Of
+        another member's rows, store those that belong here.
+
+        The decode gang may get kept tokens only. The gang's own pools are complete, also for
+        cancelled sequences, so that no read finds garbage.
+        """
         if member is not None:
             self.placing.take(index, member, (k_thd, v_thd))
             return
@@ -299,7 +306,7 @@ class StepRun:
         v_thd: Tensor,
         kept_ht: Tensor | None = None,
     ) -> None:
-        """Own rows' KV into the pool, and to where it is decoded."""
+        """Write the own rows' KV into the pool and send it to the decode gang."""
         self._balancing.finish()
         for part in self._stored:
             k, v = k_thd[part.rows], v_thd[part.rows]
@@ -311,10 +318,10 @@ class StepRun:
 
 
 def step_points_of(engine: Engine, balanced_step: PrefillStep) -> StepPoints:
-    """Points of a step's exchange program; alike at all ranks, members or not.
+    """Return the yield points of a step's exchange program; alike at all ranks, members or not.
 
     Args:
-        settled: the step with its history where it is moved to (`rebalanced`).
+        balanced_step: the step with its history where it is moved to (`rebalanced`).
     """
     on_cuda = engine.device.type == "cuda"
     shape = ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda)

@@ -1,25 +1,19 @@
-"""What one step sends, of all that its rank does meanwhile.
+"""The phases and counters of a prefill step as OpenTelemetry spans.
 
-The phases and counters of a prefill job as OpenTelemetry spans.
-
-    prefill.compute                       one for each rank, with what the job cost it
+    prefill.compute                       one for each rank, with the step's costs
     └─ prefill.<phase>                    one for each event of the rank's timeline, in its layer,
                                           level and micro-partition
 
-Phases are only noted for jobs whose trace asks for them, the job's own span for all that are
-sampled; without a trace, or an SDK, nothing is. `docs/traces.md` says how to look at them.
+Phases are recorded only for steps whose trace asks for them; the span of the step itself for all
+that are sampled. Without a trace, or without an SDK, nothing is recorded. `docs/traces.md` explains
+how to view them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    # Who reads traces needs the names of their attributes, and not torch.
-    from csps.actors.comm.mesh import Mesh
-from collections.abc import Iterable
 
 from opentelemetry import trace
 
@@ -27,9 +21,13 @@ from csps.actors.timing.timeline import TRANSFERS, Event, StepClock
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
 
+if TYPE_CHECKING:
+    # Readers of traces import this file for the names of attributes; they do without torch.
+    from csps.actors.comm.mesh import Mesh
+
 
 class SentBytes:
-    """By receiving rank, without what is sent while the step stands still."""
+    """Bytes that one step sends, by receiving rank, without those sent while the step is paused."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -37,7 +35,7 @@ class SentBytes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is sent inside is not of the step."""
+        """Exclude bytes that are sent inside."""
         before = list(self._mesh.bytes_sent)
         try:
             yield
@@ -47,7 +45,7 @@ class SentBytes:
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """Since it was made, in rank order of the gang."""
+        """Return the bytes sent since this was made, in rank order of the gang."""
         return tuple(
             now - others for now, others in zip(self._mesh.bytes_sent, self._others, strict=True)
         )
@@ -57,13 +55,14 @@ RANK, PHASE = "csps.rank", "csps.phase"
 LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
 CPU_NS = "csps.cpu_ns"
 BYTES = "csps.bytes"
-"""Of a transfer, sent by the rank."""
+"""Bytes of a transfer, sent by the rank."""
 BYTES_SENT = "csps.bytes_sent"
-"""To each rank of the gang, in rank order."""
+"""Bytes sent to each rank of the gang, in rank order."""
 COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
 """Waited for exchanges; and exchanges under way, waited for or not."""
 PLACING_S, PLACING_STORED_S = "csps.placing_s", "csps.placing_stored_s"
-"""What it took to keep new KV elsewhere than it was computed; and of that, storing what came by."""
+"""Time for storing new KV elsewhere than it was computed, and its part for KV that passed
+anyway."""
 PLACING_WAITED_S, LAST_LAYER_S = "csps.placing_waited_s", "csps.last_layer_s"
 """Waiting for what did not come by; and the whole last layer, in which nothing does."""
 CANCELLED = "csps.cancelled"
@@ -74,8 +73,8 @@ CANCELLED = "csps.cancelled"
 def traced_step(
     step: PrefillStep, clock: StepClock, sent: SentBytes, *, rank: int
 ) -> Iterator[TraceSpan]:
-    """The span of a job on one rank. What the job enters must be left inside of it: transfers
-    tell their times when they end."""
+    """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
+    report their times when they end."""
     with span("prefill.compute", step.trace, {"csps.job": step.step_id, RANK: rank}):
         # An urgent job without a trace runs inside of the span of the job that it interrupts.
         current = trace.get_current_span() if step.trace else NO_SPAN
@@ -92,7 +91,7 @@ def traced_step(
 
 
 def emit_spans(events: Iterable[Event], *, rank: int) -> None:
-    """Each event becomes a span below the current one, at the time at which it happened."""
+    """Emit each event as a span below the current one, at the time at which it happened."""
     tracer = trace.get_tracer("csps")
     for event in events:
         places = {LAYER: event.layer, LEVEL: event.level, MICRO: event.micro}

@@ -1,11 +1,10 @@
 """One rank's KV cache: the keys and values of single tokens, in slots of any order.
 
+`SlotsOfSequence` and `ResidentRows` say which slots the sequences of a decode batch attend to. They
+are looked up when the batch changes and not at each layer: afterwards only the rank itself appends
+to them, a slot a step.
+
 Shape suffixes: t = tokens, h = KV heads, d = head dim; s = slots.
-
-Where the KV lies that the rows of a decode batch attend to on this rank.
-
-It is looked up when the batch changes and not at each layer: from then on only the rank itself
-appends to it, a slot a step. Shape suffixes as in `csps.kernels.attention`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ALL_HEADS = slice(None)
 
 
 class KvBlock(NamedTuple):
-    """Written tokens of one request for neighbouring KV heads, in neighbouring slots: views."""
+    """Views of written tokens of one sequence, for neighboring KV heads in neighboring slots."""
 
     heads: slice
     k_thd: Tensor
@@ -36,7 +35,7 @@ class KvBlock(NamedTuple):
 class KvPool:
     """Keys and values of `slots` tokens in every layer.
 
-    Copies and reads run outside the allocator's lock, because only one request writes into a slot,
+    Copies and reads run outside the allocator's lock, because only one sequence writes into a slot,
     and before any other one has it.
     """
 
@@ -52,12 +51,12 @@ class KvPool:
     ) -> None:
         assert min(layers, slots, kv_heads, head_dim) > 0
         shape = (layers, slots, kv_heads, head_dim)
-        # empty, not zeros: on CPU the operating system then backs only slots that are used.
+        # Empty instead of zeros: on a CPU the system then backs only slots that are used.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.slots = SlotAllocator(slots)
-        """Who has which."""
+        """Allocator of the slots."""
         self._k_by_layer = self.k.unbind()
         self._v_by_layer = self.v.unbind()
 
@@ -71,15 +70,15 @@ class KvPool:
         *,
         heads: slice = ALL_HEADS,
     ) -> None:
-        """Stores a layer's keys and values of all positions of `span`, allocated before.
+        """Store a layer's keys and values of all positions of `span`, allocated before.
 
-        Writing a position again replaces it. `heads` are the pool's KV heads that the tensors
-        hold, for a cache that arrives in parts; whoever writes parts sees to it that nobody reads
-        before the last one.
+        Writing a position again replaces it. `heads` are the pool's KV heads in the tensors, for a
+        cache that arrives in parts; a caller that writes parts ensures that nobody reads before the
+        last one.
         """
         assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
         assert not self.narrowed(layer, sequence_id), (
-            f"layer {layer} of request {sequence_id} has kept tokens only"
+            f"layer {layer} of sequence {sequence_id} has kept tokens only"
         )
         with self.slots.places(sequence_id, span) as places:
             for place in places:
@@ -90,7 +89,7 @@ class KvPool:
     def write_kept(
         self, layer: int, sequence_id: int, span: Span, kept: KeptKv, *, heads: slice = ALL_HEADS
     ) -> None:
-        """Stores a layer's keys and values of those tokens of `span` that each head keeps.
+        """Store a layer's keys and values of the tokens of `span` that each head keeps.
 
         All of a prompt comes to a layer in this way, or nothing does. `kept_blocks` reads it.
         """
@@ -103,11 +102,11 @@ class KvPool:
             self.slots.narrow(layer, sequence_id, place)
 
     def narrowed(self, layer: int, sequence_id: int) -> bool:
-        """Whether `write_kept` has stored any of a layer."""
+        """Return whether `write_kept` has stored any of a layer."""
         return bool(self.slots.kept(layer, sequence_id))
 
     def kept_blocks(self, layer: int, sequence_id: int) -> list[KvBlock]:
-        """All that `write_kept` has stored of a request in a layer."""
+        """Return all that `write_kept` has stored of a sequence in a layer."""
         k, v = self._k_by_layer[layer], self._v_by_layer[layer]
         return [
             KvBlock(heads, k[slots.start : slots.stop, heads], v[slots.start : slots.stop, heads])
@@ -118,24 +117,24 @@ class KvPool:
     def read_pinned(
         self, layer: int, pinned: PinnedSpan, span: Span, *, heads: slice = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values of a part of a pinned span, by position.
+        """Return a layer's keys and values of a part of a pinned span, by position.
 
-        Views where they lie in neighbouring slots, which mostly they do, and copies otherwise.
+        They are views if the slots are neighbors, as mostly they are, and copies otherwise.
         """
         return self._read_slots(layer, pinned.slots[pinned.span.rows_of(span)], heads)
 
     def read(self, layer: int, sequence_id: int, span: Span) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values of a span that it has written, by position; as `read_pinned`
-        does it."""
+        """Return a layer's keys and values of a written span, by position, as `read_pinned`
+        does."""
         return self._read_slots(layer, self.slots.by_position(sequence_id, span), ALL_HEADS)
 
     def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
-        """Stores a layer's keys and values of single tokens: one copy for a whole batch."""
+        """Store a layer's keys and values of single tokens: one copy for a whole batch."""
         self._k_by_layer[layer].index_copy_(0, slots_t, k_thd)
         self._v_by_layer[layer].index_copy_(0, slots_t, v_thd)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, (slots, kv heads, head dim) each, of all requests."""
+        """Return a layer's keys and values of all sequences, (slots, kv heads, head dim) each."""
         return self._k_by_layer[layer], self._v_by_layer[layer]
 
     def _on_device(self, numbers: slice | SlotIndices) -> slice | Tensor:
@@ -144,7 +143,7 @@ class KvPool:
         return torch.from_numpy(numbers).to(self.k.device)
 
     def _read_slots(self, layer: int, slots: SlotIndices, heads: slice) -> tuple[Tensor, Tensor]:
-        k_shd, v_shd = (it[:, heads] for it in self.layer(layer))
+        k_shd, v_shd = (pool_shd[:, heads] for pool_shd in self.layer(layer))
         if len(runs := runs_of(slots)) == 1:
             return k_shd[runs[0].start : runs[0].stop], v_shd[runs[0].start : runs[0].stop]
         slots_t = torch.from_numpy(slots).to(self.k.device)
@@ -152,11 +151,11 @@ class KvPool:
 
 
 class SlotsOfSequence:
-    """The slots of one request's KV in a pool, as its answer grows.
+    """The slots of one sequence's KV in a pool, as its answer grows.
 
     Args:
-        layers: those that are going to be read.
-        seen: spans of positions, of which those that lie here have been written in all layers.
+        layers: layers that are going to be read.
+        seen: spans of positions; those that lie here have been written in all layers.
         answer: spans of positions whose slots `append` takes one after the other.
     """
 
@@ -176,14 +175,14 @@ class SlotsOfSequence:
         slots = pool.slots
         self._prompt = list(SlotSet(run for span in seen for run in slots.runs(sequence_id, span)))
         own = (
-            zip(it.positions, slots.by_position(sequence_id, it).tolist(), strict=True)
-            for it in answer
+            zip(span.positions, slots.by_position(sequence_id, span).tolist(), strict=True)
+            for span in answer
         )
         self._free: list[int] = [slot for _, slot in sorted(chain.from_iterable(own), reverse=True)]
         self._answer: list[range] = []
 
     def append(self) -> int:
-        """The slot of the next token; from now on it is read as well."""
+        """Return the slot of the next token, which is read as well from now on."""
         slot = self._free.pop()
         if self._answer and self._answer[-1].stop == slot:
             self._answer[-1] = range(self._answer[-1].start, slot + 1)
@@ -192,7 +191,7 @@ class SlotsOfSequence:
         return slot
 
     def runs(self, layer: int) -> Iterable[range]:
-        """Runs of slots that every KV head of a layer sees."""
+        """Return the runs of slots to which every KV head of a layer attends."""
         if layer in self._kept:
             return self._answer
         if self._prompt and self._answer and self._prompt[-1].stop == self._answer[0].start:
@@ -201,17 +200,18 @@ class SlotsOfSequence:
         return [*self._prompt, *self._answer]
 
     def blocks(self, layer: int) -> Sequence[KvBlock]:
-        """What only some KV heads see, in a layer that was written with kept tokens only."""
+        """Return the blocks to which only some KV heads attend, in a layer with kept tokens
+        only."""
         return self._kept.get(layer, ())
 
     @property
     def narrowed(self) -> bool:
-        """Whether layers differ in what they hold."""
+        """Return whether layers differ in their tokens."""
         return bool(self._kept)
 
 
 class ResidentRows:
-    """The requests of some query rows, in their order."""
+    """Slots of the sequences of some query rows, in the rows' order."""
 
     def __init__(self, requests: Sequence[SlotsOfSequence]) -> None:
         self.requests = requests
@@ -219,11 +219,11 @@ class ResidentRows:
         self._runs: dict[int, SlotRuns] = {}
 
     def grown(self) -> None:
-        """Slots were appended."""
+        """Discard looked-up runs after slots were appended."""
         self._runs.clear()
 
     def runs(self, layer: int) -> SlotRuns:
-        """Where a layer's keys of each row lie, for all KV heads."""
+        """Return where a layer's keys of each row lie, for all KV heads."""
         key = layer if self._narrowed else 0
         if key not in self._runs:
             found: list[SlotRun] = [
@@ -235,7 +235,11 @@ class ResidentRows:
         return self._runs[key]
 
     def blocks(self, layer: int) -> list[tuple[int, KvBlock]]:
-        """(row, block) of what only some KV heads see."""
+        """Return (row, block) for blocks to which only some KV heads attend."""
         if not self._narrowed:
             return []
-        return [(row, it) for row, held in enumerate(self.requests) for it in held.blocks(layer)]
+        return [
+            (row, block)
+            for row, request in enumerate(self.requests)
+            for block in request.blocks(layer)
+        ]

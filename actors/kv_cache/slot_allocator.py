@@ -1,10 +1,12 @@
-"""Which request has which slots of one rank's KV pool, token by token (LoongServe §4.1, CSPS §4.2).
+"""Which sequence has which slots of one rank's KV pool, token by token (LoongServe §4.1, CSPS
+§4.2).
 
-Any token of any request may lie in any slot, so a request may be spread over the ranks of a gang
+Any token of any sequence may lie in any slot. So a sequence may be spread over the ranks of a gang
 in any way, and a rank may hold any subset of its positions. The allocator nevertheless looks for
-contiguous slots, so that attention can read most requests through one zero-copy slice.
+contiguous slots, so that attention can read most sequences through one zero-copy slice.
 
-What several requests begin with lies there once: a slot is free when the last of them lets go.
+A prefix that several sequences share lies there once: a slot is free when the last of them frees
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _ALL_POSITIONS = Span(start=0, stop=2**62)
 
 
 class OutOfSlots(FaultError):
-    """The pool holds fewer free slots than were asked for; nothing was allocated."""
+    """The pool has fewer free slots than were asked for; nothing was allocated."""
 
     def __init__(self, *, needed: int, free: int) -> None:
         super().__init__(f"KV pool is out of slots: {needed} needed, {free} free")
@@ -43,55 +45,55 @@ class OutOfSlots(FaultError):
         return {"needed": self.needed, "free": self.free}
 
 
-class NotResident(FaultError):
-    """The pool does not hold what a request was to share with another one."""
+class NotHeld(FaultError):
+    """The pool does not hold KV that a sequence was to share with another one."""
 
 
 class PinnedSpan(NamedTuple):
-    """A span of one request whose slots nobody else gets until it is unpinned."""
+    """A span of one sequence whose slots stay allocated until it is unpinned."""
 
     span: Span
     slots: SlotIndices
-    """By position."""
+    """Slots by position."""
 
 
 class SlotAllocator:
-    """The slots of one pool and who has them.
+    """The slots of one pool and the sequences that have them.
 
-    One lock guards it. What that cannot prevent is a request being freed while another thread
-    still reads or writes its tensors: whoever frees a request makes sure of that.
+    One lock guards it. It cannot prevent that a sequence is freed while another thread reads or
+    writes its tensors: whoever frees a sequence ensures that.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._positions = np.zeros(capacity, dtype=np.int64)
-        """By slot, in the requests that have it: they agree."""
+        """Position of each slot; the sequences that have the slot agree on it."""
         self._lock = threading.Lock()
         self._free = SlotSet([range(capacity)])
         self._slot_maps: dict[int, SlotMap] = {}
         self._ref_counts = np.zeros(capacity, dtype=np.int32)
-        """By slot: requests that have it, and pins."""
+        """Number of sequences and pins that have each slot."""
         self._pinned = 0
-        """Slots of all pins together."""
+        """Number of slots of all pins together."""
 
     @property
     def free(self) -> int:
-        """Slots that nobody owns."""
+        """Return the number of slots that are neither allocated nor pinned."""
         return self._free.size
 
     @property
     def used(self) -> int:
-        """Slots that are allocated or pinned."""
+        """Return the number of slots that are allocated or pinned."""
         return self.capacity - self._free.size
 
-    # --- giving and taking -----------------------------------------------------------------
+    # --- allocate and free -----------------------------------------------------------------
 
     def allocate(self, sequence_id: int, spans: Sequence[Span]) -> None:
-        """Gives request `sequence_id` a slot for each position of `spans`: all of them, or none.
+        """Allocate a slot for each position of `spans` to a sequence: all of them, or none.
 
-        A request may allocate several times, but no position twice. What is allocated in one
-        call is laid out contiguously if the free slots allow it, so a caller that knows how much
-        a request will grow asks for prompt and answer together.
+        A sequence may allocate several times, but no position twice. Slots of one call are
+        contiguous if the free slots allow it, so a caller that knows how much a sequence will grow
+        allocates prompt and answer together.
 
         Raises:
             OutOfSlots: fewer slots are free than the spans have positions.
@@ -106,10 +108,10 @@ class SlotAllocator:
                 raise OutOfSlots(needed=count, free=self.free)
             slot_map = self._slot_map(sequence_id)
             assert (np.diff(positions) > 0).all(), (
-                f"request {sequence_id} asks for a position twice"
+                f"sequence {sequence_id} asks for a position twice"
             )
             had = [span for span in spans if slot_map.locate(span)]
-            assert not had, f"request {sequence_id} allocates positions that it has: {had}"
+            assert not had, f"sequence {sequence_id} allocates positions that it has: {had}"
             runs = self._free.fewest_runs(count, after=slot_map.end)
             self._positions[slots_in(runs)] = positions
             for run in runs:
@@ -117,46 +119,48 @@ class SlotAllocator:
             self._hold(sequence_id, slot_map, runs)
 
     def share_slots(self, sequence_id: int, source: int, span: Span) -> None:
-        """Gives a request the slots of a span that another one has: both have them from now on.
-        Nothing if it shares all of them already, whatever has become of the other one.
+        """Let a sequence share the slots of a span of another sequence. If it shares all of them
+        already, do nothing, whatever has become of the other one.
 
         Raises:
-            NotHeld: the other request does not have all of them, or this one has other slots for
-                some of the positions.
+            NotHeld: the other sequence does not have all of them, or this one has other slots
+                for some of the positions.
         """
         with self._lock:
             slot_map = self._slot_map(sequence_id)
             known = slots_in(slot_map.locate(span))
             if np.isin(known, slots_in(slot_map.shared)).sum() == span.length:
                 return
-            theirs = self._slot_maps.get(source)
-            slots = None if theirs is None or theirs.kept else theirs.slots(span)
+            source_map = self._slot_maps.get(source)
+            slots = None if source_map is None or source_map.kept else source_map.slots(span)
             if slots is None:
-                raise NotResident(
-                    f"request {sequence_id} shares {span} of {source}, which does not have it"
+                raise NotHeld(
+                    f"sequence {sequence_id} is to share {span} of sequence {source}, "
+                    "which does not have it"
                 )
             new = slots[np.isin(slots, known, invert=True)]
             if np.isin(self._positions[new], self._positions[known]).any():
-                raise NotResident(
-                    f"request {sequence_id} shares {span} of {source}, and has slots for it"
+                raise NotHeld(
+                    f"sequence {sequence_id} is to share {span} of sequence {source}, "
+                    "but has other slots for it"
                 )
             for run in runs_of(new):
                 slot_map.shared.add(run)
             self._hold(sequence_id, slot_map, runs_of(new))
 
     def drop_shared(self, sequence_id: int) -> None:
-        """A request lets go of all that it shares with those that have computed it."""
+        """Free all slots that a sequence shares with those that have computed their KV."""
         with self._lock:
             if (slot_map := self._slot_maps.get(sequence_id)) is not None:
                 self._take(sequence_id, slot_map, SlotSet(slot_map.shared))
 
     def free_request(self, sequence_id: int) -> int:
-        """A request lets go of all its slots; returns how many, 0 for an unknown one."""
+        """Free all slots of a sequence; return how many, 0 for an unknown one."""
         return self.free_span(sequence_id, _ALL_POSITIONS)
 
     def free_span(self, sequence_id: int, span: Span) -> int:
-        """A request lets go of the slots of those positions of `span` that it has here, or of all
-        where it has kept tokens only; returns how many."""
+        """Free a sequence's slots of the positions in `span`, or all if it has kept tokens only;
+        return how many."""
         with self._lock:
             if (slot_map := self._slot_maps.get(sequence_id)) is None:
                 return 0
@@ -165,9 +169,9 @@ class SlotAllocator:
             return released.size
 
     def pin(self, sequence_id: int, span: Span) -> PinnedSpan:
-        """Lets somebody read the span later, whatever becomes of the request until then.
+        """Pin a span, so that it can be read later even if the sequence is freed.
 
-        Slots that are freed meanwhile are nobody's until `unpin`.
+        Slots freed meanwhile stay unavailable until `unpin`.
         """
         with self._lock:
             slots = self._by_position(sequence_id, span)
@@ -176,118 +180,122 @@ class SlotAllocator:
             return PinnedSpan(span, slots)
 
     def unpin(self, pinned: PinnedSpan) -> None:
-        """Nothing more will be read of the span."""
+        """Unpin a span that will not be read any more."""
         with self._lock:
             self._pinned -= len(pinned.slots)
             self._unref(np.sort(pinned.slots))
 
-    # --- what is written -------------------------------------------------------------------
+    # --- write -----------------------------------------------------------------------------
 
     @contextmanager
     def writing(self, sequence_id: int, span: Span) -> Iterator[list[range]]:
-        """The slots of a span, as `runs` gives them, which stay where they are meanwhile."""
+        """Yield the slots of a span, as `runs` returns them; they stay where they are meanwhile."""
         with self._lock:
             slot_map = self._slot_map(sequence_id)
             runs = slot_map.locate(span)
         assert sum(map(len, runs)) == span.length, (
-            f"{span} is not allocated to request {sequence_id}"
+            f"{span} is not allocated to sequence {sequence_id}"
         )
         yield runs
         with self._lock:
             assert slot_map.locate(span) == runs, (
-                f"request {sequence_id} was freed while being written"
+                f"sequence {sequence_id} was freed while being written"
             )
 
     @contextmanager
     def places(self, sequence_id: int, span: Span) -> Iterator[list[SlotRows]]:
-        """Where the rows of a span belong, as `SlotMap.places` says, and stay meanwhile. Of every
-        N-th position that is a place or two, where it would be a run for each."""
+        """Yield where the rows of a span belong, as `SlotMap.places` returns it; it stays so
+        meanwhile. Every N-th position makes a place or two, but would make many runs."""
         with self._lock:
             slot_map = self._slot_map(sequence_id)
             places = slot_map.places(span)
-        assert _tokens(places) == span.length, f"{span} is not allocated to request {sequence_id}"
+        assert _tokens(places) == span.length, f"{span} is not allocated to sequence {sequence_id}"
         yield places
         with self._lock:
-            held = _tokens(slot_map.places(span))
-            assert held == span.length, f"request {sequence_id} was freed while being written"
+            still = _tokens(slot_map.places(span))
+            assert still == span.length, f"sequence {sequence_id} was freed while being written"
 
     def narrow(self, layer: int, sequence_id: int, kept: KeptSpan) -> None:
-        """A layer of a request has kept tokens only of a span."""
+        """Note that a layer of a sequence has kept tokens only of a span."""
         with self._lock:
             self._slot_map(sequence_id).kept.setdefault(layer, []).append(kept)
 
     def kept(self, layer: int, sequence_id: int) -> Sequence[KeptSpan]:
-        """All spans of which a layer of a request has kept tokens only."""
+        """Return all spans of which a layer of a sequence has kept tokens only."""
         return self._slot_map(sequence_id).kept.get(layer, ())
 
-    # --- questions -------------------------------------------------------------------------
+    # --- look up ---------------------------------------------------------------------------
 
     def runs(self, sequence_id: int, span: Span | None = None) -> list[range]:
-        """Slots of a request (inside `span`), ordered by the first position of each run."""
+        """Return a sequence's slots (inside `span`), ordered by the first position of each run."""
         with self._lock:
             slot_map = self._slot_map(sequence_id)
             return list(slot_map.runs if span is None else slot_map.locate(span))
 
     def by_position(self, sequence_id: int, span: Span) -> SlotIndices:
-        """Slots of the positions of a span, which are allocated."""
+        """Return the slots of the positions of an allocated span."""
         with self._lock:
             return self._by_position(sequence_id, span)
 
     def tokens(self, sequence_id: int) -> int:
-        """Slots of a request."""
+        """Return the number of a sequence's slots."""
         return sum(map(len, self.runs(sequence_id)))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError that says what is wrong, if anything is."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         with self._lock:
             holders = np.zeros(self.capacity, dtype=np.int64)
             for sequence_id, slot_map in self._slot_maps.items():
                 for run in slot_map.runs:
                     holders[run.start : run.stop] += 1
-                held = self._positions[slots_in(slot_map.runs)]
-                assert len(held) > 0, f"request {sequence_id} is kept without a slot"
-                assert len(np.unique(held)) == len(held), (
-                    f"request {sequence_id} holds a position twice"
+                positions = self._positions[slots_in(slot_map.runs)]
+                assert len(positions) > 0, f"sequence {sequence_id} is entered without a slot"
+                assert len(np.unique(positions)) == len(positions), (
+                    f"sequence {sequence_id} has a position twice"
                 )
                 for layer, places in slot_map.kept.items():
-                    _check_kept(slot_map, places, f"of request {sequence_id} in layer {layer}")
+                    _check_kept(slot_map, places, f"of sequence {sequence_id} in layer {layer}")
             free = np.zeros(self.capacity, dtype=bool)
             for run in self._free:
                 free[run.start : run.stop] = True
-            assert self._free.size == free.sum(), "the number of free slots is wrong"
+            assert self._free.size == free.sum(), (
+                f"{self._free.size} free slots are counted, {free.sum()} exist"
+            )
             pins = self._ref_counts - holders
             wrong = np.flatnonzero((pins < 0) | (free == (self._ref_counts > 0)))
             assert not wrong.size, f"slots {wrong[:8].tolist()} have other owners than are counted"
-            assert pins.sum() == self._pinned, "the number of pinned slots is wrong"
+            assert pins.sum() == self._pinned, (
+                f"{self._pinned} pins are counted, {pins.sum()} exist"
+            )
 
-    # --- inside, under the lock ------------------------------------------------------------
+    # --- under the lock ----------------------------------------------------------------------
 
     def _slot_map(self, sequence_id: int) -> SlotMap:
-        """An empty one, which is not entered, of an unknown request."""
+        """Return a sequence's map, or an empty one, which is not entered."""
         return self._slot_maps.get(sequence_id) or SlotMap(self._positions)
 
     def _by_position(self, sequence_id: int, span: Span) -> SlotIndices:
         slots = self._slot_map(sequence_id).slots(span)
-        assert slots is not None, f"{span} is not allocated to request {sequence_id}"
+        assert slots is not None, f"{span} is not allocated to sequence {sequence_id}"
         return slots
 
     def _hold(self, sequence_id: int, slot_map: SlotMap, runs: Sequence[range]) -> None:
-        """A request has these slots as well."""
+        """Add slots to a sequence."""
         self._ref_counts[slots_in(runs)] += 1
         slot_map.add(runs)
         self._slot_maps[sequence_id] = slot_map
 
     def _take(self, sequence_id: int, slot_map: SlotMap, slots: SlotSet) -> None:
-        """A request has these of its slots no more."""
+        """Take slots from a sequence."""
         self._unref(slots_in(slots))
         slot_map.remove(slots)
         if not slot_map.runs:
             del self._slot_maps[sequence_id]
 
     def _unref(self, slots: SlotIndices) -> None:
-        """One less has each of these slots, which ascend."""
+        """Drop one reference to each of these slots, which ascend."""
         self._ref_counts[slots] -= 1
-        assert (self._ref_counts[slots] >= 0).all(), "slots were let go of twice"
+        assert (self._ref_counts[slots] >= 0).all(), f"slots {slots.tolist()[:8]} were freed twice"
         for run in runs_of(slots[self._ref_counts[slots] == 0]):
             self._free.add(run)
 

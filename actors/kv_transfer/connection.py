@@ -1,20 +1,16 @@
-"""The connection that KV crosses from a prefill to a decode gang: a gloo group of both.
+"""The connection that carries KV from a prefill gang to a decode gang: a gloo group of both.
 
-Prefill rank p is peer p of the group, decode rank d is peer P + d. Each message of KV is a header,
-then keys, then values. Where only kept tokens are sent, a mask before the keys says which: a byte
-for each token and head, which saves the vectors of those dropped. Row numbers would be longer as
-soon as a quarter is kept.
+Prefill rank p is peer p of the group, decode rank d is peer P + d. A message of KV is a header,
+then keys, then values. If only kept tokens are sent, a mask comes before the keys: one byte for
+each token and head. Row numbers would be longer as soon as a quarter is kept.
 
-The receiver grants each sender a window of bytes, and says of each message that it has landed; the
-sender has no more than a window under way. Before what it sends of a request, and after it, a
-sender shakes hands: the receiver says when its turn has come (`turns`). A sender that has nothing
-under way beats, because nothing else would show that the connection still carries something:
-between two long prompts no KV is sent, and a connection that a router or a firewall has forgotten
-fails only who uses it next.
+The receiver gives each sender a credit of bytes and acknowledges each message; a sender has no more
+than its credit under way. A sender asks for a transfer slot before it sends KV of a sequence, and
+returns the slot afterwards (`TransferSlots`). A sender with nothing under way sends heartbeats: a
+router or firewall may forget an idle connection, and only its next user would notice.
 
-Whatever was announced by a header is received, also for a request that was cancelled meanwhile, so
-that neither side is left with half a message; whatever a header says is checked against the
-receiver's reservation before it enters the pool.
+A message is received whole, also for a cancelled sequence, so that neither side is left with half
+of it. Every header is checked against the receiver's reservation before its KV enters the pool.
 """
 
 from __future__ import annotations
@@ -34,59 +30,60 @@ from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
 from csps.actors.kv_transfer.reservation import TransferSlot
 from csps.protocols.gang.messages import ConnectKv
 
-_HEARTBEAT, _ASKED, _ENDED = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
+_HEARTBEAT, _REQUEST, _END = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
 _NOTHING, _BEGIN, _CANCELLED = range(3)
-"""What a grant says of a turn."""
+"""Answers about a transfer slot in a credit message."""
 HEARTBEAT_S = 1.0
-"""Between two beats; `LIVENESS_TIMEOUT` is the longest that a receiver goes without one."""
+"""Seconds between two heartbeats; far less than `LIVENESS_TIMEOUT`."""
 LIVENESS_TIMEOUT = timedelta(seconds=10)
-"""Without a word or a beat, after which a connection counts as broken; also for a sender to take a
-grant."""
+"""Time without a message or a heartbeat after which a connection counts as broken; also the time
+limit for a sender to take a credit message."""
 MESSAGE_DEADLINE = timedelta(minutes=5)
-"""For a message to arrive that was announced, or to land; no longer than half a window, it takes so
-long over a megabit a second."""
+"""Time limit for an announced message to arrive, or to be acknowledged. Messages are at most half
+of the credit, which takes this long over a megabit a second."""
 
 
 class KvTag(IntEnum):
-    """Streams between two peers, each first in, first out."""
+    """Channels between two peers, each first in, first out."""
 
     HEADER = 1
     KEPT = 2
     KEYS = 3
     VALUES = 4
-    GRANT = 5
+    CREDIT = 5
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What a receiver lets one sender do."""
+    """A receiver's message to one sender: what it may send."""
 
     credit_bytes: int
     """Bytes that may be under way."""
     received: int
-    """Bytes that are not under way any more, since the connection exists."""
+    """Bytes acknowledged since the connection exists."""
     transfer_slot: TransferSlot | None = None
-    """Of which it is said whether it may begin; None: of none."""
+    """Transfer slot that `wanted` answers; None if the message answers no request."""
     wanted: bool = True
-    """It may; otherwise nobody expects the request's KV."""
+    """Answer: the sender may begin; otherwise the sequence was cancelled."""
 
 
 @dataclass(frozen=True)
 class TransferRequested:
-    """A sender wants to send."""
+    """A sender requests a transfer slot."""
 
     transfer_slot: TransferSlot
 
 
 @dataclass(frozen=True)
 class TransferEnded:
-    """Nothing more of a turn comes."""
+    """A sender returns a transfer slot."""
 
     transfer_slot: TransferSlot
 
 
 class KvConnection:
-    """One rank's end. One thread a peer may send and one may receive; they share nothing."""
+    """One rank's end of the connection. For each peer one thread may send and one may receive; they
+    share nothing."""
 
     def __init__(
         self, store: Store, message: ConnectKv, *, rank: int, is_decode: bool, host: str
@@ -95,7 +92,7 @@ class KvConnection:
         self.prefill = GangLayout(world_size=message.prefill_ranks, tp=message.prefill_tp)
         self.decode = GangLayout(world_size=message.decode_ranks, tp=message.decode_tp)
         self.rank = self.prefill.world_size + rank if is_decode else rank
-        """Of this end among the peers."""
+        """Number of this end among the peers."""
         self._size = self.prefill.world_size + self.decode.world_size
         self._closed = threading.Event()
         self._closing = threading.Lock()
@@ -103,22 +100,23 @@ class KvConnection:
         self._group = gloo_group(scoped, self.rank, self._size, host)
         self._counting = threading.Lock()
         self.bytes_sent = 0
-        """Of messages with KV, to all peers, since the connection exists."""
+        """Bytes of messages with KV sent to all peers since the connection exists."""
 
     @property
     def prefill_peers(self) -> range:
-        """Prefill ranks, as peers."""
+        """Return the prefill ranks, as peers."""
         return range(self.prefill.world_size)
 
     @property
     def decode_peers(self) -> range:
-        """Decode ranks, as peers."""
+        """Return the decode ranks, as peers."""
         return range(self.prefill.world_size, self._size)
 
     # --- the sender's end ------------------------------------------------------------------
 
     def send(self, peer: int, header: KvHeader, body: KvBody) -> Pending:
-        """Start sending; the body must not change before the returned operation is waited for."""
+        """Start to send a message; the body must not change before the returned operation is waited
+        for."""
         whole = ((KvTag.KEPT, body.kept_ht), (KvTag.KEYS, body.k), (KvTag.VALUES, body.v))
         parts = [(tag, part) for tag, part in whole if part is not None and part.numel()]
         message = [(KvTag.HEADER, header.pack()), *parts]
@@ -127,61 +125,62 @@ class KvConnection:
         return Pending.all([self._send(part, peer, tag) for tag, part in message])
 
     def send_heartbeat(self, peer: int) -> None:
-        """Tell a receiver that nothing else is on its way; waits until it listens, and so has heard
-        all that was said before."""
+        """Send a heartbeat to a receiver and wait until it is received, and so all earlier messages
+        are."""
         self._send_words(peer, _HEARTBEAT).wait(IDLE)
 
     def ask(self, peer: int, transfer_slot: TransferSlot) -> Pending:
-        """Start to shake hands."""
-        return self._send_words(peer, _ASKED, *transfer_slot)
+        """Start to request a transfer slot."""
+        return self._send_words(peer, _REQUEST, *transfer_slot)
 
     def end(self, peer: int, transfer_slot: TransferSlot) -> Pending:
-        """Start to say that nothing more of a turn comes."""
-        return self._send_words(peer, _ENDED, *transfer_slot)
+        """Start to return a transfer slot."""
+        return self._send_words(peer, _END, *transfer_slot)
 
-    def _send_words(self, peer: int, *said: int) -> Pending:
+    def _send_words(self, peer: int, *values: int) -> Pending:
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
-        words[: len(said)] = torch.tensor(said)
+        words[: len(values)] = torch.tensor(values)
         return self._send(words, peer, KvTag.HEADER)
 
     def next_credit(self, peer: int, deadline: timedelta = IDLE) -> Credit:
-        """Wait for a receiver's next word."""
+        """Wait for a receiver's next credit message."""
         words = torch.zeros(5, dtype=torch.int64)
-        self._recv(words, peer, KvTag.GRANT).wait(deadline)
-        credit_bytes, received, sequence_id, number, said = words.tolist()
-        if said == _NOTHING:
+        self._recv(words, peer, KvTag.CREDIT).wait(deadline)
+        credit_bytes, received, sequence_id, number, answer = words.tolist()
+        if answer == _NOTHING:
             return Credit(credit_bytes, received)
-        return Credit(credit_bytes, received, TransferSlot(sequence_id, number), said == _BEGIN)
+        return Credit(credit_bytes, received, TransferSlot(sequence_id, number), answer == _BEGIN)
 
     # --- the receiver's end ----------------------------------------------------------------
 
     def send_credit(self, peer: int, credit: Credit) -> Pending:
-        """Start telling a sender."""
-        said = _BEGIN if credit.wanted else _CANCELLED
+        """Start to send a credit message."""
+        answer = _BEGIN if credit.wanted else _CANCELLED
         transfer_slot = (
-            (0, 0, _NOTHING) if credit.transfer_slot is None else (*credit.transfer_slot, said)
+            (0, 0, _NOTHING) if credit.transfer_slot is None else (*credit.transfer_slot, answer)
         )
         words = torch.tensor(
             (credit.credit_bytes, credit.received, *transfer_slot), dtype=torch.int64
         )
-        return self._send(words, peer, KvTag.GRANT)
+        return self._send(words, peer, KvTag.CREDIT)
 
     def next_message(self, peer: int) -> KvHeader | TransferRequested | TransferEnded | None:
-        """Wait for the next word of a sender, None for a beat; PeerLost if it falls silent."""
+        """Wait for a sender's next message and return it, None for a heartbeat; raise PeerLost if
+        the sender falls silent."""
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
         self._recv(words, peer, KvTag.HEADER).wait(LIVENESS_TIMEOUT)
-        said, sequence_id, number = words[:3].tolist()
-        if said == _HEARTBEAT:
+        kind, sequence_id, number = words[:3].tolist()
+        if kind == _HEARTBEAT:
             return None
-        if said in (_ASKED, _ENDED):
-            return (TransferRequested if said == _ASKED else TransferEnded)(
+        if kind in (_REQUEST, _END):
+            return (TransferRequested if kind == _REQUEST else TransferEnded)(
                 TransferSlot(sequence_id, number)
             )
         return KvHeader.unpack(words)
 
     def receive(self, peer: int, header: KvHeader, head_dim: int, staging: Staging) -> KvBody:
-        """What a header has announced; whether a mask marks as many as it says is for the caller
-        to check."""
+        """Receive what a header has announced. The caller checks that the mask marks as many tokens
+        as the header says."""
         heads, tokens = len(header.heads), header.span.length
         if header.kept is None:
             shape: tuple[int, ...] = (tokens, heads, head_dim)
@@ -201,11 +200,11 @@ class KvConnection:
 
     @property
     def closed(self) -> bool:
-        """By this side."""
+        """Return whether this side has closed the connection."""
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Leave the group: whoever waits fails, here and at the peers. Idempotent."""
+        """Leave the group: all waits fail, here and at the peers. Idempotent."""
         with self._closing:
             if not self._closed.is_set():
                 self._closed.set()

@@ -1,14 +1,9 @@
-"""What announces a message of KV.
+"""A message of KV: its header, its body in host memory, and the copies from and to a device.
 
-What a header announces: keys and values of one layer, in host memory.
-
-Host memory that KV travels in, and the copies between it and a rank's device.
-
-Between gangs KV never goes through NCCL: their ranks share no order of launches, in which
-communicators would deadlock, and a gang that dies would take the other one's communicators along.
-So it travels in host memory, over gloo. On the CPU that is where it lies anyway, and nothing is
-copied; on a GPU it is copied to and from pinned memory, on a stream beside the engine's, and by
-threads that the engine does not wait for.
+Between gangs KV never goes through NCCL. Their ranks share no order of launches, without which
+communicators would deadlock, and a dying gang would take the other's communicators along. So KV
+travels in host memory, over gloo. A CPU rank copies nothing. A GPU rank copies to and from pinned
+memory, on a stream beside the engine's, in threads for which the engine does not wait.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class KvHeader:
-    """Announces the keys and values of one layer, span and run of KV heads of a request."""
+    """Header of the keys and values of one layer, span and run of KV heads of a sequence."""
 
     epoch: int
     """Digest of the name of the pair of gangs."""
@@ -42,35 +37,37 @@ class KvHeader:
     layer: int
     span: Span
     heads: range
-    """Numbered over the whole model, because the gangs' tensor parallelism may differ."""
+    """KV heads, numbered over the whole model, because the gangs' tensor parallelism may differ."""
     dtype: torch.dtype
     kept: int | None = None
-    """How many (token, head) pairs follow, behind a mask; None if all do, and no mask."""
+    """Number of kept (token, head) pairs that follow, after a mask; None if all follow, without a
+    mask."""
     checksum: int | None = None
-    """Of what follows; None if nobody is to compare it."""
+    """Checksum of the body; None if nobody is to compare it."""
 
     WORDS = 12
 
     @property
     def entries(self) -> int:
-        """(token, head) pairs that the span has, whether all of them follow or not."""
+        """Return the number of (token, head) pairs of the span, sent or not."""
         return self.span.length * len(self.heads)
 
     def charge(self, head_dim: int) -> int:
-        """Bytes that the message counts for against what the receiver has granted: as many as if
-        everything was kept, so that both sides know it before anything is read."""
+        """Return the bytes that the message takes of the credit: as many as if all tokens were
+        kept, so that both sides know the charge before anything is read."""
         return self.entries * entry_bytes(self.dtype, head_dim)
 
     def pack(self) -> Tensor:
-        """As int64 words, the form it travels in."""
+        """Return the header as int64 words, the form in which it travels."""
         numbers = (self.sequence_id, self.layer, self.span.start, self.span.stop, self.span.step)
         heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
-        options = (_NONE if it is None else it for it in (self.kept, self.checksum))
+        options = (_NONE if option is None else option for option in (self.kept, self.checksum))
         return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, *options))
 
     @classmethod
     def unpack(cls, words: Tensor) -> KvHeader:
-        """Read a header; TransferError if it is none, because the stream is out of step then."""
+        """Read a header; raise TransferError if it is none, because the channel is out of step
+        then."""
         magic, epoch, sequence_id, layer, start, stop, step, head, head_stop, *options = (
             words.tolist()
         )
@@ -94,56 +91,58 @@ class KvHeader:
 
 
 def entry_bytes(dtype: torch.dtype, head_dim: int) -> int:
-    """Bytes that a (token, head) pair is charged for: key, value, and a byte of mask."""
+    """Return the bytes that a (token, head) pair is charged for: key, value, and a byte of mask."""
     return 2 * head_dim * dtype.itemsize + 1
 
 
 @dataclass(frozen=True)
 class KvBody:
-    """Shape suffixes as in `kept_kv`."""
+    """Keys and values of a message; shape suffixes as in `sequence_slots`."""
 
     k: Tensor
-    """(t, h, d) of all tokens, or (n, d) of kept ones."""
+    """Keys: (t, h, d) of all tokens, or (n, d) of kept ones."""
     v: Tensor
     kept_ht: Tensor | None = None
-    """bool; None if all tokens are there."""
+    """Mask (bool) of kept tokens; None if all tokens are there."""
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order in which they travel; empty ones do not."""
+        """Return the tensors in the order in which they travel, without empty ones, which do
+        not."""
         whole = (self.k, self.v) if self.kept_ht is None else (self.kept_ht, self.k, self.v)
         return tuple(part for part in whole if part.numel())
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
+        """Return the bytes of keys and values."""
         return self.k.nbytes + self.v.nbytes
 
     @property
     def kept(self) -> KeptKv | None:
-        """If only some tokens are there."""
+        """Return the body as kept tokens; None if all tokens are there."""
         return None if self.kept_ht is None else KeptKv(self.kept_ht, self.k, self.v)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> KvBody:
-        """The same, each tensor somewhere else."""
+        """Return the body with each tensor moved by a function."""
         kept_ht = None if self.kept_ht is None else move(self.kept_ht)
         return KvBody(move(self.k), move(self.v), kept_ht)
 
     def checksum(self) -> int:
-        """CRC-32 of all bytes that travel."""
+        """Return the CRC-32 of all bytes that travel."""
         return reduce(lambda start, part: tensor_checksum(part, start), self.parts, 0)
 
 
 class Launched(Protocol):
-    """Something that was handed over to a device."""
+    """Work that was handed to a device."""
 
     def query(self) -> bool:
-        """Whether it has been done."""
+        """Return whether the work is done."""
         ...
 
 
 def launched_so_far(device: torch.device) -> Launched | None:
-    """What the calling thread has handed over to a device; None where all of it is done."""
+    """Return all work that the calling thread has handed to a device; None where it is done at
+    once."""
     if device.type != "cuda":
         return None
     event: Launched = torch.cuda.current_stream(device).record_event()
@@ -151,7 +150,8 @@ def launched_so_far(device: torch.device) -> Launched | None:
 
 
 class Staging:
-    """The copies of one thread. Each thread has its own, so that none waits for another's."""
+    """Copies of one thread between host and device. Each thread has its own stream, so that none
+    waits for another's copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,7 +161,8 @@ class Staging:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What is begun inside has ended when the block is left; the engine goes on meanwhile."""
+        """Wait at the end of the block for the copies begun inside; the engine goes on
+        meanwhile."""
         if self._stream is None:
             yield
             return
@@ -170,15 +171,17 @@ class Staging:
             self._stream.synchronize()
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory, not initialised."""
+        """Return host memory, not initialized."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Contiguous and in host memory, once `copying` is left: itself if it is that already."""
+        """Return the tensor contiguous in host memory, once `copying` is left: itself if it is that
+        already."""
         if not tensor.is_cuda:
             return tensor.contiguous()
         return self.buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Where the pool is, once `copying` is left: itself if it is there already."""
+        """Return the tensor on the pool's device, once `copying` is left: itself if it is there
+        already."""
         return tensor.to(self._device, non_blocking=True)

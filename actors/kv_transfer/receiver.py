@@ -1,14 +1,12 @@
-"""What a receiver tells one sender, in one order, by whichever of its threads.
+"""KV that arrives at a decode rank: one thread for each prefill rank, and credits that flow back.
 
-KV arriving at a decode rank: one receiver per prefill rank.
-
-Each has a thread, because gloo can be waited for but not asked, and a wait that ends without a
-message closes all connections of its group: one thread for all senders could only serve one at a
-time.
+Each sender has a thread, because gloo can be waited for but not polled, and a wait that times out
+closes all connections of its group: one thread for all senders could only serve one at a time.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -30,15 +28,17 @@ from csps.actors.sampling.notifications import request_failed
 from csps.protocols.core.errors import TransferError
 from csps.protocols.gang.messages import RankKvReceived, RequestFailed
 
+_log = logging.getLogger(__name__)
+
 
 class CreditSender:
-    """To one peer. Nothing waits for its listening but `settle`, which its own thread calls: a
-    sender that has died holds up no other."""
+    """Credit messages to one peer, in one order, from any thread. Only `wait_until_sent` waits for
+    the peer, and only the peer's own thread calls it: a dead sender delays no other."""
 
     def __init__(self, connection: KvConnection, peer: int, credit_bytes: int) -> None:
         """
         Args:
-            window: bytes that may be under way.
+            credit_bytes: bytes that may be under way.
         """
         self._connection, self._peer, self._credit_bytes = connection, peer, credit_bytes
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class CreditSender:
         self._pending: deque[Pending] = deque()
 
     def received(self, charge: int) -> None:
-        """So many more bytes are not under way any more.
+        """Acknowledge bytes that are not under way any more.
 
         Raises:
             PeerLost: the connection is closed.
@@ -56,7 +56,7 @@ class CreditSender:
             self._post(Credit(self._credit_bytes, self._received))
 
     def answer(self, transfer_slot: TransferSlot, wanted: bool) -> None:
-        """Say whether a turn may begin. A sender that is gone need not know."""
+        """Answer a request for a transfer slot. A sender that is gone need not know."""
         with self._lock, suppress(PeerLost):
             self._post(Credit(self._credit_bytes, self._received, transfer_slot, wanted))
 
@@ -64,7 +64,7 @@ class CreditSender:
         self._pending.append(self._connection.send_credit(self._peer, credit))
 
     def wait_until_sent(self) -> None:
-        """Wait until all of it was heard; PeerLost if the sender does not listen."""
+        """Wait until the peer has received all messages; raise PeerLost if it does not."""
         while self._pending:
             self._pending[0].wait(LIVENESS_TIMEOUT)
             self._pending.popleft()
@@ -90,13 +90,14 @@ class KvReceiver:
         """Start receiving.
 
         Args:
-            in_flight_bytes: of KV that may be on its way to this rank, at most.
-            backends: senders' turns at a time.
-            find: the reservation of a request; None if there is none any more.
-            on_landed: a request's share is complete.
-            on_failed: what came for a request is not what was promised.
-            on_lost: a prefill rank's stream has ended or fallen silent; why.
-            on_broken: this rank cannot receive any more, through its own fault or the peer's.
+            in_flight_bytes: bytes of KV that may be on their way to this rank, at most.
+            backends: number of transfer slots.
+            find: returns the reservation of a sequence; None if there is none any more.
+            on_received: called when a sequence's KV for this rank is complete.
+            on_failed: called when KV for a sequence is not what was promised.
+            on_lost: called with the reason when a prefill rank's connection ends or falls silent.
+            on_broken: called when this rank can no longer receive through its own fault or the
+                peer's.
         """
         self._connection, self._pool, self._rank = connection, pool, rank
         self._credit_bytes = in_flight_bytes // len(connection.prefill_peers)
@@ -121,15 +122,15 @@ class KvReceiver:
         self._connection.close()
 
     def _receive(self, peer: int) -> None:
-        """One prefill rank's stream, in order; ends with the connection."""
+        """Receive one prefill rank's messages in order, until the connection ends."""
         try:
             self._serve(peer, Staging(self._pool.k.device))
         except PeerLost as exc:
             if not self._connection.closed:
                 self._on_lost(f"prefill rank {peer}: {exc}")
         except Exception as exc:
-            # Not the peer's end: without this rank's receiver, nothing of the peer would ever land
-            # again, while all else went on and every health check passed.
+            # The peer lives. Without this thread no KV of the peer would ever be received again,
+            # while all else went on and every health check passed.
             if not self._connection.closed:
                 self._on_broken(exc)
 
@@ -150,10 +151,12 @@ class KvReceiver:
                     self.transfer_slots.end(peer, transfer_slot)
 
     def _take(self, peer: int, header: KvHeader, staging: Staging) -> int:
-        """Receive a message. Returns what it counts for against the window."""
+        """Receive a message; return the bytes that it takes of the credit."""
         head_dim, began_s = self._pool.head_dim, time.monotonic()
         if (charge := header.charge(head_dim)) > self._credit_bytes:
-            raise TransferError(f"{header} is larger than what was granted, {self._credit_bytes}")
+            raise TransferError(
+                f"{header} counts for {charge} bytes; the credit is {self._credit_bytes}"
+            )
         body = self._connection.receive(peer, header, head_dim, staging)
         self._store_message(header, body, staging, began_s=began_s)
         return charge
@@ -163,7 +166,8 @@ class KvReceiver:
     ) -> None:
         reservation = self._find(header.sequence_id)
         if reservation is None:
-            return  # cancelled while its KV was on the way
+            _log.debug("KV of sequence %d came after its end", header.sequence_id)
+            return
         try:
             complete = self._store(reservation, header, body, staging, began_s=began_s)
         except TransferError as exc:
@@ -172,6 +176,7 @@ class KvReceiver:
             return
         if complete:
             self.transfer_slots.release(header.sequence_id)
+            _log.debug("rank %d: KV of sequence %d received", self._rank, header.sequence_id)
             self._on_received(reservation.kv_received(self._rank))
 
     def _store(
@@ -183,8 +188,9 @@ class KvReceiver:
         *,
         began_s: float,
     ) -> bool:
-        """Write what the header announced; whether the share is complete now, true only once."""
-        # Not under the lock: it takes a while.
+        """Write what the header announced; return whether the sequence's KV is complete now, true
+        only once."""
+        # Outside the lock, because a checksum takes a while.
         intact = header.checksum is None or header.checksum == body.checksum()
         with reservation.lock:
             if reservation.closed:
@@ -194,7 +200,7 @@ class KvReceiver:
                     raise TransferError(f"{header} was changed on its way")
                 self._check(reservation, header, body)
             except TransferError:
-                reservation.closed = True  # what is right of it must not land either
+                reservation.closed = True  # no further KV of the sequence may be stored either
                 raise
             with staging.copying():
                 self._write(reservation, header, body, staging)
@@ -205,7 +211,7 @@ class KvReceiver:
         if header.dtype != self._pool.k.dtype:
             raise TransferError(f"KV is {header.dtype}, this pool holds {self._pool.k.dtype}")
         if body.kept_ht is not None and (marked := int(body.kept_ht.sum())) != header.kept:
-            raise TransferError(f"{header} comes with a mask of {marked}")
+            raise TransferError(f"{header} comes with a mask of {marked} entries")
         reservation.accept(header)
 
     def _write(

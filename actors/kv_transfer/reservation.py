@@ -1,20 +1,19 @@
-"""What a decode rank has set aside for a request, and what of its KV has arrived.
+"""A decode rank's reservations for KV, and the transfer slots by which senders take turns.
 
-A reservation is made before anything is sent. Its KV is complete when as many (token, head,
-layer) entries have arrived as were promised, each within the promised span, heads and layers and
-none twice; until then the request cannot join a batch. An entry may come as "not kept", for a
-request that is to have kept tokens only.
+A reservation is made before anything is sent. Its KV is complete when as many (token, head, layer)
+entries were received as promised, each within the promised span, heads and layers, and none twice.
+Until then the sequence cannot join the decode batch. An entry may be "not kept", for a request that
+is to have kept tokens only.
 
-Whose turn it is to send KV to this rank (Tetris §4.2).
-
-What receives KV is limited: a rank has so many *backends*, and `ReceivingBackends` says who gets
-one. A sender asks for each step of each request, and sends when it is told to begin. A request that
-nobody expects here any more gets no turn: its senders are told that it is unwanted. Backends gate
-sends and never steps; what waits stays in the senders' pools.
+A rank has a limited number of receiving backends (Tetris §4.2), and `ReceivingBackends` says which
+sender gets one. A sender asks for a slot for each step of each sequence and begins when it is told
+to. For a cancelled sequence its senders are told so instead. Slots limit sends and never steps; KV
+that waits stays in the senders' pools.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,46 +29,49 @@ from csps.protocols.gang.messages import RankKvReceived, ReserveKv
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
 from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, begin
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class Reservation:
-    """What one rank has set aside for a request, and how much of its KV has arrived."""
+    """Slots that one rank has reserved for a sequence, and how much of its KV has arrived."""
 
     request: ReserveKv
     spans: tuple[Span, ...]
-    """This rank's share of the prompt."""
+    """Slices of the prompt on this rank."""
     heads: range
     layers: int
     owner: int
-    """The router's attachment that asked for it."""
+    """Attachment of the router that asked for it."""
     started: float = field(default_factory=time.monotonic)
     missing: int = field(init=False)
-    """(token, head, layer) entries yet to come."""
+    """Number of (token, head, layer) entries yet to come."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while KV is written and while the request is freed, never both at once."""
+    """Lock around writing KV and around freeing the sequence, so that the two never coincide."""
     received_bytes: int = 0
-    """Of keys and values."""
+    """Bytes of keys and values received."""
     closed: bool = False
-    """Takes no more KV: it was freed, or wrong KV came."""
+    """Flag that no more KV is accepted: the sequence was freed, or wrong KV came."""
     waited: float = 0.0
-    """Seconds that one of its senders has waited for its turn, at most."""
+    """Longest time in seconds that one of its senders has waited for a transfer slot."""
     release_transfer_slots: Callable[[], None] | None = None
-    """Gives up its turns (`TransferSlots`), if it has or wants any."""
+    """Function that releases its transfer slots (`TransferSlots`), if it has or wants any."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
         self._first_s: float | None = None
-        """When the first KV arrived."""
+        """Time at which the first KV arrived."""
         self._epoch = name_digest(self.request.epoch)
         self._left: dict[tuple[int, int], tuple[Span, ...]] = {}
-        """By layer and head, what is yet to come; all of the share where nothing has."""
+        """KV yet to come, by layer and head; all spans where nothing has come."""
         self._narrowed: dict[int, bool] = {}
-        """Whether a layer's KV comes without what it dropped; all of it does, or nothing."""
+        """Flag for each layer whose KV comes as kept tokens only; all of a layer does, or
+        nothing."""
         # Traced from the reservation to the last token of KV, then from joining to leaving.
         self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
 
     def kv_received(self, rank: int) -> RankKvReceived:
-        """All KV is here: what the router is told."""
+        """Return the notification for the router that all KV is here."""
         self._trace_span.set_attribute("csps.kv_transfer.wait_ms", self.waited * 1e3)
         self._trace(NO_SPAN)
         now = time.monotonic()
@@ -84,26 +86,27 @@ class Reservation:
         )
 
     def received(self, size: int, *, began_s: float) -> None:
-        """A message with so many bytes of KV was announced at `began_s` and has come."""
+        """Count a message with `size` bytes of KV that was announced at `began_s`."""
         self._first_s = began_s if self._first_s is None else min(began_s, self._first_s)
         self.received_bytes += size
 
     def adopt(self, span: Span) -> bool:
-        """A span was computed here, in all layers; whether the share is complete now."""
+        """Count a span that was computed here, in all layers; return whether all KV is here now."""
         with self.lock:
             self.missing -= span.length * len(self.heads) * self.layers
             return not self.missing
 
     def joined(self, rank: int) -> None:
-        """The request decodes from now on."""
+        """Trace that the sequence decodes from now on."""
         self._trace(begin("decode.rank", self.request.trace, {"csps.rank": rank}))
 
     def note(self, attributes: Mapping[str, int | float]) -> None:
-        """Say so in its trace."""
+        """Add attributes to the sequence's trace."""
         self._trace_span.set_attributes(attributes)
 
     def left(self) -> None:
-        """The request is gone from this rank."""
+        """Release the transfer slots of a sequence that is gone from this rank, and end its
+        trace."""
         if self.release_transfer_slots is not None:
             self.release_transfer_slots()
         self._trace(NO_SPAN)
@@ -114,27 +117,31 @@ class Reservation:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens whose KV this rank is to hold."""
+        """Return the number of prompt tokens whose KV this rank is to hold."""
         return sum(span.length for span in self.spans)
 
     def accept(self, header: KvHeader) -> None:
-        """Count an announcement in; TransferError unless it is promised and new."""
+        """Count an announced message; raise TransferError unless it is promised and new."""
         if header.epoch != self._epoch:
             raise TransferError(
-                f"KV of request {header.sequence_id} is not from epoch {self.request.epoch}"
+                f"KV of sequence {header.sequence_id} is not from epoch {self.request.epoch}"
             )
         if not self._promises(header):
-            raise TransferError(f"{header} is not part of this rank's share of the request")
+            raise TransferError(
+                f"{header} is outside of what this rank reserved: {self.spans}, heads "
+                f"{self.heads}, {self.layers} layers"
+            )
         if not self._expects(narrowed=header.kept is not None, layer=header.layer):
-            raise TransferError(f"{header} has other tokens than this request's layer is to have")
+            raise TransferError(f"{header} mixes kept tokens and all tokens in a layer")
         span = header.span
         left = {(header.layer, h): self._left_of(header.layer, h) for h in header.heads}
         if any(
-            sum(it.intersection(span).length for it in its) < span.length for its in left.values()
+            sum(missing.intersection(span).length for missing in spans) < span.length
+            for spans in left.values()
         ):
-            raise TransferError(f"{header} brings KV that has arrived before")
+            raise TransferError(f"{header} repeats KV that was received before")
         for place, spans in left.items():
-            self._left[place] = tuple(rest for it in spans for rest in it.without(span))
+            self._left[place] = tuple(rest for missing in spans for rest in missing.without(span))
         self.missing -= header.entries
 
     def _left_of(self, layer: int, head: int) -> tuple[Span, ...]:
@@ -156,15 +163,15 @@ class Reservation:
 
 
 class TransferSlot(NamedTuple):
-    """What one sender sends of one step of a request."""
+    """KV that one sender sends of one step of a sequence."""
 
     sequence_id: int
     number: int
-    """Of the sender's turns at this receiver."""
+    """Number of the slot among those that the sender asks this receiver for."""
 
 
 class TransferSlots:
-    """Of one rank. Any thread may call anything."""
+    """Transfer slots of one rank. Any thread may call any method."""
 
     def __init__(
         self,
@@ -174,49 +181,50 @@ class TransferSlots:
     ) -> None:
         """
         Args:
-            backends: how many turns there are at a time.
-            find: what is expected of a request; None if there is none.
-            tell: a sender (as a peer) whether it may begin its turn, or nobody wants it. It must
-                not wait.
+            backends: number of slots that may be taken at a time.
+            find: returns the reservation of a sequence; None if there is none.
+            notify: tells a sender (as a peer) whether it may begin, or the sequence was cancelled.
+                It must not wait.
         """
         self._find, self._notify = find, notify
         self._lock = threading.Lock()
         self._backends = ReceivingBackends(backends)
         self._since: dict[ChunkTransfer, float] = {}
-        """When the transfers that wait have asked."""
+        """Time at which each waiting transfer asked."""
 
     @property
     def idle(self) -> bool:
-        """All backends are free and nobody waits."""
+        """Return whether all backends are free and no sender waits."""
         with self._lock:
             self._backends.check_integrity()
             return self._backends.free == self._backends.total and not self._since
 
     def ask(self, peer: int, transfer_slot: TransferSlot) -> None:
-        """A sender shakes hands."""
+        """Handle a sender's request for a slot."""
         transfer = ChunkTransfer(transfer_slot.sequence_id, transfer_slot.number, peer)
         with self._lock:
             reservation = self._find(transfer_slot.sequence_id)
             if reservation is not None:
-                # Before it is looked whether it has left: either this is seen there, or that here.
+                # Set before `closed` is read: either `left` sees this, or `closed` is seen here.
                 reservation.release_transfer_slots = partial(
                     self.release, transfer_slot.sequence_id
                 )
             if reservation is None or reservation.closed:
+                _log.debug("refuse %s of prefill peer %d: cancelled", transfer_slot, peer)
                 self._notify(peer, transfer_slot, False)
                 return
             self._since[transfer] = time.monotonic()
             self._begin(self._backends.handshake(transfer))
 
     def end(self, peer: int, transfer_slot: TransferSlot) -> None:
-        """A turn is over, or its sender wants it no more."""
+        """Free the slot of a sender that has sent all, or wants it no more."""
         transfer = ChunkTransfer(transfer_slot.sequence_id, transfer_slot.number, peer)
         with self._lock:
             self._since.pop(transfer, None)
             self._begin(self._backends.received(transfer))
 
     def release(self, sequence_id: int) -> None:
-        """All KV of a request has landed, or nobody wants it any more."""
+        """Free all slots of a sequence whose KV was received, or that was cancelled."""
         with self._lock:
             for transfer in self._backends.waiting_of(sequence_id):
                 del self._since[transfer]

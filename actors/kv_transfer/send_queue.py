@@ -1,4 +1,4 @@
-"""What goes to one receiver: descriptions that wait, and the thread that reads and sends them."""
+"""KV that goes to one receiver: descriptions that wait, and the threads that send it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from csps.actors.timing.timeline import Event
 from csps.protocols.core.errors import ConfigError, TransferError
 
 READY_POLL_S = 0.001
-"""Between two looks whether a GPU has written what is to be sent next."""
+"""Seconds between two checks whether a GPU has written what is to be sent next."""
 
 
 class _UnderWay(NamedTuple):
-    """A message that the receiver has not said to have landed."""
+    """A message that the receiver has not acknowledged."""
 
     end: int
     """Bytes charged up to its end."""
@@ -31,10 +31,10 @@ class _UnderWay(NamedTuple):
     layer: int
     bytes: int
     begun_ns: int
-    """Unix time."""
+    """Begin in Unix time."""
 
     def received(self) -> None:
-        """The receiver has said so."""
+        """Record that the receiver has acknowledged the message."""
         self.pending.wait()
         begin, end = self.begun_ns, time.time_ns()
         event = Event("kv transfer", begin, end, layer=self.layer, bytes=self.bytes)
@@ -43,9 +43,11 @@ class _UnderWay(NamedTuple):
 
 
 class SendQueue:
-    """One thread listens to the receiver, and one sends: it asks for a turn for each request of
-    each step, and as long as the receiver's window has room it sends what has one, message by
-    message and step by step, so that the KV of a short prompt does not wait for that of a long one.
+    """Sends KV to one receiver, with one thread that listens and one that sends.
+
+    The sender asks for a transfer slot for each sequence of each step. While the receiver's credit
+    allows, it sends what has a slot, one message of each step in turn, so that the KV of a short
+    prompt does not wait for that of a long one.
     """
 
     def __init__(
@@ -62,39 +64,40 @@ class SendQueue:
         """Start the threads.
 
         Args:
-            limit_bytes: that may be under way, however much the receiver grants.
-            checked: share of messages that carry a checksum.
-            on_lost: the receiver cannot be reached; why.
-            on_broken: this end cannot send any more, through its own fault.
+            limit_bytes: bytes that may be under way, whatever credit the receiver gives.
+            checked: fraction of messages that carry a checksum.
+            on_lost: called with the reason when the receiver cannot be reached.
+            on_broken: called when this end can no longer send through its own fault.
         """
         self._connection, self._peer, self._pool = connection, peer, pool
         self._limit_bytes, self._checked = limit_bytes, checked
         self._on_lost, self._on_broken = on_lost, on_broken
         self._changed = threading.Condition()
-        """Of what the next three lines have, which several threads change."""
+        """Condition for changes of `_waiting`, `_new_credits`, `_listen_error` and `_ended`."""
         self._waiting = WaitingSends()
         self._new_credits: deque[Credit] = deque()
         self._listen_error: Exception | None = None
-        """Why nothing is heard any more."""
+        """Error that ended the listening thread."""
         self._ended: Exception | None = None
-        """Why nothing is sent any more."""
+        """Error that ended the sending thread."""
         self._unconfirmed: deque[tuple[TransferSlot, Pending]] = deque()
-        """Words of turns, as long as they may not have been heard."""
+        """Requests and returns of slots that the receiver may not have received."""
         self._under_way: deque[_UnderWay] = deque()
         self._credit_bytes = self._charged = self._received = 0
         self._check_due = 0.0
         self._heartbeat_at = self._late_at = 0.0
-        """When to beat if nothing is under way, and when what is under way is late."""
+        """Time of the next heartbeat if nothing is under way, and time at which what is under way
+        is late."""
         self._staging = Staging(pool.k.device)
         self.threads = [
             threading.Thread(target=work, name=f"kv-{name}-{self._place}", daemon=True)
-            for name, work in (("words-of", self._listen), ("to", self._run))
+            for name, work in (("credits-of", self._listen), ("to", self._run))
         ]
         for thread in self.threads:
             thread.start()
 
     def post(self, sending: Sending) -> None:
-        """Send it when its turn comes."""
+        """Queue a sending for when its sequence has a transfer slot."""
         sending.tracker.posted()
         with self._changed:
             taken = self._ended is None and self._waiting.post(sending)
@@ -103,20 +106,20 @@ class SendQueue:
             sending.tracker.given_up(self._ended)
 
     def finish(self, tracker: TransferTracker) -> None:
-        """Nothing more of a step will be posted."""
+        """Note that a step will post nothing more."""
         with self._changed:
             self._waiting.finish(tracker)
             self._changed.notify()
 
     def cancel(self, sequence_id: int) -> None:
-        """Nobody wants a request: what of it has not left stays here."""
+        """Drop what is not yet sent of a cancelled sequence."""
         with self._changed:
-            gone = self._waiting.cancel(sequence_id)
-        for sending in gone:
+            dropped = self._waiting.cancel(sequence_id)
+        for sending in dropped:
             sending.tracker.given_up()
 
     def wake(self) -> None:
-        """The connection was closed: see it now."""
+        """Wake the sending thread to notice that the connection was closed."""
         with self._changed:
             self._changed.notify()
 
@@ -150,7 +153,7 @@ class SendQueue:
                 self._on_lost(f"decode rank {self._place}: {exc}")
         except Exception as exc:
             by_itself = not self._connection.closed
-            # What is under way must not arrive: its slots are somebody else's in a moment.
+            # Messages under way must not arrive: their slots belong to others in a moment.
             self._connection.close()
             self._end(exc)
             if by_itself:
@@ -161,7 +164,7 @@ class SendQueue:
         return self._peer - self._connection.decode_peers.start
 
     def _end(self, reason: Exception) -> None:
-        """Nothing arrives any more."""
+        """Drop everything: nothing arrives any more."""
         with self._changed:
             self._ended = reason
             waiting = self._waiting.clear()
@@ -172,7 +175,7 @@ class SendQueue:
         self._under_way.clear()
 
     def _step(self) -> None:
-        """Take in what the receiver has said, and say or send one thing."""
+        """Take in what the receiver has sent, and send one message."""
         self._wait()
         self._take_in()
         with self._changed:
@@ -189,23 +192,23 @@ class SendQueue:
             self._check_deadlines()
 
     def _wait(self) -> None:
-        """Until there is something to do, or it may be time for it."""
+        """Wait until there is something to do, or it may be time for it."""
         with self._changed:
-            news = self._new_credits or self._listen_error or self._waiting.has_message
-            if not (news or self._connection.closed or self._rows(self._waiting.next)):
+            something_new = self._new_credits or self._listen_error or self._waiting.has_message
+            if not (something_new or self._connection.closed or self._rows(self._waiting.next)):
                 self._changed.wait(self._patience_s())
 
     def _patience_s(self) -> float:
         if not self._credit_bytes:
-            return IDLE.total_seconds()  # whoever listens has a deadline
+            return IDLE.total_seconds()  # the listening thread has a deadline
         at = self._late_at if self._under_way else self._heartbeat_at
         left_s = max(0.0, at - time.monotonic())
-        # A device tells nobody when it is done.
+        # A device does not notify anyone when it is done, so it is polled.
         unready = self._waiting.may_be_sent and self._waiting.next is None
         return min(left_s, READY_POLL_S) if unready else left_s
 
     def _take_in(self) -> None:
-        """What the receiver has said."""
+        """Take in the receiver's credits and answers."""
         with self._changed:
             new_credits, self._new_credits = self._new_credits, deque()
             listen_error = self._listen_error
@@ -226,37 +229,40 @@ class SendQueue:
 
     def _take_answer(self, transfer_slot: TransferSlot, wanted: bool) -> None:
         with self._changed:
-            gone = self._waiting.answer(transfer_slot, wanted)
-        for sending in gone:
+            dropped = self._waiting.answer(transfer_slot, wanted)
+        for sending in dropped:
             sending.tracker.given_up()
-        while self._unconfirmed:  # first in, first out: up to the question
-            about, pending = self._unconfirmed.popleft()
+        while self._unconfirmed:  # first in, first out: up to the request
+            requested, pending = self._unconfirmed.popleft()
             pending.wait()
-            if about == transfer_slot:
+            if requested == transfer_slot:
                 break
 
     def _complete(self) -> None:
         if self._received > self._charged:
-            raise TransferError(f"{self._received} bytes have landed of {self._charged} sent")
+            raise TransferError(
+                f"decode rank {self._place} acknowledged {self._received} bytes of "
+                f"{self._charged} sent"
+            )
         while self._under_way and self._under_way[0].end <= self._received:
             self._under_way.popleft().received()
 
     def _take(self) -> Sending | None:
-        """What can be sent now."""
+        """Take what can be sent now."""
         sending = self._waiting.next
         rows = self._rows(sending)
         return None if sending is None or not rows else self._waiting.take(sending, rows)
 
     def _rows(self, sending: Sending | None) -> int:
-        """So many of its tokens can be sent now: none, or half a window, so that one message is
-        read and landed while another one travels."""
+        """Return how many of its tokens can be sent now: none, or at most half of the credit, so
+        that one message is stored while another one travels."""
         if sending is None or not self._credit_bytes:
             return 0
         row_bytes = sending.row_bytes(self._pool)
         if row_bytes > self._credit_bytes:
             raise ConfigError(
-                f"kv_transfer.in_flight_mib is too small: {self._credit_bytes} bytes to a rank, "
-                f"and a token's KV in one layer has {row_bytes}"
+                f"kv_transfer.in_flight_mib is too small: {self._credit_bytes} bytes to a rank; "
+                f"one token's KV in one layer takes {row_bytes}"
             )
         rows = min(sending.span.length, max(1, self._credit_bytes // 2 // row_bytes))
         return (
@@ -264,8 +270,8 @@ class SendQueue:
         )
 
     def _send(self, sending: Sending) -> None:
-        # The body exists before the header leaves: what runs out of memory must not leave a header
-        # without it.
+        # Read the body before the header leaves: running out of memory must not leave a header
+        # without a body.
         begun_ns = time.time_ns()
         try:
             body = sending.read(self._pool, self._staging)
@@ -293,7 +299,8 @@ class SendQueue:
         self._heartbeat_at = time.monotonic() + HEARTBEAT_S
 
     def _is_checked(self) -> bool:
-        """Spread evenly over the messages, and the same in every run."""
+        """Return whether the next message carries a checksum: evenly spread, and alike in every
+        run."""
         self._check_due += self._checked
         if self._check_due < 1:
             return False
@@ -301,17 +308,17 @@ class SendQueue:
         return True
 
     def _check_deadlines(self) -> None:
-        """Beat if nothing is under way, whether something waits for its turn or not."""
+        """Send a heartbeat if nothing is under way, whether something waits for its slot or not."""
         now = time.monotonic()
         if self._under_way:
             if now >= self._late_at:
-                raise PeerLost(f"nothing has landed for {MESSAGE_DEADLINE}")
+                raise PeerLost(f"no message was acknowledged for {MESSAGE_DEADLINE}")
         elif now >= self._heartbeat_at:
             self._connection.send_heartbeat(self._peer)
             while self._unconfirmed:
                 self._unconfirmed.popleft()[1].wait()
             self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             with self._changed:
-                deliveries = list(self._waiting.waiting_trackers())
-            for delivery in deliveries:
-                delivery.waits()
+                trackers = list(self._waiting.waiting_trackers())
+            for tracker in trackers:
+                tracker.waits()

@@ -1,10 +1,11 @@
-"""Which part of a layer's KV goes to which decode rank.
+"""KV that leaves a prefill rank's pool: which part of a layer goes to which decode rank.
 
-KV leaves a prefill rank's pool, as fast as its receivers grant, and nobody waits for it.
+It leaves as fast as its receivers give credit, and no computing thread waits for it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,11 +20,13 @@ from csps.actors.kv_transfer.transfer_tracker import Sending, TransferTracker
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.placement import Span
 
+_log = logging.getLogger(__name__)
+
 
 def destinations_of(
     connection: KvConnection, spec: ModelSpec, rank: int, part: LocalChunk
 ) -> Iterator[tuple[int, Span, range]]:
-    """(peer, span, KV heads) that this prefill rank has to deliver of a local piece."""
+    """Yield (peer, span, KV heads) that this prefill rank has to send of a local chunk."""
     tp_rank = connection.prefill.tp_rank_of(rank)
     decode = connection.decode
     for kv_slice in part.chunk.destinations:
@@ -38,9 +41,9 @@ def destinations_of(
 
 
 def heads_to_deliver(spec: ModelSpec, tp_rank: int, tp: int, wanted: range) -> range:
-    """The wanted KV heads that fall to one tensor-parallel rank of the sender.
+    """Return the wanted KV heads that one tensor-parallel rank of the sender delivers.
 
-    Where several ranks of an instance hold copies of a head, the first of them delivers it.
+    If several ranks of an instance have copies of a head, the first of them delivers it.
     """
     own = kv_head_range(spec, tp_rank, tp)
     start = own.start
@@ -50,8 +53,8 @@ def heads_to_deliver(spec: ModelSpec, tp_rank: int, tp: int, wanted: range) -> r
 
 
 class KvSender:
-    """Sends to all ranks of one decode gang, each of which has a queue of its own: one that is slow
-    holds up no other."""
+    """Sends to all ranks of one decode gang. Each has a queue of its own: a slow one delays no
+    other."""
 
     def __init__(
         self,
@@ -65,13 +68,13 @@ class KvSender:
         on_lost: Callable[[str], None],
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        """Start sending, for which there is nothing yet.
+        """Start the queues.
 
         Args:
-            in_flight_bytes: of KV that may be on its way from this rank, at most.
-            checked: share of messages that carry a checksum.
-            on_lost: a decode rank cannot be reached; why.
-            on_broken: this rank cannot send any more, through its own fault.
+            in_flight_bytes: bytes of KV that may be on their way from this rank, at most.
+            checked: fraction of messages that carry a checksum.
+            on_lost: called with the reason when a decode rank cannot be reached.
+            on_broken: called when this rank can no longer send through its own fault.
         """
         self.connection = connection
         self._pool, self._spec, self._rank = pool, spec, rank
@@ -92,13 +95,13 @@ class KvSender:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """They end when the connection does."""
+        """Return the threads of all queues; they end when the connection does."""
         return [thread for queue in self._queues.values() for thread in queue.threads]
 
     def post(
         self, tracker: TransferTracker, layer: int, part: LocalChunk, kept_ht: Tensor | None = None
     ) -> None:
-        """One layer's KV of a local piece is in the pool: send it to where the piece is to go.
+        """Send one layer's KV of a local chunk from the pool to the chunk's destinations.
 
         Args:
             kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
@@ -124,18 +127,19 @@ class KvSender:
             )
 
     def finish(self, tracker: TransferTracker) -> None:
-        """Nothing more of a step will be posted: its turns end when what waits was sent."""
+        """Note that a step will post nothing more: its slots are returned when what waits was
+        sent."""
         for queue in self._queues.values():
             queue.finish(tracker)
 
     def cancel(self, sequence_id: int) -> None:
-        """Nobody wants a request any more: what has not left stays here. Harmless for an unknown
-        one."""
+        """Drop what is not yet sent of a cancelled sequence. An unknown one is ignored."""
+        _log.debug("rank %d: stop sending sequence %d", self._rank, sequence_id)
         for queue in self._queues.values():
             queue.cancel(sequence_id)
 
     def close(self) -> None:
-        """Close the connection: what has not landed fails."""
+        """Close the connection: what was not received fails."""
         self.connection.close()
         for queue in self._queues.values():
             queue.wake()

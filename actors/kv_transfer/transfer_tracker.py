@@ -1,8 +1,7 @@
-"""All that one step sends: its slots stay until the last of it has landed, and then it is told.
+"""KV that one step sends: what waits for a transfer slot, and when all of it was received.
 
-KV that waits for its turn to be sent: described, and not copied.
-
-What is to go to one receiver, step by step and request by request, until its turn has come.
+KV that waits is described and not copied: it stays in the pool, and its slots are pinned until the
+last of the step's KV was received.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from csps.protocols.core.placement import Span
 
 
 class TransferTracker:
-    """Counts what is on its way. Any thread may call anything."""
+    """Counts the sendings of one step. Any thread may call any method."""
 
     def __init__(
         self,
@@ -36,67 +35,67 @@ class TransferTracker:
         *,
         traced: bool = False,
     ) -> None:
-        """Nothing is on its way yet.
+        """Start without sendings.
 
         Args:
-            on_sent: told once, when nothing more will be posted and all that was has landed, was
-                withdrawn or failed: why something failed, if anything did.
-            on_step: told of each message that has landed, and now and then while some wait for
-                their turn.
-            traced: the timeline is wanted.
+            on_sent: called once, when nothing more will be posted and all that was has been
+                received, cancelled or failed, with the error if anything failed.
+            on_step: called for each message that was received, and now and then while some wait for
+                their transfer slot.
+            traced: record a timeline.
         """
         self._slots = slots
         self.timeline = PhaseTimeline(on=traced)
-        """What was under way when."""
+        """Transfers under way, with their times."""
         self._on_sent, self._on_step = on_sent, on_step
         self._lock = threading.Lock()
         self._open = 1
-        """Sendings under way or waiting, and one until nothing more comes."""
+        """Number of sendings waiting or under way, plus one until nothing more comes."""
         self._failure: Exception | None = None
         self._pinned: dict[tuple[int, Span], PinnedSpan] = {}
 
     @property
     def failed(self) -> bool:
-        """Something will never arrive."""
+        """Return whether some KV will never arrive."""
         return self._failure is not None
 
     def pin(self, sequence_id: int, span: Span) -> PinnedSpan:
-        """Where a span lies, which stays there until all is sent. Only while something is open."""
+        """Pin a span until all KV of the step is sent. Call it only while a sending is open."""
         with self._lock:
             if (sequence_id, span) not in self._pinned:
                 self._pinned[sequence_id, span] = self._slots.pin(sequence_id, span)
             return self._pinned[sequence_id, span]
 
     def posted(self) -> None:
-        """There is one more to send."""
+        """Count one more sending."""
         with self._lock:
             self._open += 1
 
     def received(self) -> None:
-        """One has arrived."""
+        """End a sending that was received."""
         self._on_step()
         self._close_one(None)
 
     def waits(self) -> None:
-        """A receiver lives and will have one later."""
+        """Report that a live receiver will take a sending later."""
         self._on_step()
 
     def given_up(self, failure: Exception | None = None) -> None:
-        """One will not be sent: nobody wants it any more, or it cannot be."""
+        """End a sending that will not be sent: it was cancelled, or cannot be."""
         self._close_one(failure)
 
     def fail(self, failure: Exception) -> None:
-        """Something could not even be posted."""
+        """Record that something could not even be posted."""
         with self._lock:
             self._failure = self._failure or failure
 
     def finish(self) -> None:
-        """Nothing more will be posted."""
+        """Note that nothing more will be posted."""
         self._close_one(None)
 
     def _close_one(self, failure: Exception | None) -> None:
         with self._lock:
-            assert self._open > 0, "more has ended than was posted"
+            assert self._open > 0, "more sendings have ended than were posted"
             self._failure = self._failure or failure
             self._open -= 1
             if self._open:
@@ -108,25 +107,25 @@ class TransferTracker:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sending:
-    """One layer, span and run of KV heads of a request, for one receiver."""
+    """One layer, span and run of KV heads of a sequence, for one receiver."""
 
     tracker: TransferTracker
     sequence_id: int
     layer: int
     span: Span
     heads: range
-    """Numbered over the whole model."""
+    """KV heads, numbered over the whole model."""
     columns: slice
-    """The same heads, as this rank's pool numbers them."""
+    """KV heads, as this rank's pool numbers them."""
     pinned: PinnedSpan
-    """Contains the span."""
+    """Pinned span that contains the span."""
     kept_ht: Tensor | None = None
-    """(heads, t) bool, the tokens that decode is to see; None for all."""
+    """Mask (heads, t), bool, of the tokens that decode is to see; None for all."""
     ready: Launched | None = None
-    """When the pool has it; None if it has it already."""
+    """Device work that writes the KV into the pool; None if it is there already."""
 
     def split(self, rows: int) -> tuple[Sending, Sending | None]:
-        """The first so many tokens, and the others if there are any."""
+        """Return the first `rows` tokens, and the others if there are any."""
         if rows >= self.span.length:
             return self, None
         self.tracker.posted()
@@ -137,11 +136,11 @@ class Sending:
         return replace(self, span=self.span.part(rows), kept_ht=kept_ht)
 
     def row_bytes(self, pool: KvPool) -> int:
-        """That a token is charged for."""
+        """Return the bytes that a token is charged for."""
         return len(self.heads) * entry_bytes(pool.k.dtype, pool.head_dim)
 
     def read(self, pool: KvPool, staging: Staging) -> KvBody:
-        """Out of the pool, into host memory if it is not there."""
+        """Read the KV from the pool into host memory."""
         with torch.inference_mode(), staging.copying():
             k, v = pool.read_pinned(self.layer, self.pinned, self.span, heads=self.columns)
             if self.kept_ht is None:
@@ -150,7 +149,7 @@ class Sending:
             return KvBody(kept.k_nd, kept.v_nd, kept.kept_ht).moved(staging.to_host)
 
     def header(self, epoch: int, body: KvBody, *, checked: bool) -> KvHeader:
-        """Announces what was read."""
+        """Return the header for what was read."""
         return KvHeader(
             epoch=epoch,
             sequence_id=self.sequence_id,
@@ -165,40 +164,42 @@ class Sending:
 
 @dataclass(eq=False, slots=True)
 class _Sends:
-    """Of a step and a request: asked for once, sent when its turn has come."""
+    """Sendings of a step and a sequence: a slot is asked for once, and they are sent when it is
+    given."""
 
     tracker: TransferTracker
     transfer_slot: TransferSlot
     waiting: deque[Sending] = field(default_factory=deque)
     asked: bool = False
     begun: bool = False
-    """The receiver has said that the turn has come."""
+    """Flag that the receiver has given the slot."""
     cancelled: bool = False
-    """The receiver has said that nobody expects it."""
+    """Flag that the receiver has answered that the sequence was cancelled."""
     last: bool = False
-    """Nothing more will be posted."""
+    """Flag that nothing more will be posted."""
 
     @property
     def over(self) -> bool:
-        """The turn is, or will never be."""
+        """Return whether the slot is used no more, or never will be."""
         return self.last and not self.waiting
 
     def empty(self) -> list[Sending]:
-        """Nothing of what waits is sent."""
-        gone = list(self.waiting)
+        """Drop what waits and return it."""
+        dropped = list(self.waiting)
         self.waiting.clear()
-        return gone
+        return dropped
 
 
 class WaitingSends:
-    """Not thread-safe. Those whose turn it is go message by message, one after the other."""
+    """Sendings that wait for one receiver. Not thread-safe. Those with a slot go one message each
+    in turn."""
 
     def __init__(self) -> None:
         self._sends: OrderedDict[tuple[TransferTracker, int], _Sends] = OrderedDict()
         self._numbers = count(1)
 
     def post(self, sending: Sending) -> bool:
-        """Take it in; false if nobody wants it."""
+        """Add a sending; return false if its sequence was cancelled."""
         key = (sending.tracker, sending.sequence_id)
         if key not in self._sends:
             self._sends[key] = _Sends(
@@ -210,69 +211,72 @@ class WaitingSends:
         return not sends.cancelled
 
     def finish(self, tracker: TransferTracker) -> None:
-        """Nothing more of a step will be posted."""
-        for it in self._sends.values():
-            if it.tracker is tracker:
-                it.last = True
+        """Note that a step will post nothing more."""
+        for sends in self._sends.values():
+            if sends.tracker is tracker:
+                sends.last = True
 
     def cancel(self, sequence_id: int) -> list[Sending]:
-        """Nobody wants a request. Returns what of it is not sent."""
+        """Drop what is not sent of a sequence and return it."""
         return [
-            gone
-            for it in self._sends.values()
-            if it.transfer_slot.sequence_id == sequence_id
-            for gone in it.empty()
+            dropped
+            for sends in self._sends.values()
+            if sends.transfer_slot.sequence_id == sequence_id
+            for dropped in sends.empty()
         ]
 
     def clear(self) -> list[Sending]:
-        """Nothing is sent any more. Returns what is not."""
-        gone = [sending for it in self._sends.values() for sending in it.empty()]
+        """Drop everything and return it."""
+        dropped = [sending for sends in self._sends.values() for sending in sends.empty()]
         self._sends.clear()
-        return gone
+        return dropped
 
     def answer(self, transfer_slot: TransferSlot, wanted: bool) -> list[Sending]:
-        """The receiver has answered. Returns what is not sent."""
-        for it in self._sends.values():
-            if it.transfer_slot == transfer_slot:
-                it.begun, it.cancelled = wanted, not wanted
-                return [] if wanted else it.empty()
+        """Take the receiver's answer about a slot; drop and return what is not to be sent."""
+        for sends in self._sends.values():
+            if sends.transfer_slot == transfer_slot:
+                sends.begun, sends.cancelled = wanted, not wanted
+                return [] if wanted else sends.empty()
         return []
 
     def to_ask(self) -> TransferSlot | None:
-        """A turn for which the receiver is to be asked now, once."""
-        for it in self._sends.values():
-            if it.waiting and not it.asked:
-                it.asked = True
-                return it.transfer_slot
+        """Return a slot to ask the receiver for now, each once."""
+        for sends in self._sends.values():
+            if sends.waiting and not sends.asked:
+                sends.asked = True
+                return sends.transfer_slot
         return None
 
     def to_end(self) -> TransferSlot | None:
-        """A turn that is over, of which the receiver is to hear now, once."""
-        for key, it in list(self._sends.items()):
-            if it.over:
+        """Return a slot to return to the receiver now, each once."""
+        for key, sends in list(self._sends.items()):
+            if sends.over:
                 del self._sends[key]
-                if it.asked and not it.cancelled:
-                    return it.transfer_slot
+                if sends.asked and not sends.cancelled:
+                    return sends.transfer_slot
         return None
 
     @property
     def has_message(self) -> bool:
-        """`to_ask` or `to_end` may have something to say."""
-        return any(it.over or (it.waiting and not it.asked) for it in self._sends.values())
+        """Return whether `to_ask` or `to_end` may return a slot."""
+        return any(
+            sends.over or (sends.waiting and not sends.asked) for sends in self._sends.values()
+        )
 
     @property
     def may_be_sent(self) -> bool:
-        """Something has its turn, whether the pool has it yet or not."""
-        return any(it.begun and it.waiting for it in self._sends.values())
+        """Return whether something has its slot, whether the pool has its KV yet or not."""
+        return any(sends.begun and sends.waiting for sends in self._sends.values())
 
     @property
     def next(self) -> Sending | None:
-        """The first one that has its turn and that the pool has."""
-        heads = (it.waiting[0] for it in self._sends.values() if it.begun and it.waiting)
+        """Return the first sending that has its slot and whose KV is in the pool."""
+        begun = (sends for sends in self._sends.values() if sends.begun and sends.waiting)
+        heads = (sends.waiting[0] for sends in begun)
         return next((head for head in heads if head.ready is None or head.ready.query()), None)
 
     def take(self, sending: Sending, rows: int) -> Sending:
-        """So many tokens of `next` are sent now; what is left waits for the others."""
+        """Take `rows` tokens of `next`; the rest waits behind the other sendings."""
         key = (sending.tracker, sending.sequence_id)
         first, rest = sending.split(rows)
         waiting = self._sends[key].waiting
@@ -283,5 +287,5 @@ class WaitingSends:
         return first
 
     def waiting_trackers(self) -> Iterator[TransferTracker]:
-        """Those that have asked and have no turn yet."""
-        return (it.tracker for it in self._sends.values() if it.asked and not it.begun)
+        """Return the trackers of sendings that wait for a slot."""
+        return (sends.tracker for sends in self._sends.values() if sends.asked and not sends.begun)

@@ -1,13 +1,13 @@
-"""The drawing of a whole batch's tokens.
+"""Sampling of a whole batch's tokens.
 
 The logits pass through, in this order: logit bias, minimum length, repetition penalty, frequency
 and presence penalties, temperature, top-k, top-p, min-p. That is the order of vLLM and of
 transformers, except that vLLM applies min-p before top-k.
 
-A draw depends on nothing but the logits, what the request asks for, its earlier tokens where
-there are penalties, and the token's index: the random number is a hash of seed and index, not the
-state of a generator. The rank that finishes a prefill draws token 0 and decode ranks draw the
-others; neither the batch, nor which rank it is, nor a retry changes the answer.
+A sample depends on nothing but the logits, the request's parameters, its earlier tokens where there
+are penalties, and the token's index: the random number is a hash of seed and index, not the state
+of a generator. The rank that finishes a prefill samples token 0 and decode ranks sample the others.
+Neither the batch, nor the rank, nor a retry changes the answer.
 
 Shape suffixes: b = batch, e = rows that are edited, v = vocabulary.
 """
@@ -33,27 +33,27 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One drawn token."""
+    """One sampled token."""
 
     token: int
     logprob: float | None = None
-    """The token's log-probability under the model's own distribution, the log-softmax of the
+    """Log-probability of the token under the model's own distribution, the log-softmax of the
     logits before bias, penalties, temperature and filters, as OpenAI and vLLM report it; None
     unless the request asks for log-probabilities."""
     top: tuple[TokenLogprob, ...] = ()
-    """The likeliest tokens of that distribution, best first, as many as the request asks for. The
-    drawn token is among them only if it is that likely."""
+    """Likeliest tokens of that distribution, best first, as many as the request asks for. The
+    sampled token is among them only if it is that likely."""
     finish_reason: Literal["stop", "length"] | None = None
 
 
 def sample_batch(
     samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequence[int]
 ) -> list[Sample | CspsError]:
-    """Draws one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
+    """Sample one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
 
-    A row that nothing can be drawn from gets its error in place of a draw, because the others'
-    tokens are drawn and remembered all the same. The device is waited for once, twice more if rows
-    are drawn at random (one of them to learn whether a top-k has ties), and twice for each number
+    A row from which nothing can be sampled gets its error instead of a sample, because the others'
+    tokens are sampled and counted all the same. The host waits for the device once, twice more if
+    rows are sampled at random (once to learn whether a top-k has ties), and twice for each number
     of log-probabilities asked for.
     """
     assert len(samplers) == len(indices) == len(logits_bv)
@@ -77,16 +77,16 @@ def sample_batch(
 def _sampled_at_random(
     samplers: Sequence[TokenSampler], scores_bv: Tensor, indices: Sequence[int], rows: list[int]
 ) -> Iterable[tuple[int, int]]:
-    """(row, token) of those of `rows` that do not take the likeliest token."""
+    """Sample those of `rows` that do not take the likeliest token; return (row, token) pairs."""
     rows = [row for row in rows if not samplers[row].greedy]
     if not rows:
         return ()
-    drawn_b = sample(
+    sampled_b = sample(
         scores_bv if len(rows) == len(samplers) else scores_bv[rows],
         [samplers[row].filters for row in rows],
         [uniform(samplers[row].sampling.seed, indices[row]) for row in rows],
     )
-    return zip(rows, drawn_b.tolist(), strict=True)
+    return zip(rows, sampled_b.tolist(), strict=True)
 
 
 def _remembered(
@@ -102,9 +102,10 @@ def _remembered(
 
 
 def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequence[int]) -> Tensor:
-    """The logits in fp32, with bias, minimum length and penalties; `logits_bv` stays as it is."""
+    """Return the logits in fp32, with bias, minimum length and penalties; `logits_bv` is
+    unchanged."""
     scores_bv = logits_bv.float()
-    rows = [row for row, it in enumerate(samplers) if it.edits(indices[row])]
+    rows = [row for row, sampler in enumerate(samplers) if sampler.edits(indices[row])]
     if not rows:
         return scores_bv
     own = [samplers[row] for row in rows]
@@ -113,10 +114,14 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
     for place, row in enumerate(rows):
         if samplers[row].forbids_stop(indices[row]):
             scores_ev[place].masked_fill_(samplers[row].stops(scores_ev.device), -math.inf)
-    penalties = {place: it.penalties for place, it in enumerate(own) if it.penalties is not None}
+    penalties = {
+        place: sampler.penalties
+        for place, sampler in enumerate(own)
+        if sampler.penalties is not None
+    }
     for block in row_blocks(list(penalties), scores_ev):
         placed = [penalties[place].to(scores_ev.device) for place in block]
-        scores_ev[block] = _penalise(scores_ev[block], placed)
+        scores_ev[block] = _penalize(scores_ev[block], placed)
     if len(rows) == len(samplers):
         return scores_ev
     return scores_bv.index_copy(0, torch.tensor(rows, device=scores_bv.device), scores_ev)
@@ -124,13 +129,13 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
 
 def _add_bias(scores_ev: Tensor, samplers: Sequence[TokenSampler]) -> None:
     vocab, device = scores_ev.shape[1], scores_ev.device
-    ids = torch.cat([it.bias_ids + row * vocab for row, it in enumerate(samplers)])
+    ids = torch.cat([sampler.bias_ids + row * vocab for row, sampler in enumerate(samplers)])
     if len(ids):
         biases = torch.cat([sampler.bias for sampler in samplers])
         scores_ev.view(-1).index_add_(0, ids.to(device), biases.to(device))
 
 
-def _penalise(scores_ev: Tensor, penalties: Sequence[Penalties]) -> Tensor:
+def _penalize(scores_ev: Tensor, penalties: Sequence[Penalties]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=scores_ev.device)[:, None]
 
@@ -149,13 +154,14 @@ def _penalise(scores_ev: Tensor, penalties: Sequence[Penalties]) -> Tensor:
 def _logprobs(
     samplers: Sequence[TokenSampler], logits_bv: Tensor, tokens: list[int], rows: list[int]
 ) -> dict[int, tuple[float, tuple[TokenLogprob, ...]]]:
-    """By row: the drawn token's log-probability and the likeliest tokens', where asked for."""
+    """Return by row the sampled token's log-probability and the likeliest tokens', where asked
+    for."""
     asking: dict[int, list[int]] = defaultdict(list)
     for row in rows:
         if (count := samplers[row].sampling.logprobs) is not None:
             asking[min(count, logits_bv.shape[1])].append(row)
-    # Those that ask for equally many together: which of equal tokens are the likeliest depends on
-    # the number, and must not depend on the others in the batch.
+    # Rows that ask for equally many go together: which of equally likely tokens are reported
+    # depends on that number, and must not depend on the others in the batch.
     return {
         row: report
         for count, same in asking.items()
@@ -171,7 +177,7 @@ def _likeliest(
     logprobs_bv = logits_bv.float().log_softmax(-1)
     own_b1 = logprobs_bv.gather(1, torch.tensor(tokens, device=logits_bv.device)[:, None])
     values_bc, ids_bc = logprobs_bv.topk(count)
-    both = torch.cat([own_b1, values_bc], 1).tolist()  # one transfer, and one for the ids
+    both = torch.cat([own_b1, values_bc], 1).tolist()  # one copy to the host, and one for the ids
     return [
         (
             own,
@@ -185,17 +191,19 @@ def _likeliest(
 
 
 def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) for token `index`: step `index` of SplitMix64 at hash(seed).
+    """Return the random number in [0, 1) for token `index`: step `index` of SplitMix64 at
+    hash(seed).
 
-    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014. It has 52
-    bits and not 53, so that no product with a total is rounded up to the total.
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014. It has 52 bits
+    and not 53, so that no product with a total is rounded up to the total.
     """
     state = _mix64(seed & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15
     return (_mix64(state & _MASK64) >> 12) * 2.0**-52
 
 
 def _mix64(x: int) -> int:
-    """The finalizer of SplitMix64: a bijection of 64-bit integers that scatters their bits."""
+    """Apply the finalizer of SplitMix64, a bijection of 64-bit integers that scatters their
+    bits."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)

@@ -1,6 +1,6 @@
-"""What a rank tells the router, unasked.
+"""Notifications that a rank sends to the router on its own.
 
-A word now and then that a rank gets on with prompts, so that its silence means that it hangs.
+`ProgressReport` is a periodic heartbeat of prefill: a rank without it counts as hung.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from csps.protocols.core.errors import CspsError, RequestError
 from csps.protocols.gang.messages import PrefillProgress, RequestFailed, SampledToken
 
 Notify = Callable[[str, Any], None]
-"""(name of the notification, message dataclass); callable from any thread, keeps the order."""
+"""Function (name of the notification, message dataclass); callable from any thread, keeps the
+order."""
 
 
 def sampled_token(sequence_id: int, index: int, sample: Sample) -> SampledToken:
-    """A draw as a row of the message that goes to the router."""
+    """Return a sampled token as part of the message to the router."""
     return SampledToken(
         sequence_id=sequence_id,
         index=index,
@@ -30,7 +31,7 @@ def sampled_token(sequence_id: int, index: int, sample: Sample) -> SampledToken:
 
 
 def request_failed(sequence_id: int, rank: int, error: CspsError) -> RequestFailed:
-    """An error as the message that goes to the router."""
+    """Return an error as the message to the router."""
     return RequestFailed(
         sequence_id=sequence_id,
         rank=rank,
@@ -41,13 +42,13 @@ def request_failed(sequence_id: int, rank: int, error: CspsError) -> RequestFail
 
 
 REPORT_S = 1.0
-"""Seconds between two words, at least. What takes longer between two points of a job at which
-there is anything to tell is not cut short: the router's deadline is far longer."""
+"""Minimum seconds between two reports. Work between two yield points may take longer; the router's
+deadline is far above it."""
 
 
 class ProgressReport:
-    """Told of every part of a step and every piece that rides, tells the router of some. Any thread
-    may; two at once may both tell, and count as one."""
+    """Progress of a rank's prefill, reported now and then. Any thread may call it; two at once may
+    both report, which counts as one."""
 
     def __init__(self, notify: Notify, *, rank: int) -> None:
         self._notify = notify
@@ -55,7 +56,8 @@ class ProgressReport:
         self._last_report = 0.0
 
     def step(self) -> None:
-        """A part of a step is computed, or sent, or a piece of a prompt that rides."""
+        """Note progress: a yield point was reached, KV was sent, or a piggybacked chunk was
+        computed."""
         now = time.monotonic()
         if now - self._last_report >= REPORT_S:
             self._last_report = now

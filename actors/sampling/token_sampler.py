@@ -1,8 +1,6 @@
-"""What a request asks of its next token.
+"""How one request's tokens are sampled, and the state that this needs between tokens.
 
 Shape suffix: v = vocabulary.
-
-The sampler that a message asks for, with what an earlier attempt has drawn remembered.
 """
 
 from __future__ import annotations
@@ -24,19 +22,20 @@ _GREEDY_BELOW = 1e-5  # as in vLLM
 
 
 class BadLogits(FaultError):
-    """No token can be drawn: the model's logits hold NaN or +inf, or are all -inf."""
+    """No token can be sampled: the model's logits hold NaN or +inf, or are all -inf."""
 
 
 class TokenSampler:
-    """What one request asks for, laid out once for all its draws, and its penalties' memory.
+    """Sampling parameters of one request, prepared once for all its tokens, and its penalties'
+    counts.
 
-    Everything that the length of a request's lists decides happens here: `sample_batch` costs the
-    others the same, whether a request names one stop token or all of them.
+    All work that depends on the length of a request's lists happens here. So `sample_batch` costs
+    other requests the same, whether this one names one stop token or all of them.
 
     Args:
-        sampling: What the request asks for.
-        vocab: Size of the vocabulary.
-        prompt_tokens: Ids in the prompt, in any order; only a repetition penalty needs them.
+        sampling: parameters of the request.
+        vocab: size of the vocabulary.
+        prompt_tokens: ids in the prompt, in any order; only a repetition penalty needs them.
 
     Raises:
         InvalidRequest: `logit_bias` names a token outside the vocabulary.
@@ -53,47 +52,47 @@ class TokenSampler:
         self.filters = Filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.greedy = sampling.temperature < _GREEDY_BELOW
         # A stop id outside the vocabulary is legal, as tokenizers may know more tokens than the
-        # model; it is never drawn.
+        # model; it is never sampled.
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._stops_v = _stop_mask(sampling, vocab)
         self.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self.penalties: Penalties | None = None
-        if _penalises(sampling):
+        if _has_penalties(sampling):
             self.penalties = Penalties(sampling, vocab, prompt_tokens)
 
     def observe(self, token: int) -> None:
-        """Remembers a token of the answer that was drawn elsewhere."""
+        """Count a token of the answer that was sampled elsewhere."""
         if self.penalties is not None:
             self.penalties.counts_v[token] += 1
 
     def edits(self, index: int) -> bool:
-        """Whether bias, minimum length or penalties change the logits of token `index`."""
+        """Return whether bias, minimum length or penalties change the logits of token `index`."""
         biased = len(self.bias_ids) > 0
         return biased or self.penalties is not None or self.forbids_stop(index)
 
     def forbids_stop(self, index: int) -> bool:
-        """Whether token `index` must not be a stop token."""
+        """Return whether token `index` must not be a stop token."""
         return index < self.sampling.min_tokens and self._stops_v is not None
 
     def stops(self, device: torch.device) -> Tensor:
-        """(v,) bool: the stop tokens."""
+        """Return (v,) bool: the stop tokens."""
         assert self._stops_v is not None
         self._stops_v = self._stops_v.to(device)
         return self._stops_v
 
     def finish_reason(self, token: int, index: int) -> Literal["stop", "length"] | None:
-        """Whether the answer ends with `token` as its number `index`."""
+        """Return the reason if the answer ends with `token` at `index`, else None."""
         if index + 1 >= self.sampling.min_tokens and token in self._stop_ids:
             return "stop"
         return "length" if index + 1 >= self.sampling.max_tokens else None
 
     def error_at(self, peak: float, index: int) -> CspsError:
-        """Why nothing can be drawn from scores whose maximum is `peak`."""
+        """Return why nothing can be sampled from scores whose maximum is `peak`."""
         if peak == -math.inf and self.forbids_stop(index):
-            # The client's mistake, which no other attempt and no other rank can mend.
+            # The client's mistake: no other attempt and no other rank can do better.
             return InvalidRequest(
-                "every token is forbidden: stop_token_ids leave none to draw before min_tokens",
+                "every token is forbidden: stop_token_ids leave none to sample before min_tokens",
                 param="stop_token_ids",
             )
         if peak == -math.inf:
@@ -122,18 +121,18 @@ class Penalties:
         self.in_prompt_v[torch.as_tensor(prompt_tokens, dtype=torch.int64)] = True
 
     def to(self, device: torch.device) -> Penalties:
-        """Where the logits are."""
+        """Move the counts to the device of the logits."""
         self.counts_v = self.counts_v.to(device)
         self.in_prompt_v = self.in_prompt_v.to(device)
         return self
 
 
-def _penalises(s: Sampling) -> bool:
+def _has_penalties(s: Sampling) -> bool:
     return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
 
 
 def _stop_mask(sampling: Sampling, vocab: int) -> Tensor | None:
-    """(v,) bool: the stop tokens that a minimum length forbids; None if there are none."""
+    """Return (v,) bool: the stop tokens that a minimum length forbids; None if there are none."""
     if sampling.min_tokens == 0:
         return None
     ids_v = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
@@ -157,7 +156,7 @@ def _check(s: Sampling, vocab: int) -> None:
 
 
 class SamplerRequest(Protocol):
-    """`Reserve` or `PrefillChunk`."""
+    """Messages with sampling parameters: `ReserveKv` or `PrefillChunk`."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -168,7 +167,8 @@ class SamplerRequest(Protocol):
 
 
 def sampler_of(request: SamplerRequest, vocab: int) -> TokenSampler:
-    """Draws the tokens of the request from number `drawn_before(request.drawn)` on.
+    """Return the sampler for a request's tokens from index `generated_before(...)` on. It has
+    counted the tokens of an earlier attempt.
 
     Raises:
         InvalidRequest: the sampling parameters do not fit the model.
@@ -181,5 +181,5 @@ def sampler_of(request: SamplerRequest, vocab: int) -> TokenSampler:
 
 
 def generated_before(generated_tokens: bytes) -> int:
-    """How many tokens of the answer an earlier attempt has drawn."""
+    """Return how many tokens of the answer an earlier attempt has sampled."""
     return len(generated_tokens) // TOKEN_BYTES

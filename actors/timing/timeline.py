@@ -1,7 +1,4 @@
-"""What one rank did when: the phases of a prefill, which become spans of its trace.
-
-Where the time of one prefill job goes on one rank.
-"""
+"""What one rank did when: the phases of a prefill step, which become spans of its trace."""
 
 from __future__ import annotations
 
@@ -32,10 +29,12 @@ Phase = Literal[
     "kv transfer",
     "wait",
 ]
-"""What a span of time went to. All-to-alls, rings, all-gathers and reduce-scatters are transfers,
-which go on beside the others, and so are moves: of history (`balancing`) and of new KV (`placing`)
-to where they are kept, and of KV to the gang that decodes it (`kv transfer`). `wait` is the time in
-which computing stood still for one."""
+"""Kinds of work that take time in a step.
+
+All-to-alls, rings, all-gathers and reduce-scatters are transfers, which go on beside the others. So
+are moves of history (`balancing`), of new KV to its holders (`placing`), and of KV to the gang that
+decodes it (`kv transfer`). `wait` is time in which computing waited for a transfer.
+"""
 
 TRANSFERS: frozenset[str] = frozenset(
     {
@@ -63,18 +62,18 @@ class Event:
     end_ns: int
     layer: int | None = None
     level: int | None = None
-    """1 is the nearest."""
+    """Number of the level, from 1 for the nearest."""
     micro: int | None = None
-    """Micro-partition, from 0."""
+    """Index of the micro-partition, from 0."""
     cpu_ns: int = 0
-    """Of it on a core, the computing thread alone; 0 for transfers, which have none. With more
-    ranks than cores the rest was waiting for one."""
+    """Time on a core, of the computing thread alone; 0 for transfers. With more ranks than cores
+    the rest was waiting for a core."""
     bytes: int = 0
-    """Of a transfer, sent by this rank."""
+    """Bytes of a transfer, sent by this rank."""
 
 
 class PhaseTimeline:
-    """Collects events of one job; `Timeline(on=False)` collects nothing at the cost of one call."""
+    """Collects events of one step. With `on=False` it collects nothing, at the cost of one call."""
 
     def __init__(self, *, on: bool) -> None:
         self.on = on
@@ -88,11 +87,11 @@ class PhaseTimeline:
         level: int | None = None,
         micro: int | None = None,
     ) -> AbstractContextManager[None]:
-        """The time inside becomes an event."""
+        """Record the time inside as an event."""
         return self._timed(name, layer, level, micro) if self.on else _NOTHING
 
     def add(self, event: Event) -> None:
-        """Note what was timed elsewhere; called from any thread."""
+        """Add an event that was timed elsewhere; from any thread."""
         if self.on:
             self.events.append(event)
 
@@ -113,21 +112,21 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass
 class StepClock:
-    """Seconds since the job was received, by what they were spent on."""
+    """Seconds since the step was received, by what they were spent on."""
 
     received: float = field(default_factory=time.monotonic)
     started: float = 0.0
     finished: float = 0.0
     communication_s: float = 0.0
-    """Waiting for exchanges inside the group; what computing hid does not count."""
+    """Seconds waiting for exchanges inside the group, without those that computing hid."""
     exchange_s: float = 0.0
-    """At least one exchange inside the group was under way, hidden or not. On CUDA only those
-    count that the host waited for."""
+    """Seconds in which at least one exchange inside the group was under way, hidden or not. On CUDA
+    only those count that the host waited for."""
     yielded_s: float = 0.0
-    """What else the log had this rank do before the job went on."""
+    """Seconds in which the log had this rank do something else."""
     last_layer_s: float = 0.0
-    """From the beginning of the last layer, in which nothing circulates, until what moved in it had
-    arrived."""
+    """Seconds from the beginning of the last layer, in which nothing circulates, until its moves
+    had arrived."""
     timeline: PhaseTimeline = field(default_factory=lambda: PhaseTimeline(on=False))
     _last_layer: float = 0.0
     _exchanges: list[tuple[int, int]] = field(default_factory=list)
@@ -150,22 +149,23 @@ class StepClock:
             self.communication_s += time.monotonic() - begin
 
     def exchanged(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Count exchanges that went on beside computing, from begin to end (Unix, ns), and beside
-        one another: at any time once."""
+        """Count exchanges beside computing, as (begin, end) in Unix ns; overlapping ones count
+        once."""
         before_ns = _union_ns(self._exchanges)
         self._exchanges += spans
         self.exchange_s += (_union_ns(self._exchanges) - before_ns) / 1e9
 
     @property
     def hidden(self) -> float:
-        """Share of the communication that went on while this rank computed, from 0 to 1."""
+        """Return the fraction of the communication that went on while this rank computed, from 0 to
+        1."""
         if not self.exchange_s:
             return 0.0
         return max(0.0, 1.0 - self.communication_s / self.exchange_s)
 
     @contextmanager
     def yielding(self) -> Iterator[None]:
-        """Count the time inside as given to other things."""
+        """Count the time inside as given to other work."""
         begin = time.monotonic()
         try:
             yield
@@ -173,26 +173,26 @@ class StepClock:
             self.yielded_s += time.monotonic() - begin
 
     def begin_last_layer(self) -> None:
-        """All layers before it are computed."""
+        """Note that all layers before the last one are computed."""
         self._last_layer = time.monotonic() - self.yielded_s
 
     def end_last_layer(self) -> None:
-        """Nothing is left to do for the job."""
+        """Note that nothing of the step is left to do."""
         self.last_layer_s = time.monotonic() - self.yielded_s - self._last_layer
 
     @property
     def queue_s(self) -> float:
-        """From arrival to the start of computing."""
+        """Return the seconds from arrival to the start of computing."""
         return self.started - self.received
 
     @property
     def compute_s(self) -> float:
-        """Computing alone."""
+        """Return the seconds of computing alone."""
         return self.finished - self.started - self.communication_s - self.yielded_s
 
 
 def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0, 0
     for begin, end in sorted(spans):
         total += max(0, end - max(begin, reached))

@@ -1,7 +1,8 @@
-"""A rank's end of the connection to the other gang, from one `connect_kv` to the next."""
+"""A rank's end of the KV connection between two gangs, from one `connect_kv` to the next."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -16,9 +17,11 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import ConnectKv, LinkBroken
 
+_log = logging.getLogger(__name__)
+
 
 class KvLinkEnd:
-    """Sends from a rank that prefills, receives at one that decodes."""
+    """Sender of a rank that prefills, or receiver of a rank that decodes."""
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class KvLinkEnd:
     ) -> None:
         """
         Args:
-            on_broken: this rank cannot send or receive any more, through its own fault.
+            on_broken: called when this rank can no longer send or receive through its own fault.
         """
         self._config, self._engine, self._loop = config, engine, loop
         self._notify, self._on_broken = notify, on_broken
@@ -40,17 +43,17 @@ class KvLinkEnd:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """That wait for the network."""
-        ends = (it for it in (self._sender, self._receiver) if it is not None)
-        return [thread for end in ends for thread in end.threads]
+        """Return the threads that wait for the network."""
+        ends = (self._sender, self._receiver)
+        return [thread for end in ends if end is not None for thread in end.threads]
 
     def begin(self, epoch: str) -> None:
-        """Give up the connection that there is for the one of another epoch."""
+        """Close the present connection and expect the one of another epoch."""
         self.leave()
         self._epoch = epoch
 
     def join(self, message: ConnectKv) -> KvConnection:
-        """Blocks until all ranks of both gangs have come."""
+        """Open the connection; blocks until all ranks of both gangs have joined."""
         return KvConnection(
             join_store(StoreAddress(message.store_host, message.store_port)),
             message,
@@ -60,16 +63,19 @@ class KvLinkEnd:
         )
 
     def use(self, connection: KvConnection, epoch: str) -> None:
-        """Send or receive over it from now on.
+        """Send or receive over a connection from now on.
 
         Raises:
             Cancelled: another epoch has begun meanwhile; the connection is closed.
         """
         if self._epoch != epoch:
             connection.close()
-            raise Cancelled(f"KV connection {epoch} was given up for {self._epoch}")
+            raise Cancelled(f"KV connection {epoch} was replaced by {self._epoch}")
+
+        _log.info("rank %d: KV connection %s is ready", self._config.rank, epoch)
 
         def lost(reason: str) -> None:
+            _log.warning("rank %d: KV connection %s is lost: %s", self._config.rank, epoch, reason)
             message = LinkBroken(epoch=epoch, rank=self._config.rank, reason=reason)
             self._notify("link_broken", message)
 
@@ -93,7 +99,7 @@ class KvLinkEnd:
                 in_flight_bytes=self._config.kv_in_flight_bytes,
                 backends=self._config.kv_receiving_backends,
                 find=self._loop.decode_batch.reservations.find,
-                on_received=lambda landed: self._notify("received", landed),
+                on_received=lambda received: self._notify("received", received),
                 on_failed=lambda failed: self._notify("failed", failed),
                 on_lost=lost,
                 on_broken=self._on_broken,

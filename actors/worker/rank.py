@@ -1,8 +1,8 @@
-"""One rank of a gang: an RPC server around an engine loop, which does what the gang's log says.
+"""One rank of a gang: an RPC server around an engine loop that executes the gang's log.
 
-Four kinds of threads: the RPC thread runs an event loop and only files work; the engine thread
-computes; on rank 0 the conductor's thread appends to the log; senders and receivers of KV wait for
-the network. A Serve replica hosts a rank in production, a test or a script starts one with
+A rank has four kinds of threads. The RPC thread runs an event loop and only queues work. The engine
+thread computes. On rank 0 the sequencer's thread appends to the log. KV senders and receivers wait
+for the network. In production a Serve replica hosts a rank; a test or a script starts one with
 `python -m csps.actors.host_rank`.
 """
 
@@ -42,9 +42,9 @@ from csps.protocols.rpc.server import Handler, Peer
 _log = logging.getLogger(__name__)
 
 LOOP_END_S = 2.0
-"""For the loop to end by itself when a rank closes; then its peers are cut off."""
+"""Seconds for the loop to end by itself when a rank closes; then its peers are disconnected."""
 THREADS_END_S = 5.0
-"""For all threads to end that have waited for peers."""
+"""Seconds for threads that waited for peers to end."""
 
 
 class Rank:
@@ -60,7 +60,7 @@ class Rank:
     ) -> None:
         """
         Args:
-            data_group: see `Mesh`; of the gang and of the instance.
+            data_group: see `Mesh`; for the gang and for the instance.
         """
         self.config = config
         self._hosted = store
@@ -78,10 +78,10 @@ class Rank:
         self._failure: BaseException | None = None
         self._closing = False
 
-    # --- life ------------------------------------------------------------------------------
+    # --- start and close ---------------------------------------------------------------------
 
     def start(self) -> tuple[str, int]:
-        """Load the weights, join the gang and serve; returns the RPC address.
+        """Load the weights, join the gang and serve; return the RPC address.
 
         Blocks until every rank of the gang has arrived.
         """
@@ -117,21 +117,23 @@ class Rank:
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
         self._link = KvLinkEnd(config, self.engine, self._loop, self._notify, self._break)
         if isinstance(self._log, SequencerEnd):
-            self._spawn("conductor", self._log.run)
+            self._spawn("sequencer", self._log.run)
         self._spawn("engine", self._loop.run)
         commands = RankCommands(config, self.engine, self._loop, self._log, self._attachment)
         self._attachment.on_end = commands.end
-        return self._rpc.start(config.host, {**self._handlers(), **commands.handlers()})
+        address = self._rpc.start(config.host, {**self._handlers(), **commands.handlers()})
+        _log.info("rank %d of gang %s serves at %s", config.rank, config.gang_id, address)
+        return address
 
     def check_health(self) -> None:
-        """Raise FaultError if a thread of this rank has died, or an iteration does not end."""
+        """Raise FaultError if a thread of this rank has died or an iteration does not end."""
         if self._failure is not None:
             raise FaultError(f"rank {self.config.rank} is broken: {self._failure!r}")
         if self._loop is not None:
             self._loop.decode_batch.check_progress()
 
     def close(self) -> None:
-        """Stop serving; the router has drained before, whatever is left is dropped. Idempotent."""
+        """Stop serving; unfinished work is dropped. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -140,8 +142,8 @@ class Rank:
         _join([thread for thread in self._threads if thread.name == "engine"], LOOP_END_S)
         kv_threads = self._link.threads if self._link is not None else []
         self._leave_groups()
-        # Who comes back from a wait inside torch when the interpreter has ended brings the process
-        # down.
+        # A thread that returns from a wait inside torch after the interpreter has ended crashes the
+        # process.
         _join([*self._threads, *kv_threads], THREADS_END_S)
         self._rpc.close()
 
@@ -161,7 +163,7 @@ class Rank:
         thread.start()
 
     def _break(self, exc: BaseException) -> None:
-        """This rank cannot go on."""
+        """Give up this rank because of an error."""
         if self._closing or self._failure is not None:
             return
         known = isinstance(exc, FaultError)
@@ -169,14 +171,15 @@ class Rank:
         self._give_up(exc)
 
     def _end(self) -> None:
-        """The log has ended: another rank is being closed, and this one will be."""
+        """Give up this rank because the log has ended: another rank is being closed, as this one
+        will be."""
         if self._closing or self._failure is not None:
             return
-        _log.info("rank %d ends, as its gang does", self.config.rank)
+        _log.info("rank %d: shutting down with its gang", self.config.rank)
         self._give_up(FaultError("another rank of the gang was closed"))
 
     def _give_up(self, failure: BaseException) -> None:
-        """Nobody shall wait for this rank, neither its peers nor the router."""
+        """Disconnect from the peers and the router, so that nothing waits for this rank."""
         self._failure = failure
         self._leave_groups()
         why = f"rank {self.config.rank} cannot go on"
@@ -184,7 +187,7 @@ class Rank:
 
     def _leave_groups(self) -> None:
         if self._log is not None:
-            self._log.close()  # first: it tells the other ranks at once
+            self._log.close()  # first, because the other ranks notice it at once
         if self._link is not None:
             self._link.leave()
         for group in self._groups:
@@ -208,18 +211,18 @@ class Rank:
 
     @property
     def loop(self) -> EngineLoop:
-        """What this rank does, once it was started."""
-        assert self._loop is not None, "the rank was started"
+        """Return the engine loop of a started rank."""
+        assert self._loop is not None, f"rank {self.config.rank} is used before it was started"
         return self._loop
 
     @property
     def _kv_link(self) -> KvLinkEnd:
-        assert self._link is not None, "the rank was started"
+        assert self._link is not None, f"rank {self.config.rank} is used before it was started"
         return self._link
 
     @property
     def attached(self) -> bool:
-        """A router uses this rank."""
+        """Return whether a router commands this rank."""
         return self._attachment.attached
 
     async def _may_attach(self, payload: Any, peer: Peer) -> None:
@@ -274,17 +277,18 @@ class Rank:
         message = schema.unpack(ConnectKv, payload)
         link = self._kv_link
         link.begin(message.epoch)
+        _log.debug("rank %d: joining KV connection %s", self.config.rank, message.epoch)
         # The group forms in a thread of its own: it blocks until all ranks of both gangs arrive.
         connection = await self._rpc.in_thread("connect-kv", lambda: link.join(message))
         link.use(connection, message.epoch)
 
     def _notify(self, method: str, message: Any) -> None:
-        """The router, from any thread."""
+        """Notify the router, from any thread."""
         self._rpc.soon(lambda: self._attachment.notify(method, message))
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
-    """Wait for threads to end, so long for all of them together."""
+    """Wait for threads to end, for at most this time altogether."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""Steps of a gang that decodes what it prefills: KV is adopted where it was computed.
+"""The router's commands to a rank: each goes to the rank's loop, and on rank 0 to the sequencer.
 
-What a router has a rank do: every command goes to the rank's loop, and those that the gang's log
-carries to the conductor, if this rank hosts it.
+In a gang that decodes what it prefills, steps send no KV: their chunks are placed where they are
+decoded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from csps.protocols.sequencer.steps import StepSpec
 
 
 def stored_in_place(step: PrefillStep) -> PrefillStep:
-    """The step with nothing to send: what is computed elsewhere than it is to lie moves there."""
+    """Return the step with nothing to send: KV computed elsewhere than it is to lie moves there."""
     chunks = tuple(
         replace(chunk, placement=chunk.placement or _of_chunk(chunk), destinations=(), retain=False)
         for chunk in step.chunks
@@ -39,8 +39,8 @@ def stored_in_place(step: PrefillStep) -> PrefillStep:
 
 
 def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
-    """Where the KV of a chunk is to lie; the first one that a sequence computes brings along what
-    others have computed of the prompt, unless it lies there."""
+    """Return where the KV of a chunk is to lie. The first chunk of a sequence also places the KV
+    that other sequences have computed of the prompt, unless it lies there."""
     start = 0 if chunk.begins else chunk.start
     positions = Span(start=start, stop=chunk.start + chunk.length)
     cuts = (
@@ -52,7 +52,7 @@ def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
 
 
 class RankCommands:
-    """Of one rank that was started; on its RPC loop."""
+    """Commands of a started rank, on its RPC loop."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RankCommands:
         self._layout = engine.layout
 
     def handlers(self) -> dict[str, Handler]:
-        """By name; only the attached router may call any."""
+        """Return the handlers by name; only the attached router may call any."""
         return {
             name: self._attached(handler)
             for name, handler in {
@@ -101,11 +101,11 @@ class RankCommands:
     def _submit(self, payload: Any) -> None:
         step = schema.unpack(PrefillStep, payload)
         if not self._config.may_prefill:
-            raise ProtocolError("a decode rank runs no prefill jobs")
+            raise ProtocolError("a decode rank runs no prefill steps")
         try:
             check_step(step, self._engine.spec, in_place=self._config.may_decode)
         except ConfigError as error:
-            # jobs come as notifications, which have no answer
+            # Steps come as notifications, which have no answer.
             self._loop.refuse(step, error)
             raise
         if self._config.may_decode:
@@ -114,7 +114,7 @@ class RankCommands:
         self._loop.submit(step, owner)
         if self._sequencer is None:
             return
-        task = StepSpec(
+        spec = StepSpec(
             id=step.step_id,
             ranks=self._layout.ranks_of_all(step.group),
             high_priority=step.high_priority,
@@ -123,7 +123,7 @@ class RankCommands:
             rows=step.bounds[-1],
             owner=owner,
         )
-        self._sequencer.post(lambda sequencer: sequencer.submit(task))
+        self._sequencer.post(lambda sequencer: sequencer.submit(spec))
 
     def _reserve(self, payload: Any) -> None:
         self._require_decoding()
@@ -131,29 +131,31 @@ class RankCommands:
 
     def _join(self, payload: Any) -> None:
         self._require_decoding()
-        row, owner = schema.unpack(JoinBatch, payload), self._attachment.owner
-        ranks = self._layout.ranks_of_all(row.instances)
+        message, owner = schema.unpack(JoinBatch, payload), self._attachment.owner
+        ranks = self._layout.ranks_of_all(message.instances)
         self._post(
             lambda sequencer: sequencer.join(
                 DECODE_BATCH,
-                row.sequence_id,
-                row.first_token,
+                message.sequence_id,
+                message.first_token,
                 owner,
-                budget=row.budget,
+                budget=message.budget,
                 ranks=ranks,
             )
         )
 
     def _require_decoding(self) -> None:
         if not self._config.may_decode:
-            raise ProtocolError("a prefill rank decodes nothing")
+            raise ProtocolError("a prefill rank does not decode")
 
     def _move(self, payload: Any) -> None:
         if self._config.role != "elastic":
-            raise ProtocolError("rows are moved where their prompts are computed")
+            raise ProtocolError(
+                f"a {self._config.role} rank moves no sequences; only elastic ranks do"
+            )
         move, owner = schema.unpack(MoveSequence, payload), self._attachment.owner
         self._loop.move(move, owner)
-        task = StepSpec(
+        spec = StepSpec(
             id=move.step_id,
             ranks=self._layout.ranks_of_all(move.instances),
             high_priority=True,
@@ -163,7 +165,7 @@ class RankCommands:
             led_by=leader_of(move, self._layout),
             places=self._layout.ranks_of_all(move.after.instances),
         )
-        self._post(lambda sequencer: sequencer.submit(task))
+        self._post(lambda sequencer: sequencer.submit(spec))
 
     def _cancel(self, payload: Any) -> None:
         sequence_id = schema.unpack(CancelSequence, payload).sequence_id

@@ -1,4 +1,4 @@
-"""What a rank is told at birth."""
+"""The configuration of a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from csps.protocols.gang.messages import Role
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """Of one rank; the gang's ranks differ in `rank` and `location` alone."""
+    """Configuration of one rank; the gang's ranks differ in `rank` and `location` alone."""
 
     model_dir: str
     role: Role
@@ -18,7 +18,7 @@ class RankConfig:
     """Ranks of the gang."""
     tp: int = 1
     gang_id: str
-    """New for every incarnation of a gang."""
+    """Id that is new for every incarnation of a gang."""
     kv_slots: int
     """Tokens that the rank's KV pool can hold."""
     dtype: str = "float32"
@@ -28,24 +28,24 @@ class RankConfig:
     host: str = "127.0.0.1"
     """Address that peers and the router reach this rank at."""
     location: str = "0-0-0"
-    """Rack-Server-GPU id."""
+    """Rack-server-GPU id."""
     max_positions: int | None = None
-    """Limit of prompt and answer; None takes the checkpoint's."""
+    """Limit of prompt and answer together; None takes the checkpoint's."""
     kv_in_flight_bytes: int = 32 * 2**20
     """Host memory for KV on its way to or from another gang."""
     kv_receiving_backends: int = 16
     """Steps of prefill ranks that may send KV here at a time."""
     kv_checksum: float = 0.0
-    """Share of messages of KV whose bytes are compared where they land, 0 to 1."""
+    """Fraction of KV messages whose bytes the receiver checks, 0 to 1."""
     quantum_ms: float = 50.0
-    """About how long a step computes before something else may have the rank."""
+    """Approximate time that a step computes before the rank may turn to something else."""
 
     @property
     def may_prefill(self) -> bool:
-        """It runs steps."""
+        """Return whether the rank runs steps."""
         return self.role != "decode"
 
     @property
     def may_decode(self) -> bool:
-        """It has a stream."""
+        """Return whether the rank has a decode batch."""
         return self.role != "prefill"

@@ -1,9 +1,8 @@
-"""The router that commands a rank: one at a time, and never an older one again.
+"""A rank's connection to the router that commands it: one router at a time, never an older one
+again.
 
-An RPC server on an event loop in a thread of its own.
-
-The loop is not the hosting process's: a Serve replica's loop runs health checks and must not be
-delayed by token traffic, nor delay it.
+`RpcThread` is an RPC server on an event loop in a thread of its own. It does not share the hosting
+process's loop: a Serve replica's loop runs health checks, which token traffic must not delay.
 """
 
 from __future__ import annotations
@@ -25,33 +24,41 @@ from csps.protocols.gang.messages import Attach
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.server import Handler, Peer, RpcServer
 
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+START_S = 10.0
+"""Seconds for the server to listen."""
+CLOSE_GRACE_S = 1.0
+"""Seconds for handlers to finish at the end."""
 CATCH_UP_S = 0.05
-"""For reading what a holder has sent that seems silent: it may be this process that stood still."""
+"""Seconds for reading what a seemingly silent router has sent: perhaps this process was stalled."""
 
 
 class RouterAttachment:
-    """Of one rank; used on its RPC loop."""
+    """The router attached to one rank; used on its RPC loop."""
 
     def __init__(self) -> None:
         self.on_end: Callable[[int], None] = lambda owner: None
-        """Told the owner whose work is to be dropped: its router is gone, or another one has
-        replaced it."""
+        """Function called with the owner whose work is to be dropped: its router is gone or was
+        replaced."""
         self._fence = Fence()
         self._router: Peer | None = None
         self._router_id = ""
 
     @property
     def attached(self) -> bool:
-        """A router uses this rank."""
+        """Return whether a router commands this rank."""
         return self._router is not None
 
     @property
     def owner(self) -> int:
-        """The present router's attachment, as the log names it."""
+        """Return the present router's attachment, as the log names it."""
         return name_digest(self._router_id)
 
     async def may_attach(self, generation: int) -> None:
-        """Whether a router may attach now; raises as `Fence.check`."""
+        """Check that a router may attach now; raises as `Fence.check`."""
         if self._fence.lapsed(time.monotonic()):
             await asyncio.sleep(CATCH_UP_S)
         self._fence.check(generation, time.monotonic())
@@ -59,60 +66,53 @@ class RouterAttachment:
     async def attach(self, message: Attach, peer: Peer) -> None:
         """Obey a router from now on; raises as `Fence.check`."""
         await self.may_attach(message.generation)
-        # From here on without giving the loop away: another router may be attaching as well.
+        # No await from here on: another router may be attaching as well.
         self._fence.check(message.generation, time.monotonic())
         if (former := self._router) is not peer:
             self._end()
             if former is not None:
+                _log.info("router generation %d takes over this rank", message.generation)
                 former.refuse(Superseded(f"router generation {message.generation} has taken over"))
             self._router, self._router_id = peer, message.router_id
         self._fence.take(message.generation, time.monotonic())
+        _log.debug("router %s (generation %d) attached", message.router_id, message.generation)
 
     def heartbeat(self, peer: Peer) -> None:
-        """Somebody says that it is alive."""
+        """Note a heartbeat of the attached router; others' are ignored."""
         if peer is self._router:
             self._fence.heartbeat(time.monotonic())
 
     def disconnected(self, peer: Peer) -> None:
-        """Somebody has hung up."""
+        """End the attachment if its router has disconnected."""
         if peer is self._router:
             self._end()
 
     def _end(self) -> None:
         if self._router is None:
             return
+        _log.info("router %s is gone; its work is dropped", self._router_id)
         self._router = None
         self._fence.release()
         self.on_end(self.owner)
 
     def require(self, peer: Peer) -> None:
-        """Two routers at once would be two sequencers.
+        """Check that the attached router is calling: two routers at once would be two sequencers.
 
         Raises:
-            ProtocolError: it is not the one that is attached.
+            ProtocolError: another one is calling.
         """
         if peer is not self._router:
             raise ProtocolError(f"{peer.identity} is not, or no longer, attached to this rank")
 
     def notify(self, method: str, message: Any) -> None:
-        """Notify the router; what nobody listens to is dropped, as its work was cancelled."""
+        """Notify the router. Without a router the message is dropped, as its work was cancelled."""
         if self._router is not None and not self._router.closed.done():
             self._router.notify(method, schema.pack(message))
 
     def disconnect(self, why: str) -> None:
-        """The router is not to wait for this rank."""
+        """Disconnect the router, so that it does not wait for this rank."""
         if self._router is not None:
             self._router.end(ConnectionLost(why))
-
-
-START_S = 10.0
-"""For the server to listen."""
-CLOSE_GRACE_S = 1.0
-"""For handlers to finish at the end."""
-
-T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 class RpcThread:
@@ -129,7 +129,7 @@ class RpcThread:
         self._server: RpcServer | None = None
 
     def start(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
-        """Listen on a free port of `host`; returns the address."""
+        """Listen on a free port of `host`; return the address."""
         self._thread.start()
         listening = asyncio.run_coroutine_threadsafe(self._listen(host, handlers), self._loop)
         try:
@@ -142,7 +142,7 @@ class RpcThread:
         return await self._server.start(host)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Run on the loop, in order, from any thread; the loop is woken once per burst.
+        """Run a call on the loop, in order, from any thread; a burst of calls wakes the loop once.
 
         Nothing happens once this is closed.
         """
@@ -152,7 +152,8 @@ class RpcThread:
                 self._loop.call_soon_threadsafe(self._run_calls)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Run on the loop after a while, unless this is closed by then; from the loop only."""
+        """Run a call on the loop after a while, unless this is closed by then; from the loop
+        only."""
         self._loop.call_later(delay_s, call)
 
     def _run_calls(self) -> None:
@@ -166,26 +167,26 @@ class RpcThread:
                 _log.exception("a call on the RPC loop failed")
 
     async def in_thread(self, name: str, body: Callable[[], T]) -> T:
-        """Run something that blocks in a thread of its own and wait for it on the loop."""
+        """Run a blocking function in a thread of its own and wait for it on the loop."""
         done: asyncio.Future[T] = self._loop.create_future()
 
-        def settle(tell: Callable[[], None]) -> None:
+        def resolve(set_outcome: Callable[[], None]) -> None:
             if not done.cancelled():
-                tell()
+                set_outcome()
 
         def run() -> None:
             try:
                 result = body()
             except Exception as exc:
-                self.soon(partial(settle, partial(done.set_exception, exc)))
+                self.soon(partial(resolve, partial(done.set_exception, exc)))
             else:
-                self.soon(partial(settle, partial(done.set_result, result)))
+                self.soon(partial(resolve, partial(done.set_result, result)))
 
         threading.Thread(target=run, name=name, daemon=True).start()
         return await done
 
     def close(self) -> None:
-        """Hang up and end the thread. Only once."""
+        """Disconnect and end the thread. Call it only once."""
         if self._server is not None:
             closing = asyncio.run_coroutine_threadsafe(
                 self._server.close(CLOSE_GRACE_S), self._loop

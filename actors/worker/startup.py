@@ -1,9 +1,4 @@
-"""What two gangs must have in common to understand each other's KV.
-
-An engine with the weights of one rank's checkpoint.
-
-How a rank comes to its end of the gang's log.
-"""
+"""What a rank does before it serves: load its weights and open its end of the gang's log."""
 
 from __future__ import annotations
 
@@ -25,33 +20,14 @@ from csps.models.checkpoints.loading import read_network, weights_checksum
 from csps.protocols.sequencer.log_connection import LogListener, join_log
 from csps.protocols.sequencer.sequencer import Sequencer
 
+DECODE_BATCH = 0
+"""Id of the one decode batch of a gang that may decode."""
 _WORD_BITS = 16
-"""Few enough that no sum over an instance's ranks overflows a word."""
-
-
-def model_fingerprint(
-    checkpoint: Checkpoint, instance: InstanceGroup, *, dtype: str, device: str, threads: int
-) -> str:
-    """Digest of the configuration, of the type to compute in, and of the weights as they were
-    read, hexadecimal. The same for any number of ranks in an instance, which all have to call this.
-    """
-    own = weights_checksum(checkpoint, part=instance.rank, parts=instance.size, threads=threads)
-    weights = _sum_over(instance, own, device)
-    config = (checkpoint.model_dir / "config.json").read_bytes()
-    digest = hashlib.blake2b(config, digest_size=8)
-    digest.update(f"{dtype} {weights}".encode())
-    return digest.hexdigest()
-
-
-def _sum_over(instance: InstanceGroup, number: int, device: str) -> int:
-    """Sum of 63-bit numbers, modulo 2**63."""
-    words = [number >> shift & (1 << _WORD_BITS) - 1 for shift in range(0, 64, _WORD_BITS)]
-    sums: list[int] = instance.all_reduce(torch.tensor(words, device=device)).tolist()
-    return sum(word << index * _WORD_BITS for index, word in enumerate(sums)) % 2**63
+"""Bits of a word, few enough that no sum over an instance's ranks overflows int64."""
 
 
 def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tuple[Engine, str]:
-    """The engine of a rank, and the fingerprint of its weights (`model_fingerprint`)."""
+    """Return the engine of a rank and the fingerprint of its weights (`model_fingerprint`)."""
     dtype = getattr(torch, config.dtype)
     with open_checkpoint(Path(config.model_dir)) as checkpoint:
         network = read_network(
@@ -88,17 +64,37 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
     return engine, fingerprint
 
 
-DECODE_BATCH = 0
-"""The one stream of a gang that may decode."""
+def model_fingerprint(
+    checkpoint: Checkpoint, instance: InstanceGroup, *, dtype: str, device: str, threads: int
+) -> str:
+    """Return a hexadecimal digest of the configuration, the dtype to compute in, and the weights as
+    they were read. Two gangs need equal ones to use each other's KV.
+
+    It does not depend on the number of ranks in an instance. All of them have to call this.
+    """
+    own = weights_checksum(checkpoint, part=instance.rank, parts=instance.size, threads=threads)
+    weights = _sum_over(instance, own, device)
+    config = (checkpoint.model_dir / "config.json").read_bytes()
+    digest = hashlib.blake2b(config, digest_size=8)
+    digest.update(f"{dtype} {weights}".encode())
+    return digest.hexdigest()
+
+
+def _sum_over(instance: InstanceGroup, checksum: int, device: str) -> int:
+    """Return the sum of 63-bit numbers, modulo 2**63."""
+    words = [checksum >> shift & (1 << _WORD_BITS) - 1 for shift in range(0, 64, _WORD_BITS)]
+    sums: list[int] = instance.all_reduce(torch.tensor(words, device=device)).tolist()
+    return sum(word << index * _WORD_BITS for index, word in enumerate(sums)) % 2**63
 
 
 def open_log(
     config: RankConfig, store: Store, store_host: str, secret: bytes
 ) -> SequencerEnd | MemberEnd:
-    """Rank 0 hosts the conductor; the others learn from the gang's store where.
+    """Open this rank's end of the log. Rank 0 hosts the sequencer; the others find it in the gang's
+    store.
 
     Args:
-        store_host: of rank 0, which serves the store as well.
+        store_host: host of rank 0, which serves the store as well.
     """
     key, deadline_s = f"{config.gang_id}/log", JOIN_DEADLINE.total_seconds()
     if config.rank:

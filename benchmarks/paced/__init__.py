@@ -1,1 +1,1 @@
-"""Paced ranks: the ranks' RPC protocol with modelled times, many instances in one process."""
+"""Paced ranks: the ranks' RPC protocol with modeled times, many instances in one process."""

@@ -1,7 +1,7 @@
-"""The process that holds all paced ranks: `python benchmarks/paced/cell.py CLUSTER [--emitted]`.
+"""The process of all paced ranks: `python benchmarks/paced/cell.py CLUSTER [--emitted]`.
 
-Prints one line of JSON, where the ranks listen, and goes on until its standard input is closed;
-then another one, how it went, with the time of every token if asked for.
+It prints one line of JSON with the addresses of the ranks, and serves until its standard input is
+closed. Then it prints another line with statistics, and with the time of every token on request.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paced.ranks import PacedRanks, Words, timeline
 
 SECRET = b"only for paced ranks on loopback"
 FIRST_WORD, WORDS = 300, 800
-"""Tokens of the needle model's vocabulary that are ordinary text."""
+"""First id and number of the needle model's tokens that are ordinary text."""
 
 
 async def run(cluster_name: str, *, emitted: bool) -> None:
-    """Serve until nobody wants it any more."""
+    """Serve until the standard input is closed."""
     cluster = load_cluster(cluster_name)
     clock = timeline()
     words = Words(range(FIRST_WORD, FIRST_WORD + WORDS))

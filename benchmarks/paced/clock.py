@@ -1,4 +1,4 @@
-"""The simulator's timeline on the clock on the wall."""
+"""The simulator's timeline on the wall clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import time
 from csps.loadgen.simulator.timeline import Action, EventTimeline
 
 EARLY_NS = 500_000
-"""An event loop's timers have milliseconds; the last part of a wait is spun."""
+"""Time before an action at which waiting turns into spinning. Event loop timers have a resolution
+of a millisecond.
+"""
 
 
 class PacedTimeline(EventTimeline):
-    """Does what is due at absolute times, so that lateness does not add up.
+    """A timeline of absolute times, so that lateness does not add up.
 
-    While an action runs, `now_ns` is the time for which it was planned. Whoever comes from outside,
-    such as a message, calls `catch_up` first.
+    While an action runs, `now_ns` is its planned time. Code outside of actions, such as a message
+    handler, calls `catch_up` first.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class PacedTimeline(EventTimeline):
         self._stepping = False
         self.now_ns = time.monotonic_ns()
         self.latest_ns = 0
-        """By how much the latest action was late."""
+        """Greatest lateness of an action."""
 
     def at(self, t_ns: int, action: Action) -> None:
         super().at(t_ns, action)

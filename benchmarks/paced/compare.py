@@ -1,10 +1,10 @@
-"""The live router on paced ranks against the simulator: the same requests, times and model.
+"""Compare the live router on paced ranks with the simulator: same requests, times and model.
 
     python benchmarks/paced/compare.py [--cluster 16] [--rate 2] [--requests 150] [--json FILE]
 
 The live side is the router as a plain process, ranks in another, and a client that sends every
-request at its time over HTTP. What differs is what the simulator leaves out: HTTP, reading the
-request, messages, and whatever else the machine does. Bounds: 2 % + 5 ms for mean and P99 TTFT.
+request at its time over HTTP. The difference is what the simulator leaves out: HTTP, parsing,
+messages, and other work of the machine. Bounds: 2 % + 5 ms for mean and P99 TTFT.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ from paced.processes import served
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
 SMALLER = 16
-"""Prompts are so much shorter than the workload's, as the cluster's tokens are so much dearer."""
+"""Factor by which prompts are shorter than the workload's, because the cluster's tokens cost
+more.
+"""
 LONGEST_ANSWER = 24
 LEAD_S = 1.0
-"""From the start of the clock to the first request's time."""
+"""Time from the start of the clock to the first request."""
 WORD = 300
 RELATIVE, ABSOLUTE_MS = 0.02, 5.0
 POLICY_OPTIONS = {
@@ -67,7 +69,7 @@ def main() -> None:
     with served(cluster, arguments.policy, *options) as server:
         answers = uvloop.run(ask_all(server.port, requests.requests))
     simulated_ms = [outcome.ttft_ns / 1e6 for outcome in expected.outcomes]
-    live_ms = [it.ttft_s * 1e3 for it in answers]
+    live_ms = [answer.ttft_s * 1e3 for answer in answers]
     rows = [
         _row(name, figure(live_ms), figure(simulated_ms))
         for name, figure in (
@@ -118,7 +120,7 @@ def _requests(arguments: argparse.Namespace) -> FittedRequests:
 async def ask_all(
     port: int, requests: Sequence[WorkloadRequest], model: str = "paced"
 ) -> list[Answer]:
-    """Each at its time, on a connection of its own."""
+    """Send each request at its time, on a connection of its own."""
     warm_up = Connection(port)
     await warm_up.open()
     for _ in range(10):
@@ -129,7 +131,7 @@ async def ask_all(
 
 
 async def _one(port: int, start: float, request: WorkloadRequest, model: str) -> Answer:
-    """Sent at its time; waiting for it to be sent is part of what is measured."""
+    """Send a request at its time; waiting to send counts as latency."""
     at = start + request.arrival_ns / 1e9
     body = _body(request.input_length, request.output_length, model)
     await asyncio.sleep(at - time.monotonic() - LEAD_S / 2)

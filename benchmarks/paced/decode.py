@@ -1,7 +1,7 @@
-"""A paced gang that decodes: continuous batching, one frame of tokens a master and iteration.
+"""A paced decode gang: continuous batching, one message of tokens per master and iteration.
 
-Today's messages around the simulator's model of ranks that a conductor orders. Requests may ride:
-iterations are then filled with pieces of their prompts, as real ranks fill them.
+It speaks the ranks' messages around the simulator's model of sequenced ranks. Iterations also
+compute chunks of piggybacked prompts, like real ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from paced.ranks import PacedRanks, Words
 
 @dataclass(eq=False, slots=True)
 class _Reserved:
-    """A request that holds slots, in the batch or not."""
+    """A sequence that holds slots, in the batch or not."""
 
     request: ReserveKv
     missing: dict[int, int]
-    """KV that has not arrived, by instance."""
+    """KV tokens that have not arrived, by instance."""
     slices: dict[int, int]
     index: int
-    """Of the answer's token that iterations draw next."""
+    """Index of the answer's next token."""
 
 
 class PacedDecode:
-    """Iterates at the model's pace, on absolute time."""
+    """Decodes at the model's pace, on absolute time."""
 
     def __init__(
         self, timeline: PacedTimeline, cluster: ClusterModel, words: Words, secret: bytes
@@ -63,15 +63,15 @@ class PacedDecode:
             sampled=self._sampled,
         )
         self.tokens = 0
-        """Drawn so far."""
+        """Number of tokens sampled so far."""
         self.emitted: list[tuple[int, int, int]] | None = None
-        """(rid, index, time in ns) of every token, if asked for."""
+        """(sequence id, index, time in ns) of every token, or None if not recorded."""
         handlers = {"reserve": self._reserve, "join": self._join, "cancel": self._cancel}
         self.ranks = PacedRanks(cluster.roles[-1], cluster, handlers, secret)
 
     @property
     def held(self) -> int:
-        """Requests that hold slots."""
+        """Return the number of sequences that hold slots."""
         return len(self._held)
 
     # --- messages ---
@@ -118,7 +118,7 @@ class PacedDecode:
         self._batch.leave(sequence_id, partial(self._leave, sequence_id))
 
     def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
-        """KV of a request has arrived at an instance (`prefill.Landing`)."""
+        """Take KV of a sequence that has arrived at an instance (`prefill.Landing`)."""
         if (held := self._held.get(sequence_id)) is None:
             return
         held.missing[index] -= tokens

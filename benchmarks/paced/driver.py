@@ -1,4 +1,4 @@
-"""Asks paced ranks over RPC, without a router: what a token takes when nothing is in between."""
+"""A driver of paced ranks over RPC without a router, to measure what a token takes by itself."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from csps.protocols.rpc.schema import pack, unpack
 from paced.cell import SECRET
 
 ANSWER_S = 20.0
-"""For one whole answer."""
+"""Time limit of a whole answer."""
 
 
 def members(data: dict[str, Any]) -> GangMembers:
-    """What `cell` has printed of a gang."""
+    """Return the ranks that `cell` has printed of a gang."""
     return GangMembers(
-        gang_id=data["gang_id"], ranks=tuple(RankAddress(**it) for it in data["ranks"])
+        gang_id=data["gang_id"], ranks=tuple(RankAddress(**rank) for rank in data["ranks"])
     )
 
 
 class Driver:
-    """Both gangs, and the times of their tokens."""
+    """Driver of both gangs that records the times of their tokens."""
 
     def __init__(self, listing: dict[str, Any]) -> None:
         self._prefill = GangClient("prefill", members(listing["prefill"]), self._notified)
@@ -43,12 +43,12 @@ class Driver:
             await gang.attach(1)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         await self._prefill.close()
         await self._decode.close()
 
     async def ask(self, sequence_id: int, prompt: int, tokens: int) -> list[float]:
-        """`time.monotonic()` of each token of an answer."""
+        """Return `time.monotonic()` of each token of an answer."""
         self._stamps, self._heard = [], Counter()
         slices = (KvSlice(instance=0, span=Span(start=0, stop=prompt)),)
         sampling = Sampling(max_tokens=tokens)

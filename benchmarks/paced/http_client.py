@@ -1,4 +1,4 @@
-"""A client on raw sockets: it takes little of the processor that router and ranks share with it."""
+"""A client on raw sockets, which leaves the shared processor to router and ranks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ANSWER_S = 300.0
-"""For one whole answer."""
+"""Time limit of a whole answer."""
 _END = b"data: [DONE]"
 
 
 @dataclass
 class Answer:
-    """When what came. Times are `time.monotonic()`."""
+    """Times of an answer by `time.monotonic()`."""
 
     sent: float
     status: int = 0
     first: float = 0.0
-    """The first event of the stream."""
+    """Time of the first event of the stream."""
     last: float = 0.0
     events: int = 0
     stamps: list[float] = field(default_factory=list)
-    """Of every read with events in it, if asked for."""
+    """Times of every read with events in it, if requested."""
     body: bytes = b""
-    """Of an answer that is no stream."""
+    """Body of an answer that is no stream."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Return the time to the first token."""
         return self.first - self.sent
 
 
@@ -41,7 +41,7 @@ class Connection:
     def __init__(self, port: int) -> None:
         self._port = port
         self.events = 0
-        """Of all streams so far."""
+        """Events of all streams so far."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -50,16 +50,16 @@ class Connection:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._writer is not None:
             self._writer.close()
 
     async def ask(self, body: Mapping[str, Any], *, stamps: bool = False) -> Answer:
-        """POST /v1/completions and read the whole answer."""
+        """Send POST /v1/completions and read the whole answer."""
         return await self.ask_raw(json.dumps(body).encode(), stamps=stamps)
 
     async def ask_raw(self, content: bytes, *, stamps: bool = False) -> Answer:
-        """The same with a body that is JSON already."""
+        """Send a request whose body is JSON already, and read the whole answer."""
         assert self._reader is not None
         assert self._writer is not None
         self._writer.write(
@@ -79,12 +79,12 @@ class Connection:
         return answer
 
     async def _stream(self, reader: asyncio.StreamReader, answer: Answer, stamps: bool) -> None:
-        """Counts events as they come; the end of a chunked answer is `[DONE]` and a chunk of 0."""
+        """Count events as they come; a chunked answer ends with `[DONE]` and a chunk of 0."""
         tail = b""
         while True:
             data = await reader.read(1 << 16)
             if not data:
-                raise ConnectionError("the router has hung up")
+                raise ConnectionError("the router closed the connection")
             now = time.monotonic()
             # A "data:" may be cut in two; nothing else of the stream contains it.
             joined = tail + data

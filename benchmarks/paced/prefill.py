@@ -1,4 +1,4 @@
-"""A paced prefill gang: today's messages around the simulator's model of one."""
+"""A paced prefill gang: the ranks' messages around the simulator's model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PREFILL, DECODE = 1, 2
 
 
 class Landing(Protocol):
-    """The decode gang, as KV arrives."""
+    """The decode gang, as it receives KV."""
 
     def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
-        """KV of a request has arrived at an instance."""
+        """Take KV of a sequence that has arrived at an instance."""
 
 
 class PacedPrefill:
-    """Runs jobs at the model's pace."""
+    """Runs steps at the model's pace."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PacedPrefill:
 
     @property
     def steps(self) -> int:
-        """Not done yet."""
+        """Return the number of steps that are not done."""
         return self._gang.steps
 
     def _prefill(self, payload: Any, _: Peer) -> None:
@@ -82,7 +82,7 @@ class PacedPrefill:
     # --- what the model tells (PrefillListener) ---
 
     def started(self, step: RunStep) -> None:
-        """Nobody is told."""
+        """Ignore the start of a step, which real ranks do not report either."""
 
     def computed(self, step: RunStep) -> None:
         job = self._jobs[step.step_id]
@@ -134,7 +134,7 @@ def _shares(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
 def _step(job: PrefillStep) -> RunStep:
     return RunStep(
         step_id=job.step_id,
-        group=tuple(instance_id(PREFILL, it) for it in job.group),
+        group=tuple(instance_id(PREFILL, index) for index in job.group),
         bounds=job.bounds,
         chunks=tuple(
             Chunk(

@@ -1,4 +1,4 @@
-"""Paced ranks and a router as processes of their own, for as long as a benchmark needs them."""
+"""Paced ranks and a router as processes of their own, for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 END_S = 20.0
-"""For a process to end when its standard input is closed."""
+"""Time limit for a process to end after its standard input is closed."""
 
 
 @dataclass
 class Served:
-    """A router in front of paced ranks."""
+    """A router with paced ranks."""
 
     port: int
     router_pid: int
     ranks_pid: int
     after: dict[str, Any] = field(default_factory=dict)
-    """What the ranks say at the end: the latest action in ms, tokens, what was left over."""
+    """Statistics of the ranks at the end: lateness in ms, tokens, and leftovers."""
 
 
 @contextmanager
 def served(cluster: str, *router: str, ranks: Sequence[str] = ()) -> Iterator[Served]:
-    """Start both; both have ended afterwards.
+    """Start both processes, yield, and end both.
 
     Args:
         cluster: name or file.
@@ -48,20 +48,20 @@ def served(cluster: str, *router: str, ranks: Sequence[str] = ()) -> Iterator[Se
 
 @dataclass
 class Ranks:
-    """Paced ranks and no router."""
+    """Paced ranks without a router."""
 
     process: subprocess.Popen[str]
     listing: dict[str, Any]
-    """Where the ranks of each gang listen."""
+    """Addresses of the ranks of each gang."""
     after: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self.process.pid
 
     def end(self) -> None:
-        """Have them say how it went."""
+        """End the process and read its statistics."""
         _stdin(self.process).close()
         self.after = json.loads(_line(self.process))
 

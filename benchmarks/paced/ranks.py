@@ -1,7 +1,7 @@
-"""Gangs that answer RPC as ranks do and take the times that a model says.
+"""Gangs that answer RPC like ranks, in the times of a model.
 
-All ranks of a gang live on one event loop. Every rank is told everything, as real ones are; the
-gang acts on what its first rank is told, whose connection keeps the router's order.
+All ranks of a gang share one event loop. Every rank receives every message, like real ones. The
+gang acts on the messages of its first rank, whose connection keeps the router's order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PacedRank:
         return pack(self._description)
 
     def tell(self, method: str, message: Any) -> None:
-        """Notify the router, if there is one."""
+        """Notify the router, if it is connected."""
         if self._router is not None and not self._router.closed.done():
             self._router.notify(method, pack(message))
 
@@ -55,10 +55,10 @@ class PacedRanks:
     """The servers of a gang.
 
     Args:
-        role: of the gang.
-        cluster: the model; instances, places and slots are its.
-        handlers: of the first rank. The others take the same messages and do nothing.
-        secret: of the cluster.
+        role: role of the gang.
+        cluster: the model, with instances, locations and slots.
+        handlers: handlers of the first rank; the others ignore the same messages.
+        secret: secret of the cluster.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PacedRanks:
         )
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await asyncio.gather(*(rank.server.close(0.0) for rank in self.ranks))
 
 
@@ -120,16 +120,16 @@ def _description(
 
 
 class Words:
-    """What paced ranks answer: tokens of the vocabulary, one after another."""
+    """Answers of paced ranks: tokens of the vocabulary in sequence."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
     def token(self, index: int) -> int:
-        """The answer's token at a position."""
+        """Return the answer's token at a position."""
         return self._tokens[index % len(self._tokens)]
 
 
 def timeline() -> PacedTimeline:
-    """Of all gangs of this process; on the running loop."""
+    """Return the timeline of all gangs of this process, on the running loop."""
     return PacedTimeline()

@@ -1,8 +1,7 @@
-"""The router as a plain process: `python benchmarks/paced/router.py CLUSTER POLICY [OPTION...]`,
-with the ranks' addresses on standard input. Prints its port, and goes on until standard input is
-closed.
+"""The router as a plain process: `python benchmarks/paced/router.py CLUSTER POLICY [OPTION...]`.
 
-Everything behind Ray Serve's shell is the deployed one. A static directory stands in for the
+It reads the ranks' addresses from standard input, prints its port, and serves until standard input
+is closed. Everything inside Ray Serve's shell is the deployed code. A static directory replaces the
 registry, and there is no configurator: all attention is exact.
 """
 
@@ -54,11 +53,11 @@ from paced.cell import SECRET
 from paced.driver import members
 
 READY_S = 20.0
-"""For the router to attach to all ranks."""
+"""Time limit for the router to attach to all ranks."""
 
 
 async def exact(questions: StrategyQuestions) -> StrategyChoices:
-    """In the configurator's place: exact attention for everybody."""
+    """Choose exact attention for every request, in place of the configurator."""
     choice = StrategyChoice(strategy=EXACT_STRATEGY, reason="paced ranks know no other")
     return StrategyChoices(chosen=((choice,),) * len(questions.asked))
 
@@ -66,7 +65,7 @@ async def exact(questions: StrategyQuestions) -> StrategyChoices:
 async def serve(
     listing: dict[str, Any], cluster_name: str, policy: str, options: Sequence[str]
 ) -> None:
-    """Serve until nobody wants it any more."""
+    """Serve until the standard input is closed."""
     model = load_cluster(cluster_name)
     view = ClusterView(**{role: members(listing[role]) for role in model.roles})
     cluster = Cluster(

@@ -1,15 +1,15 @@
-"""What the router costs: processor time per token and per request, and the latency it adds.
+"""Cost of the router: processor time per token and per request, and added latency.
 
     python benchmarks/paced/router_cost.py [--seconds 6] [--json FILE] [--profile FOLDER]
 
-Paced ranks answer as fast as they are told to, so that only the router works. Its processor time is
-the operating system's count for its process, all threads; client and ranks are processes of their
-own. A rate is sustained when the client has at least 97 % of the tokens that the ranks' pace gives.
+Paced ranks answer as fast as configured, so that only the router works. Its processor time is the
+operating system's count for its process, all threads; client and ranks are processes of their own.
+A rate is sustained when the client has at least 97 % of the tokens of the ranks' pace.
 
 - streams: 64 at once, at rising rates
 - whole requests: 200 tokens in, 16 out, not streamed, 16 at once
-- one stream: from a rank's frame to the client's read, over what it takes a driver that speaks RPC
-  to the ranks itself; and the first token over a refused request
+- one stream: from a rank's message to the client's read, less the time of a driver that speaks RPC
+  to the ranks itself; and the first token, less the time of a rejected request
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from paced.processes import Served, served, unserved
 
 STREAMS = 64
 ITERATIONS_MS = (20.0, 12.0, 9.0, 7.0, 5.5, 4.5)
-"""64 streams of one token an iteration: 3,200 to 14,200 tokens a second."""
+"""Iteration times; 64 streams of one token an iteration make 3,200 to 14,200 tokens a second."""
 SUSTAINED = 0.97
 WHOLE_REQUESTS, AT_ONCE = 400, 16
 ROUNDS = 40
 STEP_MS = 5.0
 SETTLE_S = 1.0
-"""After the last stream has begun, before anything is counted."""
+"""Time after the begin of the last stream before counting starts."""
 WORD = 300
 OPTIONS = ("max_batch=512",)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Of issue 8."""
+    """Targets of issue 8."""
 
     us_per_token: float = 80.0
     tokens_per_s: float = 5000.0
@@ -67,9 +67,9 @@ class Targets:
 
 def main() -> None:
     arguments = _arguments()
-    streams = [_streams(it, arguments) for it in ITERATIONS_MS]
+    streams = [_streams(iteration_ms, arguments) for iteration_ms in ITERATIONS_MS]
     sustained = [stream for stream in streams if stream["sustained"]]
-    best = max(sustained, key=lambda it: it["tokens_per_s"], default=streams[0])
+    best = max(sustained, key=lambda row: row["tokens_per_s"], default=streams[0])
     whole = _measured(1.0, _whole_requests)
     with _paced(10.0, "--emitted") as server:
         one = uvloop.run(_one_stream(server))
@@ -112,7 +112,7 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def _cluster_file(iteration_ms: float) -> Iterator[str]:
-    """Two gangs whose iterations take so long whatever the batch."""
+    """Return a cluster file of two gangs with a fixed iteration time."""
     cluster = {
         "servers": [
             {"instances": 2, "permissions": ["prefill"], "kv_slots": 1_000_000},
@@ -132,7 +132,7 @@ def _cluster_file(iteration_ms: float) -> Iterator[str]:
 
 @contextmanager
 def _paced(iteration_ms: float, *ranks: str) -> Iterator[Served]:
-    """A router in front of such gangs."""
+    """Start a router with such gangs."""
     with (
         _cluster_file(iteration_ms) as path,
         served(path, "csps", *OPTIONS, ranks=ranks) as server,
@@ -172,7 +172,7 @@ def _streams(iteration_ms: float, arguments: argparse.Namespace) -> dict[str, An
 async def _count(
     server: Served, iteration_ms: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Count tokens and processor time between two moments, all streams under way."""
+    """Count tokens and processor time between two moments with all streams under way."""
     seconds: float = arguments.seconds
     tokens = int((seconds + 4 * SETTLE_S) / iteration_ms * 1e3)
     connections = [Connection(server.port) for _ in range(STREAMS)]
@@ -187,8 +187,8 @@ async def _count(
     cpu_after, count_after, end = _state(server, connections)
     if profiler is not None:
         profiler.wait()
-    for it in asking:
-        it.cancel()
+    for task in asking:
+        task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     for connection in connections:
         connection.close()
@@ -255,7 +255,7 @@ async def _whole_requests(server: Served) -> dict[str, Any]:
 
 
 async def _one_stream(server: Served) -> dict[str, Any]:
-    """Latencies, one request at a time."""
+    """Measure latencies, one request at a time."""
     connection = Connection(server.port)
     await connection.open()
     stream = _body(200, 32, stream=True)
@@ -281,7 +281,7 @@ async def _one_stream(server: Served) -> dict[str, Any]:
 
 
 def _driver_delay_ms() -> float:
-    """The same without a router: a driver over RPC."""
+    """Measure the same without a router: a driver over RPC."""
     with _cluster_file(10.0) as path, unserved(path, "--emitted") as ranks:
 
         async def ask() -> list[list[float]]:
@@ -299,8 +299,10 @@ def _driver_delay_ms() -> float:
 
 
 def _delay_ms(stamps: list[list[float]], emitted: list[list[int]]) -> float:
-    """Median from the moment at which a rank has a token until it is read. One request follows
-    another, so that their ids tell them apart."""
+    """Return the median time from a token on a rank to its read.
+
+    One request follows another, so that their ids identify them.
+    """
     frames: dict[int, dict[int, float]] = {}
     for sequence_id, index, at_ns in emitted:
         frames.setdefault(sequence_id, {})[index] = at_ns / 1e9

@@ -3,11 +3,11 @@
     python benchmarks/paced/tetris.py [--traces short medium long] [--policies ...] [--seconds 12]
                                       [--seed 0] [--results FOLDER]
 
-Sixteen prefill instances with the times of the paper's Table 1 (`clusters/16.yaml`, whose tokens
-are sixteen times as dear: prompts are a sixteenth as long). Requests come for so many seconds at a
-load that Fixed-SP 8 can just not follow any more, so that policies differ by how long they take to
-get through; answers have one token, so that nothing but prefill is compared. Beside each median
-stands the simulator's for the same requests. With the defaults it takes less than six minutes.
+Sixteen prefill instances have the times of the paper's Table 1 (`clusters/16.yaml`, whose tokens
+cost sixteen times as much: prompts are a sixteenth as long). The load is slightly too high for
+Fixed-SP 8, so that policies differ by the time that they need to get through. Answers have one
+token, so that only prefill is compared. Beside each median stands the simulator's for the same
+requests. With the defaults it takes less than six minutes.
 
 FOLDER gets a file for each run, as load tests write them (`csps bench report` reads them), and a
 summary, `paced-tetris.json`.
@@ -55,7 +55,7 @@ from paced.http_client import Answer
 from paced.processes import served
 
 LOADS = {"short": 4.6, "medium": 3.3, "long": 2.0}
-"""Requests a second."""
+"""Loads in requests a second."""
 COMMON = ("max_batch=100000",)
 CUT = (f"min_chunk={512 // SMALLER}",)
 POLICIES: Mapping[str, tuple[str, ...]] = {
@@ -117,7 +117,7 @@ def _row(trace: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def requests_of(trace: str, seconds: float, seed: int) -> FittedRequests:
-    """Those of a trace, cut to the cluster's scale, with answers of one token."""
+    """Return a trace's requests at the cluster's scale, with answers of one token."""
     drawn, rate = workload(f"tetris-{trace}"), LOADS[trace]
     size = Size(longest_input=drawn.longest_input // SMALLER, longest_output=1)
     return generate(
@@ -128,9 +128,10 @@ def requests_of(trace: str, seconds: float, seed: int) -> FittedRequests:
 def records_of(
     requests: Sequence[WorkloadRequest], answers: Sequence[Answer]
 ) -> list[RequestRecord]:
-    """Times from the start of the run."""
+    """Return records with times from the start of the run."""
     start = min(
-        it.sent - request.arrival_ns / 1e9 for it, request in zip(answers, requests, strict=True)
+        answer.sent - request.arrival_ns / 1e9
+        for answer, request in zip(answers, requests, strict=True)
     )
 
     def since(at: float) -> int:
@@ -139,14 +140,14 @@ def records_of(
     return [
         RequestRecord(
             scheduled_ns=request.arrival_ns,
-            sent_ns=since(it.sent),
-            chunk_ns=(since(it.first),),
-            finished_ns=since(it.last),
+            sent_ns=since(answer.sent),
+            chunk_ns=(since(answer.first),),
+            finished_ns=since(answer.last),
             input_tokens=request.input_length,
-            output_tokens=it.events,
+            output_tokens=answer.events,
             status="completed",
         )
-        for request, it in zip(requests, answers, strict=True)
+        for request, answer in zip(requests, answers, strict=True)
     ]
 
 

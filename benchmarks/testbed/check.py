@@ -1,7 +1,7 @@
-"""Does the bed do what it says: throughput inside a server and across the link, and a round trip.
+"""Check of the testbed: throughput inside a server and across the link, and a round trip.
 
-Expected on the development machine: more than 1 GB/s inside, and 0.097 GB/s across 800 Mbit/s
-(the rest of 0.1 is TCP/IP headers).
+Expected on the development machine: more than 1 GB/s inside, and 0.097 GB/s across 800 Mbit/s (the
+rest of 0.1 is TCP/IP headers).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from testbed.network import Server, Testbed
 
 PROBE = "csps.actors.link_probe"
 PROBE_S = 120.0
-"""For both ends of a probe to start, measure and end."""
+"""Time limit for both ends of a probe to start, measure and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What one rank gets through to another."""
+    """Throughput from one rank to another."""
 
     gb_per_s: float
     """Median over the rounds, 1e9 bytes of payload per second."""
@@ -31,7 +31,7 @@ class Throughput:
 
 
 def check(bed: Testbed, *, megabytes: float = 64, rounds: int = 5) -> dict[str, Throughput]:
-    """Throughput between two ranks of one server, and between ranks of the two."""
+    """Measure throughput between two ranks of one server, and between ranks of the two."""
     here, there = bed.servers
     return {
         "inside": measure(bed, here, here, megabytes, rounds),
@@ -54,12 +54,12 @@ def measure(
 
 
 def round_trip_s(source: Server, sink: Server) -> float:
-    """Median time for one byte there and an answer back, link delays included."""
+    """Return the median time for one byte there and an answer back, link delays included."""
     return statistics.median(_probe(source, sink, 1e-6, 50))
 
 
 def _probe(source: Server, sink: Server, megabytes: float, rounds: int) -> list[float]:
-    """Seconds of each round."""
+    """Return the seconds of each round."""
     sizes = (str(int(megabytes * 1e6)), str(rounds))
     first = _start(source, "0", "2", source.address, "-", *sizes)
     try:

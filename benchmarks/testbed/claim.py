@@ -1,7 +1,7 @@
-"""Who owns a testbed: a locked file per bed, so that `down` can tell what a killed run left.
+"""Ownership of testbeds: a locked file per bed, so that `down` can detect abandoned beds.
 
-The lock is the kernel's, so it ends with its owner however that ends; a process id in a file
-would have to be guessed about once the number is used again.
+The kernel releases the lock when its owner ends, in any way. A process id in a file would be
+ambiguous once the number is reused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Claim:
             raise BedInUseError(f"testbed {name} belongs to a running process") from None
 
     def release(self) -> None:
-        """The bed is gone: forget its name, and delete its files."""
+        """Release the name and delete the bed's files after the bed is removed."""
         shutil.rmtree(files_of(self.name), ignore_errors=True)
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
 
     def abandon(self) -> None:
-        """Leave the bed up without an owner, for whoever comes with its name."""
+        """Leave the bed up without an owner, for later use by its name."""
         os.close(self._fd)
 
 
@@ -46,11 +46,11 @@ class BedInUseError(ValueError):
 
 
 def files_of(name: str) -> Path:
-    """Where a bed may keep files for as long as it is up."""
+    """Return the folder for a bed's files."""
     return CLAIMS / f"{name}.files"
 
 
 def claimed() -> Iterator[str]:
-    """Names of all beds that are up, or that a killed run left half made."""
+    """Return the names of all beds that are up, or that a killed run left half made."""
     if CLAIMS.is_dir():
         yield from sorted(path.name for path in CLAIMS.iterdir() if path.is_file())

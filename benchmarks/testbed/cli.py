@@ -31,7 +31,7 @@ from testbed.network import Testbed, down, up
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command; return the exit status."""
     args = _parser().parse_args(arguments)
     try:
         iproute.require()
@@ -112,7 +112,7 @@ def _ray_up(args: argparse.Namespace) -> None:
 
 
 def _bed(args: argparse.Namespace) -> Testbed:
-    """The bed that is meant; ValueError when that is not clear."""
+    """Return the bed that is meant; ValueError when that is not clear."""
     names = list(claimed())
     if args.bed is not None and args.bed not in names:
         raise ValueError(f"there is no testbed {args.bed}; there are {names}")

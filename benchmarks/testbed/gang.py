@@ -1,6 +1,6 @@
-"""A prefill gang that spans both servers, without Ray, and a driver for its jobs.
+"""A prefill gang over both servers, without Ray, and a driver for its jobs.
 
-The driver stands in for the router: it speaks to the ranks itself, so that a benchmark names every
+The driver replaces the router: it speaks to the ranks itself, so that a benchmark names every
 group, bound and strategy. It must run on one of the servers (`iproute.entered`).
 """
 
@@ -40,11 +40,11 @@ from testbed.network import Testbed
 from testbed.traffic import Traffic
 
 START_S = 120.0
-"""For all ranks to load the model and form the gang."""
+"""Time limit for all ranks to load the model and form the gang."""
 JOB_S = 600.0
-"""For one prefill job."""
+"""Time limit of one prefill job."""
 CLOSE_S = 10.0
-"""For a rank to end by itself."""
+"""Time limit for a rank to end by itself."""
 TRACED_RANK = Path(__file__).with_name("traced_rank.py")
 T = TypeVar("T", SampledTokens, PrefillDone)
 _KINDS: dict[str, type] = {
@@ -56,12 +56,12 @@ GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 
 class JobFailedError(RuntimeError):
-    """A rank said that it cannot do the job, or is gone."""
+    """A rank cannot do the job, or is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangOptions:
-    """What the ranks are told besides their place."""
+    """Options of the ranks besides their location."""
 
     model_dir: Path
     ranks_per_server: int = 2
@@ -69,26 +69,26 @@ class GangOptions:
     """Per rank."""
     dtype: str = "float32"
     spans_dir: Path | None = None
-    """Ranks write the spans of their jobs to files in it; None traces nothing."""
+    """Folder to which ranks write the spans of their jobs. None: no tracing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """What one prefill job took; per-rank lists are in rank order."""
+    """Figures of one prefill job; per-rank lists are in rank order."""
 
     token: int
     """The first token of the answer."""
     trace_id: str
-    """Of the job's spans, if spans are written."""
+    """Trace id of the job's spans, if spans are written."""
     ttft_s: float
-    """From handing the job to the ranks to having its token."""
+    """Time from sending the job to the ranks until its token."""
     done: tuple[PrefillDone, ...]
     traffic: Traffic
-    """By the kernel's counters: tokens, control and headers included."""
+    """Traffic by the kernel's counters: tokens, control and headers included."""
     cpu_s: tuple[float, ...]
     """CPU time of each rank's process, network threads included."""
     compute_cpu_s: tuple[float, ...]
-    """CPU time of each rank's busiest thread, which is the one that computes."""
+    """CPU time of each rank's busiest thread, which is the computing one."""
 
 
 class Gang:
@@ -105,13 +105,13 @@ class Gang:
 
     @property
     def client(self) -> GangClient:
-        """Of the gang that has started."""
+        """Return the client of the started gang."""
         assert self._client is not None, "the gang has not started"
         return self._client
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Rack-Server-GPU ids in rank order."""
+        """Return the Rack-Server-GPU ids in rank order."""
         return self.client.locations
 
     # --- life ------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Gang:
     def _spawn(
         self, config: dict[str, Any], spans_dir: Path | None, secret: str
     ) -> subprocess.Popen[str]:
-        (server,) = (it for it in self._bed.servers if it.address == config["host"])
+        (server,) = (server for server in self._bed.servers if server.address == config["host"])
         process = subprocess.Popen(
             server.command(*_host(config, spans_dir)),
             stdin=subprocess.PIPE,
@@ -168,13 +168,13 @@ class Gang:
         layout: str = "contiguous",
         cached: int = 0,
     ) -> JobResult:
-        """Prefill one prompt over all ranks, evenly cut, and draw its first token greedily.
+        """Prefill one prompt over all ranks, evenly cut, and sample its first token greedily.
 
         Args:
             tokens: (L,) int32.
             strategy, csa: as in `PrefillStep`.
-            layout: of the rows (`protocols.placement.LAYOUTS`).
-            cached: so many tokens are computed before, and are not measured.
+            layout: layout of the rows (`protocols.core.placement.LAYOUTS`).
+            cached: number of tokens that are computed before, and are not measured.
         """
         sequence_id = self._jobs + 1
         job = self._job(sequence_id, 0, cached or len(tokens), (), layout)
@@ -239,7 +239,7 @@ class Gang:
             self.client.notify(member, "prefill", schema.pack(replace(job, tokens=share)))
 
     def _forget(self, job: PrefillStep) -> None:
-        """Give back the KV slots of a job that has ended."""
+        """Free the KV slots of a job that has ended."""
         self.client.notify_all(
             "cancel", schema.pack(CancelSequence(sequence_id=job.chunks[0].sequence_id))
         )
@@ -251,7 +251,11 @@ class Gang:
             self._heard[kind].put_nowait(schema.unpack(kind, payload))
 
     async def _next(self, kind: type[T]) -> T:
-        """The next message of a kind; JobFailedError if a rank gives up or is gone."""
+        """Return the next message of a kind.
+
+        Raises:
+            JobFailedError: a rank gives up or is gone.
+        """
         failure = asyncio.ensure_future(self._heard[RequestFailed].get())
         message = asyncio.ensure_future(self._heard[kind].get())
         waited_for = [message, failure, self.client.lost]
@@ -268,7 +272,7 @@ class Gang:
 
 @asynccontextmanager
 async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang]:
-    """A gang over both servers for the duration of a block."""
+    """Run a gang over both servers for the duration of a block."""
     gang = Gang(bed)
     try:
         await gang.start(options)
@@ -278,7 +282,7 @@ async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang
 
 
 def _computed(job: PrefillStep) -> tuple[KvSlice, ...]:
-    """Where the KV of a step lies: where it was computed."""
+    """Return where the KV of a step is: where it was computed."""
     return tuple(
         KvSlice(instance=instance, span=part.span)
         for member, instance in enumerate(job.group)
@@ -287,7 +291,7 @@ def _computed(job: PrefillStep) -> tuple[KvSlice, ...]:
 
 
 def _rank_configs(bed: Testbed, options: GangOptions) -> list[dict[str, Any]]:
-    """Fields of `RankConfig` for each rank."""
+    """Return the fields of `RankConfig` for each rank."""
     places = [
         {"host": server.address, "location": location}
         for server in bed.servers
@@ -305,14 +309,14 @@ def _rank_configs(bed: Testbed, options: GangOptions) -> list[dict[str, Any]]:
 
 
 def _host(config: dict[str, Any], spans_dir: Path | None) -> list[str]:
-    """The command that hosts a rank."""
+    """Return the command that hosts a rank."""
     if spans_dir is None:
         return [sys.executable, "-m", "csps.actors.host_rank", json.dumps(config)]
     return [sys.executable, str(TRACED_RANK), str(spans_dir), json.dumps(config)]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """A rank ends when its standard input does; if not, it is killed."""
+    """End a rank by closing its standard input, or kill it after a time limit."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(CLOSE_S)
     process.kill()

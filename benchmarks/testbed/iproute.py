@@ -1,4 +1,4 @@
-"""The few commands of iproute2 that a testbed needs, and the system call to enter a namespace."""
+"""The commands of iproute2 that a testbed needs, and the system call to enter a namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND_S = 20.0
-"""For one ip or tc command; the kernel takes namespaces apart in the background."""
+"""Time limit of one ip or tc command. The kernel removes namespaces in the background."""
 _CLONE_NEWNET = 0x4000_0000
 _NAMESPACES = Path("/run/netns")
 
@@ -24,7 +24,11 @@ class UnavailableError(RuntimeError):
 
 
 def require() -> None:
-    """Raise UnavailableError, saying what is missing, unless namespaces can be made here."""
+    """Check that namespaces can be made here.
+
+    Raises:
+        UnavailableError: something is missing; the message names it.
+    """
     if os.geteuid() != 0:
         raise UnavailableError("a testbed needs root, for network namespaces")
     for command in ("ip", "tc"):
@@ -33,7 +37,11 @@ def require() -> None:
 
 
 def run(*command: str) -> str:
-    """Run a command; its output, or a RuntimeError that carries its complaint."""
+    """Run a command and return its output.
+
+    Raises:
+        RuntimeError: the command failed; the message has its error output.
+    """
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
@@ -41,17 +49,17 @@ def run(*command: str) -> str:
 
 
 def exists(namespace: str) -> bool:
-    """Whether there is a network namespace of that name."""
+    """Return whether a network namespace of that name exists."""
     return (_NAMESPACES / namespace).exists()
 
 
 def pids(namespace: str) -> list[int]:
-    """Processes inside a namespace."""
+    """Return the processes inside a namespace."""
     return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
 
 
 def link_statistics(namespace: str, device: str) -> dict[str, Any]:
-    """The kernel's counters of a device, `{"rx": {"bytes": ...}, "tx": {...}}`."""
+    """Return the kernel's counters of a device, `{"rx": {"bytes": ...}, "tx": {...}}`."""
     facts = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show", device))
     statistics: dict[str, Any] = facts[0]["stats64"]
     return statistics
@@ -59,10 +67,10 @@ def link_statistics(namespace: str, device: str) -> dict[str, Any]:
 
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """This thread inside a namespace, with every thread and process that it starts meanwhile.
+    """Run this thread, and the threads and processes that it starts, inside a namespace.
 
-    Only the network changes. `ip netns exec` would need a program of its own for what is one
-    function here.
+    Only the network changes. `ip netns exec` would need a separate program for what is one function
+    here.
     """
     assert threading.current_thread() is threading.main_thread(), "pids() would not show a thread"
     with open("/proc/thread-self/ns/net") as home, (_NAMESPACES / namespace).open() as there:

@@ -1,4 +1,4 @@
-"""The link between the two servers: how fast and how long it is."""
+"""The link between the two servers: its rate and delay."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Link:
     """One direction of the link; both directions are alike and independent."""
 
     rate_bits: float | None = None
-    """Bits per second, headers included; None is as fast as the machine copies."""
+    """Bits per second, headers included. None: as fast as the machine copies."""
     delay_s: float = 0.0
-    """One way."""
+    """Delay in one direction."""
 
     @classmethod
     def parse(cls, rate: str = UNLIMITED, delay: str = "0ms") -> Link:
-        """Read the units of `tc`: rates in kbit, mbit, gbit or "unlimited", delays in us, ms, s.
+        """Parse the units of `tc`: rates in kbit, mbit, gbit or "unlimited", delays in us, ms, s.
 
         Raises:
-            ValueError: it is no such quantity, or not a positive rate.
+            ValueError: the text is no such quantity, or not a positive rate.
         """
         bits = None if rate == UNLIMITED else _quantity(rate, _RATE_UNITS)
         if bits == 0:
@@ -35,7 +35,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate in bytes per second."""
+        """Return the rate in bytes per second."""
         return None if self.rate_bits is None else self.rate_bits / 8
 
 

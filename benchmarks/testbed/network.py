@@ -28,34 +28,36 @@ from testbed.wire import start_wire
 
 SERVERS = 2
 BURST_S = 1e-3
-"""How long the token bucket may run ahead at full rate."""
+"""Time for which the token bucket may run ahead at full rate."""
 LEAST_BURST_BYTES = 256 * 1024
-"""A bucket must hold several of the 64 KiB packets that TCP hands to a virtual device."""
+"""Least size of the bucket, which must hold several of TCP's 64 KiB packets for a virtual
+device.
+"""
 QUEUE_S = 0.05
-"""What the shaper queues before it drops."""
+"""Longest queue of the shaper before it drops."""
 KILL_S = 10.0
-"""For killed processes to leave a namespace."""
+"""Time limit for killed processes to leave a namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One of the two."""
+    """One of the two servers."""
 
     index: int
     namespace: str
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs another one on this server."""
+        """Return the command that runs another one on this server."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def locations(self, ranks: int) -> list[str]:
-        """Rack-Server-GPU ids of so many ranks on this server."""
+        """Return the Rack-Server-GPU ids of so many ranks on this server."""
         return [f"0-{self.index}-{gpu}" for gpu in range(ranks)]
 
 
 class Testbed:
-    """A bed that exists, by its name; making it and taking it down are `build` and `remove`."""
+    """An existing bed, by its name; `build` makes it and `remove` removes it."""
 
     __test__ = False  # pytest takes the name for a test class
 
@@ -69,11 +71,11 @@ class Testbed:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Everything the bed consists of."""
+        """Return all namespaces of the bed."""
         return (*(server.namespace for server in self.servers), self._switch)
 
     def build(self, link: Link) -> None:
-        """Make the namespaces and join them. What a failure leaves, `remove` clears."""
+        """Make the namespaces and join them; `remove` clears what a failure leaves."""
         for namespace in self.namespaces:
             iproute.run("ip", "netns", "add", namespace)
             iproute.run("ip", "-n", namespace, "link", "set", "lo", "up")
@@ -109,11 +111,11 @@ class Testbed:
                 iproute.run(*qdisc, "replace", "dev", "eth0", "root", *_token_bucket(rate_bits))
 
     def traffic(self) -> Traffic:
-        """Bytes so far; subtract two of them."""
+        """Return the bytes so far, to be subtracted from later ones."""
         return Traffic.of(self.namespaces[:SERVERS])
 
     def remove(self) -> None:
-        """Kill what runs inside, delete what is there; harmless when there is nothing."""
+        """Kill the processes inside and delete the namespaces; does nothing if they are gone."""
         present = [namespace for namespace in self.namespaces if iproute.exists(namespace)]
         _end_processes(present)
         for namespace in present:
@@ -127,7 +129,7 @@ def _token_bucket(rate_bits: float) -> tuple[str, ...]:
 
 
 def _end_processes(namespaces: Sequence[str]) -> None:
-    """Kill every process in the namespaces but this one; they are all of the bed's making."""
+    """Kill every process in the namespaces except this one; all belong to the bed."""
     deadline = time.monotonic() + KILL_S
     while inside := {pid for n in namespaces for pid in iproute.pids(n)} - {os.getpid()}:
         if time.monotonic() > deadline:
@@ -139,7 +141,7 @@ def _end_processes(namespaces: Sequence[str]) -> None:
 
 
 def up(link: Link) -> Testbed:
-    """Make a bed that stays until `down`, also when this process ends."""
+    """Make a bed that stays until `down`, also after this process ends."""
     claim, bed = _claim_new()
     try:
         bed.build(link)
@@ -153,11 +155,11 @@ def up(link: Link) -> Testbed:
 
 
 def down(name: str) -> None:
-    """Take a bed down that has no living owner.
+    """Remove a bed that has no living owner.
 
     Raises:
-        BedInUseError: it has one.
-        ValueError: there is no such bed.
+        BedInUseError: the bed has an owner.
+        ValueError: the bed does not exist.
     """
     if name not in claimed():
         raise ValueError(f"there is no testbed {name}")
@@ -169,7 +171,7 @@ def down(name: str) -> None:
 
 @contextmanager
 def two_servers(link: Link) -> Iterator[Testbed]:
-    """A bed for the duration of a block, taken down also on failure, Ctrl-C and SIGTERM."""
+    """Run a block with a bed, and remove it also on failure, Ctrl-C and SIGTERM."""
     with termination_raises():
         claim, bed = _claim_new()
         try:
@@ -195,7 +197,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def termination_raises() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, instead of ending the process."""
+    """Let SIGTERM and SIGHUP unwind the stack, like Ctrl-C, instead of ending the process."""
 
     def unwind(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -210,7 +212,7 @@ def termination_raises() -> Iterator[None]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Signals wait until the block is through: half a removal is what `down` is for."""
+    """Hold signals back until the block is through, so that a removal is never interrupted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDINGS})
     try:
         yield

@@ -1,10 +1,10 @@
 """The whole Ray Serve deployment over the two servers: a Ray head on one, a node on the other.
 
-Ray's own `ray stop` would end every Ray on the machine; what runs here ends with the namespaces,
-when the bed goes down, or by its sessions, where it does not become ready. Each node offers so few
-CPUs that a prefill gang of four ranks has to be split two and two, and carries its Rack-Server id
-as the node label `csps.io/server`: which rank lands on which node is Ray's choice, so a topology in
-the settings could only guess.
+Ray's own `ray stop` would end every Ray on the machine. Processes here end with the namespaces,
+when the bed goes down, or by their sessions if Ray does not become ready. Each node offers so few
+CPUs that a prefill gang of four ranks must be split two and two, and has its Rack-Server id as the
+node label `csps.io/server`. Ray chooses the node of each rank, so a topology in the settings could
+only guess.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from testbed.claim import files_of
 from testbed.network import Server, Testbed, signals_held, termination_raises
 
 GCS_PORT, DASHBOARD_PORT = 6399, 8265
-"""Of the head; the namespace is its own, so no other Ray can have them."""
+"""Ports of the head. The namespace is its own, so no other Ray can have them."""
 START_S = 90.0
-"""For one `ray start`."""
+"""Time limit of one `ray start`."""
 OBJECT_STORE_BYTES = 128 * 2**20
 NODE_CPUS, PREFILL_CPUS, DECODE_CPUS = 2, 0.9, 0.05
-"""A node holds two prefill ranks (1.8 of 2 CPUs) and never three."""
+"""CPUs of a node and of ranks: a node holds two prefill ranks (1.8 of 2 CPUs) and never three."""
 RANKS_PER_SERVER = 2
 SPT_TOKENS = 1024
-"""Small, so that prompts of a few thousand tokens already take ranks of both servers."""
+"""Small SPT, so that prompts of a few thousand tokens already use ranks of both servers."""
 SERVER_LABEL = "csps.io/server"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Head(RayHead):
-    """A head that is known by its namespace and not by a process."""
+    """A head that is known by its namespace instead of a process."""
 
     namespace: str
 
     @property
     def alive(self) -> bool:
-        """Something still runs there."""
+        """Return whether a process still runs there."""
         return bool(iproute.pids(self.namespace))
 
 
@@ -62,16 +62,15 @@ def start(
     port: int = 8000,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Start Ray on both servers, deploy, wait until ready; returns the URL, seen from server 0.
+    """Start Ray on both servers, deploy, and wait until ready; return the URL for server 0.
+
+    On failure nothing of it is left, and the bed is as it was.
 
     Args:
-        settings: in the place of the testbed's, or besides them.
-
-    Where it fails nothing is left of it, and the bed is as it was.
+        settings: settings that replace or extend the testbed's.
 
     Raises:
-        RuntimeError: Ray has been started in this bed, or does not start; the message carries its
-            last words.
+        RuntimeError: Ray was already started in this bed, or does not start; the message has its last output.
         CspsError: the application cannot be deployed.
     """
     folder = _new_folder(bed)
@@ -89,7 +88,7 @@ def start(
 
 
 def environment(bed: Testbed) -> dict[str, str]:
-    """For commands that talk to the bed's Ray cluster, if it has one."""
+    """Return the environment for commands to the bed's Ray cluster, if it has one."""
     folder = files_of(bed.name)
     head = _head(bed, folder)
     return {**_environment(head), "RAY_ADDRESS": head.address} if folder.is_dir() else {}
@@ -108,8 +107,7 @@ def _new_folder(bed: Testbed) -> Path:
 
 @contextmanager
 def _undone_on_failure(folder: Path) -> Iterator[list[_Node]]:
-    """A list for the nodes that a block starts. Unless it succeeds they end, and the folder goes;
-    what others run on the servers stays."""
+    """Yield a list of nodes to end if the block fails; other processes on the servers stay."""
     started: list[_Node] = []
     with termination_raises():
         try:
@@ -124,13 +122,13 @@ def _undone_on_failure(folder: Path) -> Iterator[list[_Node]]:
 
 @dataclass(frozen=True)
 class _Node:
-    """What `ray start` leaves running on a server: the session that its process has led."""
+    """Processes that `ray start` leaves on a server: the session that it led."""
 
     head: RayHead
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """Returns when nothing of it is left."""
+        """Kill all of its processes and wait for their end."""
         replace(self.head, pid=self.process.pid).stop(grace_s=0)
         self.process.wait()
 
@@ -201,7 +199,7 @@ def _environment(head: RayHead) -> dict[str, str]:
 
 
 def _config(folder: Path, written: Mapping[str, Any]) -> DeployConfig:
-    """The deployment as an operator would write it down, checked."""
+    """Return the checked deployment settings as an operator would write them."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(written, sort_keys=False))
     return read_config(path)
@@ -210,7 +208,7 @@ def _config(folder: Path, written: Mapping[str, Any]) -> DeployConfig:
 def serve_config(
     bed: Testbed, *, model: str, port: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Two prefill ranks and one decode rank for each server, unless the settings say otherwise."""
+    """Return two prefill ranks and one decode rank for each server, unless the settings differ."""
     servers = len(bed.servers)
     args = {
         "model": model,

@@ -10,20 +10,20 @@ from testbed import iproute
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What has been sent, with TCP/IP headers and acknowledgements.
+    """Bytes sent, with TCP/IP headers and acknowledgements.
 
-    A virtual device counts the packets that TCP hands it, of up to 64 KiB: there are fewer
-    headers in these figures than a real wire would carry.
+    A virtual device counts the packets that TCP hands it, of up to 64 KiB, so these figures contain
+    fewer headers than on a real wire.
     """
 
     between_bytes: int
-    """Sent by either server to the other."""
+    """Bytes sent by either server to the other."""
     inside_bytes: int
-    """Sent over the servers' loopback devices."""
+    """Bytes sent over the servers' loopback devices."""
 
     @classmethod
     def of(cls, namespaces: Sequence[str]) -> Traffic:
-        """The counters of these servers, summed."""
+        """Return the summed counters of these servers."""
         return cls(between_bytes=_sent(namespaces, "eth0"), inside_bytes=_sent(namespaces, "lo"))
 
     def __sub__(self, earlier: Traffic) -> Traffic:

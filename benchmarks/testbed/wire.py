@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 READY_S = 10.0
-"""For the wire's process to say that it carries."""
+"""Time limit for the wire's process to report that it is ready."""
 QUEUED_BYTES = 64 * 1024 * 1024
-"""In flight in one direction: 6 ms at 80 Gbit/s; beyond, frames are dropped like on any wire."""
+"""Bytes in flight in one direction: 6 ms at 80 Gbit/s. Further frames are dropped, like on any
+wire.
+"""
 
 # linux/if_tun.h
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -68,7 +70,7 @@ class _Direction:
             self.queued += len(frame)
 
     def hand_out(self) -> None:
-        """Everything that is due."""
+        """Write every frame that is due."""
         while self.frames and self.frames[0][0] <= time.monotonic():
             _, frame = self.frames.popleft()
             self.queued -= len(frame)
@@ -76,7 +78,7 @@ class _Direction:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until the next frame; None with none under way."""
+        """Return the seconds until the next frame is due, or None."""
         return max(0.0, self.frames[0][0] - time.monotonic()) if self.frames else None
 
 
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _tap(name: str, bridge: str) -> int:
-    """A TAP device on a bridge; its frames begin with a virtio-net header."""
+    """Return a TAP device on a bridge; its frames begin with a virtio-net header."""
     fd = os.open("/dev/net/tun", os.O_RDWR)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))

@@ -1,16 +1,16 @@
-"""How long a step takes: Tetris' Eq. 1 and LoongServe's Eq. 7, in integers.
+"""Latency models predict times of steps, decode iterations and messages in integer arithmetic.
 
-Both are one formula. A step of pieces with lengths L and histories C takes::
+Tetris' Eq. 1 and LoongServe's Eq. 7 are one formula. A step of chunks with lengths L and histories
+C takes::
 
     T = a + b * sum(L) + c * sum(C * L) + d * sum(L^2)
 
-with coefficients for every group shape: Tetris fits it per SP size and for one piece, LoongServe
-per strategy (SP, TP) and for a batch without history. An iteration of decoding takes
-`A + B * sum(context) + C * batch` with two sets of coefficients, memory-bound and compute-bound.
+with coefficients for each group shape: Tetris fits one chunk per SP size, LoongServe a batch
+without history per (SP, TP). A decode iteration takes `A + B * sum(context) + C * batch`, with
+separate coefficients where it is memory-bound and where it is compute-bound.
 
-Coefficients are integers, nanoseconds times 2^48, and so is all arithmetic: a prediction is the
-same on every machine, comparing two needs no tolerance, and the inverse is exact. A step of a
-million tokens is rounded by less than a nanosecond.
+All coefficients are integers, in 2^-48 ns. So predictions are the same on every machine, comparing
+two needs no tolerance, and the inverse is exact. A million tokens lose less than a nanosecond.
 """
 
 from __future__ import annotations
@@ -31,61 +31,61 @@ _ONE_NS = 1 << FRACTION_BITS
 
 T = TypeVar("T")
 ChunkSize = tuple[int, int]
-"""(length, history) of a piece, in tokens."""
+"""Length and history of a chunk, in tokens."""
 
 
 def fixed_ns(seconds: float) -> int:
-    """A coefficient in seconds as the integer that the classes below take."""
+    """Convert a coefficient in seconds to the fixed-point integer of the classes below."""
     return round(seconds * 1e9 * _ONE_NS)
 
 
 def in_seconds(fixed: int) -> float:
-    """The inverse of `fixed_ns`, as near as a float gets."""
+    """Convert a fixed-point coefficient to seconds."""
     return fixed / _ONE_NS / 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """T(L, C) on groups of one shape. All four in 2^-48 ns, none negative."""
+    """Time T(L, C) of a step on groups of one shape; coefficients in 2^-48 ns, none negative."""
 
     a: int
-    """Whatever does not grow with the step."""
+    """Constant time of a step."""
     b: int
-    """For each token: projections and MLP."""
+    """Time for each token: projections and MLP."""
     c: int
-    """For each pair of a token and one of its history."""
+    """Time for each pair of a token and a token of its history."""
     d: int
-    """For each pair of tokens of the same piece; 2d = c where only causal pairs are computed."""
+    """Time for each pair of tokens of one chunk; 2d = c where only causal pairs are computed."""
 
     def __post_init__(self) -> None:
         if min(self.a, self.b, self.c, self.d) < 0:
-            raise ConfigError("a coefficient of a step's time is negative")
+            raise ConfigError(f"coefficients of a step must not be negative, as in {self}")
 
     @classmethod
     def of_seconds(cls, a: float, b: float, c: float, d: float) -> Self:
-        """From coefficients in seconds, per token and per pair."""
+        """Convert coefficients in seconds, per token and per pair."""
         return cls(a=fixed_ns(a), b=fixed_ns(b), c=fixed_ns(c), d=fixed_ns(d))
 
     @property
     def in_ns(self) -> tuple[float, float, float, float]:
-        """(a, b, c, d) in nanoseconds."""
+        """Coefficients (a, b, c, d) in nanoseconds."""
         return self.a / _ONE_NS, self.b / _ONE_NS, self.c / _ONE_NS, self.d / _ONE_NS
 
     def predict_ns(self, length: int, history: int = 0) -> int:
-        """Time of a step with one piece, rounded down (Tetris Eq. 1)."""
+        """Predict a step with one chunk, rounded down (Tetris Eq. 1)."""
         return (self.a + length * (self.b + self.c * history + self.d * length)) >> FRACTION_BITS
 
-    def predict_batch_ns(self, rows: Iterable[ChunkSize]) -> int:
-        """Time of a step with several pieces, rounded down (LoongServe Eq. 7)."""
+    def predict_batch_ns(self, chunks: Iterable[ChunkSize]) -> int:
+        """Predict a step with several chunks, rounded down (LoongServe Eq. 7)."""
         total = self.a
-        for length, history in rows:
+        for length, history in chunks:
             total += length * (self.b + self.c * history + self.d * length)
         return total >> FRACTION_BITS
 
     def longest(self, budget_ns: int, *, history: int = 0, at_most: int) -> int:
-        """The longest piece, up to `at_most`, that ends within the budget; 0 if none does.
+        """Return the longest chunk, up to `at_most`, that ends within the budget; 0 if none does.
 
-        Exact: the positive root of the quadratic, floored (Tetris Alg. 3).
+        The result is exact: the floor of the positive root of the quadratic (Tetris Alg. 3).
         """
         # T >> 48 <= budget means T < (budget + 1) << 48.
         room = ((budget_ns + 1) << FRACTION_BITS) - 1 - self.a
@@ -103,134 +103,138 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDecodeCost:
-    """One regime of `DecodeCost`. All three in 2^-48 ns, none negative."""
+    """One regime of `DecodeCost`; coefficients in 2^-48 ns, none negative."""
 
     a: int
+    """Constant time of an iteration."""
     b: int
-    """For each token of context, summed over the batch."""
+    """Time for each token of context, summed over the batch."""
     c: int
-    """For each request of the batch."""
+    """Time for each request of the batch."""
 
     def __post_init__(self) -> None:
         if min(self.a, self.b, self.c) < 0:
-            raise ConfigError("a coefficient of an iteration's time is negative")
+            raise ConfigError(f"coefficients of an iteration must not be negative, as in {self}")
 
     @classmethod
     def of_seconds(cls, a: float, b: float, c: float) -> Self:
-        """From coefficients in seconds."""
+        """Convert coefficients in seconds."""
         return cls(a=fixed_ns(a), b=fixed_ns(b), c=fixed_ns(c))
 
     def predict_ns(self, batch: int, context: int) -> int:
-        """Time of one iteration, rounded down."""
+        """Predict one iteration, rounded down."""
         return (self.a + self.b * context + self.c * batch) >> FRACTION_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCost:
-    """Time of an iteration of decoding on groups of one shape, in two regimes."""
+    """Time of a decode iteration on groups of one shape, in two regimes."""
 
     small: LinearDecodeCost
-    """Memory-bound: batches up to `tipping_batch`."""
+    """Memory-bound regime: batches up to `tipping_batch`."""
     large: LinearDecodeCost
-    """Compute-bound: larger ones. The same as `small` where no second regime was seen."""
+    """Compute-bound regime: larger batches. Equal to `small` if no second regime was seen."""
     tipping_batch: int
 
+    def regime(self, batch: int) -> LinearDecodeCost:
+        """Return the coefficients for a batch of this size."""
+        return self.small if batch <= self.tipping_batch else self.large
+
     def predict_ns(self, batch: int, context: int) -> int:
-        """Time of one iteration, rounded down.
+        """Predict one iteration, rounded down.
 
         Args:
-            batch: requests that draw a token.
+            batch: requests that sample a token.
             context: tokens that they attend to, summed.
         """
-        line = self.small if batch <= self.tipping_batch else self.large
-        return line.predict_ns(batch, context)
+        return self.regime(batch).predict_ns(batch, context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridCost:
-    """Time of an iteration that computes pieces of prompts beside rows that decode (Sarathi-Serve).
+    """Time of an iteration with piggybacked prefill: chunks beside a batch (Sarathi-Serve).
 
-    A piece is computed by its row's master; masters work side by side. Whatever grows with neither
-    pieces nor rows, such as reading the weights, is paid once for both.
+    The master of a sequence computes its chunk; masters work in parallel. Constant costs, such as
+    reading the weights, are paid once for both.
     """
 
     step: StepCost
-    """Of a single instance."""
+    """Cost of a step on a single instance."""
     decode: DecodeCost
-    """Of the gang."""
+    """Cost of an iteration of the gang."""
 
     def predict_fixed(self, chunks: Iterable[Iterable[ChunkSize]], batch: int, context: int) -> int:
-        """Time of one iteration, in 2^-48 ns.
+        """Predict one iteration, in 2^-48 ns.
 
         Args:
-            pieces: by master.
-            batch: rows that decode.
+            chunks: chunks of each master.
+            batch: sequences that decode.
             context: tokens that they attend to, summed.
         """
         step, constant = self.step, 0
         grows = [
-            sum(length * (step.b + step.c * past + step.d * length) for length, past in rows)
-            for rows in chunks
+            sum(length * (step.b + step.c * past + step.d * length) for length, past in of_master)
+            for of_master in chunks
         ]
         if grows:
             constant = step.a
         total = max(grows, default=0)
         if batch:
-            line = self.decode.small if batch <= self.decode.tipping_batch else self.decode.large
-            constant = max(constant, line.a)
-            total += line.b * context + line.c * batch
+            cost = self.decode.regime(batch)
+            constant = max(constant, cost.a)
+            total += cost.b * context + cost.c * batch
         return constant + total
 
     def predict_ns(self, chunks: Iterable[Iterable[ChunkSize]], batch: int, context: int) -> int:
-        """The same in nanoseconds, rounded down."""
+        """Predict one iteration in nanoseconds, rounded down."""
         return self.predict_fixed(chunks, batch, context) >> FRACTION_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """Time of a message between two ranks. Both in 2^-48 ns."""
+    """Time of a message between two ranks; coefficients in 2^-48 ns."""
 
     a: int
-    """Latency."""
+    """Latency of the link."""
     b: int
-    """For each byte."""
+    """Time for each byte."""
 
     @classmethod
     def of_seconds(cls, a: float, b: float) -> Self:
-        """From latency and seconds a byte."""
+        """Convert latency and seconds per byte."""
         return cls(a=fixed_ns(a), b=fixed_ns(b))
 
     def predict_ns(self, size: int) -> int:
-        """Time of a message of `size` bytes that has the link to itself, rounded down."""
+        """Predict a message of `size` bytes without competing traffic, rounded down."""
         return (self.a + self.b * size) >> FRACTION_BITS
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class LatencyKey:
-    """What coefficients are fitted for; it makes no difference on which servers instances stand."""
+    """Strategy and group size of a set of coefficients; the servers make no difference."""
 
     strategy: str
     sp: int
-    """Instances of the group."""
+    """Number of instances of the group."""
     tp: int = 1
-    """Ranks of each instance."""
+    """Ranks per instance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyTable:
-    """All coefficients that a scheduler works with; its log names them by `digest`."""
+    """All coefficients of a scheduler; its log names them by `digest`."""
 
     name: str
-    """Where they come from, for people."""
+    """Origin of the coefficients, for people."""
     exact: str
-    """Strategy that a caller means who names none."""
+    """Strategy of callers that name none."""
     steps: tuple[tuple[LatencyKey, StepCost], ...]
     decode: tuple[tuple[LatencyKey, DecodeCost], ...] = ()
     links: tuple[tuple[str, LinkCost], ...] = ()
-    """By kind: "inside" a server, "between" two."""
+    """Links by kind: "inside" a server, "between" two."""
 
     def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepCost:
-        """Coefficients for groups of `sp` instances, interpolated where that was not measured.
+        """Return the coefficients for groups of `sp` instances, interpolated if necessary.
 
         Raises:
             ConfigError: nothing was measured with this strategy and `tp`.
@@ -242,7 +246,7 @@ class LatencyTable:
         return self._found_steps[key]
 
     def iteration(self, sp: int, tp: int = 1) -> DecodeCost:
-        """Coefficients for decode groups of `sp` instances, interpolated as `step` does.
+        """Return the coefficients for decode groups of `sp` instances, interpolated if necessary.
 
         Raises:
             ConfigError: no decoding was measured with this `tp`.
@@ -251,26 +255,33 @@ class LatencyTable:
         if key not in self._found_iterations:
             sizes = _sizes(self.decode, "decode", tp)
             self._found_iterations[key] = DecodeCost(
-                small=LinearDecodeCost(**_at_size({n: it.small for n, it in sizes.items()}, sp)),
-                large=LinearDecodeCost(**_at_size({n: it.large for n, it in sizes.items()}, sp)),
+                small=LinearDecodeCost(
+                    **_at_size({size: cost.small for size, cost in sizes.items()}, sp)
+                ),
+                large=LinearDecodeCost(
+                    **_at_size({size: cost.large for size, cost in sizes.items()}, sp)
+                ),
                 tipping_batch=sizes[_nearest(sizes, sp)].tipping_batch,
             )
         return self._found_iterations[key]
 
     def link(self, kind: str) -> LinkCost:
-        """Of a kind of link.
+        """Return the coefficients of a kind of link.
 
         Raises:
-            ConfigError: none of this kind was measured.
+            ConfigError: no link of this kind was measured.
         """
         for name, cost in self.links:
             if name == kind:
                 return cost
-        raise ConfigError(f"latency table '{self.name}' knows no link '{kind}'")
+        known = ", ".join(name for name, _ in self.links) or "none"
+        raise ConfigError(
+            f"latency table '{self.name}' has no link '{kind}'; measured links: {known}"
+        )
 
     @functools.cached_property
     def canonical(self) -> bytes:
-        """The coefficients as bytes: equal tables, equal bytes. `parse_table` reads them."""
+        """Coefficients as bytes for `parse_table`, the same for equal tables."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -288,10 +299,10 @@ class LatencyTable:
 
 
 def parse_table(canonical: bytes) -> LatencyTable:
-    """The table whose `canonical` these bytes are.
+    """Read a table from the bytes of `LatencyTable.canonical`.
 
     Raises:
-        ConfigError: they are not those of a table.
+        ConfigError: the bytes are not a latency table.
     """
     try:
         data = json.loads(canonical)
@@ -315,30 +326,26 @@ def _parse_decode(data: Mapping[str, Any]) -> DecodeCost:
 
 
 def _sizes(entries: Sequence[tuple[LatencyKey, T]], strategy: str, tp: int) -> dict[int, T]:
-    """What was measured with a strategy and a tensor parallelism, by number of instances."""
-    sizes = {it.sp: cost for it, cost in entries if (it.strategy, it.tp) == (strategy, tp)}
+    """Return the measured entries of a strategy and tensor parallelism, by number of instances."""
+    sizes = {key.sp: cost for key, cost in entries if (key.strategy, key.tp) == (strategy, tp)}
     if not sizes:
-        known = sorted({f"{it.strategy} with tp={it.tp}" for it, _ in entries})
+        known = sorted({f"{key.strategy} with tp={key.tp}" for key, _ in entries})
         raise ConfigError(
-            f"no latencies of {strategy} with tp={tp}; there are {', '.join(known) or 'none'}"
+            f"no latencies of {strategy} with tp={tp}; measured: {', '.join(known) or 'none'}"
         )
     return sizes
 
 
 def _at_size(sizes: Mapping[int, StepCost | LinearDecodeCost], sp: int) -> dict[str, int]:
-    """Coefficients at a size that may not have been measured.
-
-    Between two measured sizes every coefficient is affine in 1/sp, so that a prediction is
-    monotone between them and lies between theirs. That contains the rule that d * sp is constant,
-    which holds within 15 % in Tetris' Table 1 and 1 % in LoongServe's Fig. 2 and 3. Beyond the
-    measured sizes it is all there is to go by: b, c and d times sp stay, and a stays.
-    """
+    """Return the coefficients at a size, interpolated or extrapolated if it was not measured."""
     if sp in sizes:
         return vars(sizes[sp])
     for low, high in pairwise(sorted(sizes)):
         if low < sp < high:
             return _between(low, sizes[low], high, sizes[high], sp)
     size = _nearest(sizes, sp)
+    # Extrapolate by the rule that d * sp is constant, which holds within 15 % in Tetris' Table 1
+    # and 1 % in LoongServe's Fig. 2 and 3. b and c follow it too; a stays.
     return {
         name: value if name == "a" else value * size // sp
         for name, value in vars(sizes[size]).items()
@@ -352,6 +359,8 @@ def _between(
     last: StepCost | LinearDecodeCost,
     sp: int,
 ) -> dict[str, int]:
+    """Interpolate between two measured sizes."""
+    # Affine in 1/sp, so that predictions are monotone between the two sizes.
     ends = vars(last)
     return {
         name: value + (ends[name] - value) * high * (sp - low) // (sp * (high - low))

@@ -1,10 +1,8 @@
-"""Latencies that papers have published, as tables for simulation.
+"""Latency tables that ship with csps: one for unprofiled servers, two from papers.
 
-Latencies for servers that have not been profiled.
-
-Measured with the included model, two prefill and two decode ranks on two cores that other work
-shared, and within a fifth or so of what was measured (`benchmarks/results/profile-2026-11-22.md`):
-a rough shape to begin with.
+`SHIPPED` was measured with the included model, two prefill and two decode ranks on two shared
+cores, and is within about 20 % of the measured times (`benchmarks/results/profile-2026-11-22.md`).
+The tables in `PUBLISHED` are fits to published figures, for simulation.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ _TETRIS_FITS = {
     8: (0.1737, 6.739e-6, 1.644e-10),
     16: (0.3867, 2.466e-6, 8.944e-11),
 }
-"""(a, b, d) of Eq. 1 in seconds by SP, fitted to Tetris' Table 1, the prefill of LLaMA3-8B on A100
-(§2.2): within 6.3 %. c = 2d."""
+"""Coefficients (a, b, d) of Eq. 1 in seconds by SP, fitted to Tetris' Table 1, the prefill of
+LLaMA3-8B on A100 (§2.2), within 6.3 %; c = 2d."""
 
 _LOONGSERVE_FITS = {
     (1, 8): (0.187, 1.479e-5, 1.784e-10),
@@ -34,9 +32,9 @@ _LOONGSERVE_FITS = {
     (4, 2): (0.074, 9.96e-6, 1.938e-10),
     (1, 2): (0.015, 3.22e-5, 7.76e-10),
 }
-"""(alpha, beta, gamma) of Eq. 7 in seconds by (SP, TP), fitted to LoongServe's Fig. 3: within 2.3 %
-of what can be read off it; the last one off Fig. 2. The quantity published is a prompt's prefill,
-so history costs what Eq. 1 says: c = 2d."""
+"""Coefficients (alpha, beta, gamma) of Eq. 7 in seconds by (SP, TP), fitted to LoongServe's Fig. 3
+within 2.3 %; the last one is from Fig. 2. The figures show whole prompts, so history costs what
+Eq. 1 says: c = 2d."""
 
 
 def _steps(
@@ -59,20 +57,20 @@ LOONGSERVE_LWM_7B_A800 = LatencyTable(
     steps=_steps("ring_kv", _LOONGSERVE_FITS),
 )
 
-PUBLISHED = {it.name: it for it in (TETRIS_LLAMA3_8B_A100, LOONGSERVE_LWM_7B_A800)}
+PUBLISHED = {table.name: table for table in (TETRIS_LLAMA3_8B_A100, LOONGSERVE_LWM_7B_A800)}
 
 
 _STEPS = {
     1: (6.385e-3, 1.56e-5, 2.311e-8, 9.888e-9),
     2: (1.746e-2, 8.158e-6, 1.624e-8, 7.974e-9),
 }
-"""(a, b, c, d) in seconds by instances."""
+"""Coefficients (a, b, c, d) of a step in seconds, by instances."""
 
 _DECODE = {1: (1.54e-3, 4.278e-7, 4.116e-4), 2: (7.817e-3, 7.427e-7, 4.951e-4)}
-"""(a, b, c) in seconds by instances; no second regime up to 64 requests."""
+"""Coefficients (a, b, c) of an iteration in seconds, by instances; one regime up to 64 requests."""
 
 _INSIDE = (3.4e-5, 2.576e-10)
-"""Latency and seconds a byte between two ranks of the machine."""
+"""Latency and seconds per byte between two ranks of the machine."""
 
 
 def _decode(a: float, b: float, c: float) -> DecodeCost:

@@ -1,7 +1,5 @@
-"""What traffic depends on beside the group: the sizes of a model's attention.
-
-What of sparse attention a deployment, a model and a prompt allow.
-"""
+"""Sizes of a model's attention, on which traffic depends, and checks of sparse attention against
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from csps.protocols.core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The sizes of a model's attention."""
+    """Sizes of a model's attention."""
 
     hidden: int
     heads: int
@@ -29,32 +27,34 @@ class AttentionShape:
     def __post_init__(self) -> None:
         sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.layers, self.lse
         if min(sizes) < 1:
-            raise ValueError(f"sizes of attention start at 1: {self}")
+            raise ValueError(f"sizes of attention must be at least 1: {self}")
 
     @property
     def width(self) -> int:
-        """Of the queries of one token."""
+        """Elements of the queries of one token."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Of the keys of one token, or of the values."""
+        """Elements of the keys of one token, or of its values."""
         return self.kv_heads * self.head_dim
 
     @property
     def weights(self) -> int:
-        """Of a layer's four projections; their biases are not counted."""
+        """Elements of a layer's four projections; their biases are not counted."""
         return 2 * self.hidden * (self.width + self.kv_width)
 
 
 def lse_elements(element_bytes: int) -> int:
-    """Elements of a dtype that one fp32 LSE takes on a wire; at least one."""
+    """Return the elements of a dtype that one fp32 LSE takes in a message; at least one."""
     return max(1, 4 // element_bytes)
 
 
 def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:
-    """Query heads of each part, and the KV heads that they read; a KV head goes to every part one
-    of whose query heads reads it."""
+    """Yield the query heads of each part, and the KV heads that they read.
+
+    A KV head belongs to every part with a query head that reads it.
+    """
     group = heads // kv_heads
     for part in range(parts):
         queries = even_share(heads, parts, part)
@@ -65,15 +65,15 @@ def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, 
 def check_csa(
     settings: CsaSettings, *, prompt_tokens: int, locations: Sequence[str], shape: AttentionShape
 ) -> None:
-    """Refuse what no group of the gang could do for the prompt.
+    """Refuse sparse attention that no group of the gang could compute for the prompt.
 
     Args:
-        locations: Rack-Server-GPU ids of the prefill instances; none while there is no gang, and
-            nobody knows how many levels the one that comes will tell apart.
+        locations: Rack-Server-GPU ids of the prefill instances. Empty while there is no gang, when
+            the number of levels is not known.
 
     Raises:
-        InvalidRequest: more levels than the gang's locations tell apart, more micro-partitions
-            than the prompt has tokens, or numbers for other layers and KV heads than the model's.
+        InvalidRequest: more levels than the gang's locations distinguish, more micro-partitions
+            than the prompt has tokens, or numbers for layers or KV heads that the model lacks.
     """
     _check_levels(settings, locations)
     _check_micro_partitions(settings, prompt_tokens, locations)
@@ -103,8 +103,8 @@ def _check_micro_partitions(settings: CsaSettings, tokens: int, locations: Seque
         levels = len(_ordered(locations).granularities)
         if (longest := max(map(len, settings.micro_partitions))) > levels:
             raise InvalidRequest(
-                f"csps.micro_partitions: must be at most {levels} by level, which is all that the "
-                f"gang's locations tell apart, not {longest}",
+                f"csps.micro_partitions: must be at most {levels} by level, as the gang's "
+                f"locations distinguish no more, not {longest}",
                 param="csps.micro_partitions",
             )
 

@@ -1,10 +1,10 @@
-"""Least squares of a few coefficients, none of which may be negative.
+"""Fits of non-negative coefficients, and of the empirical rule for rings (Context Parallelism App.
+D).
 
-Fitting the empirical rule between ring pass-KV and ring pass-Q (Context Parallelism App. D).
-
-The line of h(T, P) = 0 in the plane of ln T and ln(T / (T + P)) that separates points at which one
-or the other was faster. Logistic regression, each point weighted by how much faster: where both
-take as long, either is right. The paper does not say how it fitted.
+The rule is the line h(T, P) = 0 in the plane of ln T and ln(T / (T + P)) that separates points at
+which pass-KV was faster from points at which pass-Q was. It is fitted by logistic regression. Each
+point is weighted by how much faster one variant was: where both take as long, either is right. The
+paper does not say how it fitted.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ Floats = NDArray[np.float64]
 def nonnegative_fit(
     features_nk: Floats, seconds_n: Floats, whole_n: Floats | None = None
 ) -> Floats:
-    """(k,) coefficients with the least sum of squared relative errors.
-
-    Every subset of features is tried: with so few that is exact, and needs no iteration.
+    """Return (k,) non-negative coefficients with the least sum of squared relative errors.
 
     Args:
-        features_nk: of each measurement; a column without a number other than 0 gets 0.
-        seconds_n: measured, positive.
-        whole_n: what errors are relative to, where the seconds are only a part; None is these.
+        features_nk: features of each measurement; a column of zeros gets the coefficient 0.
+        seconds_n: measured seconds, positive.
+        whole_n: seconds to which errors are relative, if `seconds_n` are only a part; None: those.
     """
     if whole_n is None:
         whole_n = seconds_n
-    weighted_nk, wanted_n = features_nk / whole_n[:, None], seconds_n / whole_n
-    # Columns of one size: bytes squared beside ones lose their digits.
+    weighted_nk, target_n = features_nk / whole_n[:, None], seconds_n / whole_n
+    # Without scaling, columns of bytes squared would cost columns of ones their precision.
     scale_k = np.abs(weighted_nk).max(axis=0)
     usable = np.flatnonzero(scale_k > 0)
     best_k, least = np.zeros(features_nk.shape[1]), float("inf")
+    # Trying every subset of features is exact, and with so few of them as fast as an iteration.
     for count in range(1, len(usable) + 1):
         for chosen in combinations(usable.tolist(), count):
             part_nk = weighted_nk[:, chosen] / scale_k[list(chosen)]
-            found, *_ = np.linalg.lstsq(part_nk, wanted_n, rcond=None)
+            found, *_ = np.linalg.lstsq(part_nk, target_n, rcond=None)
             if (found < 0).any():
                 continue
-            error = float(((part_nk @ found - wanted_n) ** 2).sum())
+            error = float(((part_nk @ found - target_n) ** 2).sum())
             if error < least:
                 least = error
                 best_k = np.zeros(features_nk.shape[1])
@@ -57,17 +56,17 @@ def nonnegative_fit(
 
 
 RIDGE = 1e-3
-"""Keeps coefficients finite where a line separates all points, as it mostly does, or where the
-points lie on a line themselves, as they do at a fixed length of context."""
+"""Weight that keeps coefficients finite where a line separates all points, as is usual, and
+where all points lie on a line, as at a fixed context length."""
 STEPS, ENOUGH = 100, 1e-10
-"""Of Newton's method, and the change that ends it."""
+"""Newton's method: largest number of steps, and the change that ends it."""
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingPoint:
-    """A prefill that was measured both ways."""
+    """A prefill that was measured with both variants."""
 
     new: int
     history: int
@@ -76,17 +75,19 @@ class RingPoint:
 
     @property
     def gain(self) -> float:
-        """How much longer pass-Q takes, as a natural logarithm; negative where it is faster."""
+        """Logarithm of pass-Q's time over pass-KV's; negative where pass-Q is faster."""
         return log(self.q_s / self.kv_s)
 
 
 def fit_rule(points: Iterable[RingPoint]) -> EmpiricalRule | None:
-    """The rule that loses least on these points; None without any whose variants differ."""
+    """Return the rule that loses least on these points; None if no point's variants differ."""
     found = [point for point in points if point.gain]
     if not found:
         return None
-    terms = np.array([[log(it.new), log(miss_rate(it.new, it.history))] for it in found])
-    gains = np.array([it.gain for it in found])
+    terms = np.array(
+        [[log(point.new), log(miss_rate(point.new, point.history))] for point in found]
+    )
+    gains = np.array([point.gain for point in found])
     middle, spread = terms.mean(axis=0), terms.std(axis=0)
     spread[spread == 0] = 1.0
     scaled = np.column_stack([(terms - middle) / spread, np.ones(len(found))])
@@ -98,7 +99,7 @@ def fit_rule(points: Iterable[RingPoint]) -> EmpiricalRule | None:
 
 
 def _regressed(terms: Array, faster: Array, weights: Array) -> Array:
-    """Weighted logistic regression with a ridge, by Newton's method: convex, so that it ends."""
+    """Return the slopes of a weighted logistic regression with a ridge, by Newton's method."""
     slopes, ridge = np.zeros(terms.shape[1]), RIDGE * np.eye(terms.shape[1])
     for _ in range(STEPS):
         chance = 1 / (1 + np.exp(-np.clip(terms @ slopes, -50, 50)))
@@ -112,6 +113,6 @@ def _regressed(terms: Array, faster: Array, weights: Array) -> Array:
 
 
 def regret(rule: EmpiricalRule, point: RingPoint) -> float:
-    """How much longer the rule's choice takes than the faster one, relatively."""
+    """Return the relative extra time of the rule's choice over the faster variant."""
     seconds = {"ring_kv": point.kv_s, "ring_q": point.q_s}
     return seconds[rule.choose(point.new, point.history)] / min(seconds.values()) - 1

@@ -1,4 +1,4 @@
-"""How long a rank takes for each phase of a layer, as linear functions of what it is about."""
+"""Times of a rank for the phases of a layer, as linear functions of the amount of work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Amounts = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTime:
-    """Seconds of so much of something; nothing takes no time.
+    """Seconds as a linear function of an amount; nothing takes no time.
 
     Raises:
-        ValueError: negative seconds.
+        ValueError: a coefficient is negative.
     """
 
     fixed: float = 0.0
@@ -23,10 +23,10 @@ class LinearTime:
 
     def __post_init__(self) -> None:
         if self.fixed < 0 or self.each < 0:
-            raise ValueError(f"no phase takes less than nothing: {self}")
+            raise ValueError(f"seconds must not be negative: {self}")
 
     def seconds(self, amounts: Amounts) -> Amounts:
-        """Of each of the amounts."""
+        """Return the seconds of each amount."""
         taken: Amounts = np.where(amounts > 0, self.fixed + self.each * amounts, 0.0)
         return taken
 
@@ -37,82 +37,86 @@ class AttentionTimes:
 
     call: float = 0.0
     row: float = 0.0
-    """Of reading a query and writing its output."""
+    """Seconds to read a query and write its output."""
     pair: float = 0.0
-    """Of a query and a key that it sees."""
+    """Seconds of a query and a key that it attends to."""
 
     def __post_init__(self) -> None:
         if min(self.call, self.row, self.pair) < 0:
-            raise ValueError(f"no attention takes less than nothing: {self}")
+            raise ValueError(f"seconds must not be negative: {self}")
 
     def seconds(self, calls: Amounts, rows: Amounts, pairs: Amounts) -> Amounts:
-        """Of some calls with so many rows and pairs in all."""
+        """Return the seconds of calls with so many rows and pairs in all."""
         taken: Amounts = self.call * calls + self.row * rows + self.pair * pairs
         return taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeTimes:
-    """Seconds of its core that an exchange takes from a rank, wherever its messages are meanwhile:
-    on processors nobody else moves them. Nothing where a device has engines for it."""
+    """Seconds of a rank's core that an exchange takes, besides its time on a wire.
+
+    Processors move their own messages. The coefficients are 0 where a device has copy engines.
+    """
 
     call: float = 0.0
-    """Of beginning it and waiting for it."""
+    """Seconds to begin an exchange and wait for it."""
     message: float = 0.0
-    """Of each that is sent or received."""
+    """Seconds of each message that is sent or received."""
     byte: float = 0.0
-    """Of these."""
+    """Seconds of each byte that is sent or received."""
     beside: float = 0.0
-    """More of each byte, of threads beside the one that computes, while it is on its way."""
+    """Additional seconds of each byte in transfer, spent by threads beside the one that
+    computes."""
     overlapped: float = 0.0
-    """More of each byte in SP-NTP that is pipelined: what comes in parts lies in buffers of its
-    own, and is merged part by part."""
+    """Additional seconds of each byte in pipelined SP-NTP, where parts arrive in buffers of
+    their own and are merged one by one."""
 
     def __post_init__(self) -> None:
         if min(self.call, self.message, self.byte, self.beside, self.overlapped) < 0:
-            raise ValueError(f"no exchange takes less than nothing: {self}")
+            raise ValueError(f"seconds must not be negative: {self}")
 
     def seconds(self, messages: Amounts, size: Amounts) -> Amounts:
-        """Of so many messages and bytes, without the call and what threads beside take."""
+        """Return the seconds of so many messages and bytes, without `call` and `beside`."""
         taken: Amounts = self.message * messages + self.byte * size
         return taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What a prompt takes of each rank besides its layers' phases and exchanges."""
+    """Times of a prompt on each rank besides its layers' phases and exchanges."""
 
     fixed: float = 0.0
     """Seconds before and after the layers."""
     dropping: float = 0.0
-    """Seconds more of each layer that drops: finding out who gets what."""
+    """Additional seconds of each layer that drops, to compute which rank gets which tokens."""
     crowding: float = 1.0
-    """What passes of cores' time for each second that is used of it, where more want to compute
-    than there are cores: they wake each other, and wait for each other's slices."""
+    """Seconds of the cores for each second of use, where more threads want to compute than there
+    are cores: threads wake each other, and wait for each other's time slices."""
 
     def __post_init__(self) -> None:
         if min(self.fixed, self.dropping) < 0 or self.crowding < 1:
-            raise ValueError(f"no step takes less than nothing: {self}")
+            raise ValueError(f"seconds must not be negative, crowding not below 1: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Phases of one layer on one rank, the paper's G; what is not measured takes no time."""
+    """Times of the phases of one layer on one rank (the paper's G); phases not measured take no
+    time."""
 
     qkv: LinearTime
-    """Tokens, all heads of the rank."""
+    """Time by tokens, for all heads of the rank."""
     attention: AttentionTimes
     linear: LinearTime
-    """Tokens, all heads of the rank."""
+    """Time by tokens, for all heads of the rank."""
     rest: LinearTime
-    """Tokens: what of a layer is not attention. The paper's R is this, of all layers."""
+    """Time by tokens, for everything but attention. The paper's R is this, of all layers."""
     select: LinearTime = LinearTime()
-    """Tokens, once for each KV head."""
+    """Time by tokens, once for each KV head."""
     importance: LinearTime = LinearTime()
-    """Pairs of a query of the window and a key, once for each query head."""
+    """Time by pairs of a query of the window and a key, once for each query head."""
     merge: LinearTime = LinearTime()
-    """Rows, once for each query head."""
+    """Time by rows, once for each query head."""
     copy: LinearTime = LinearTime()
-    """Bytes that are gathered for an exchange."""
+    """Time by bytes that are gathered for an exchange."""
     exchange: ExchangeTimes = ExchangeTimes()
     step: StepTimes = StepTimes()

@@ -1,9 +1,9 @@
-"""The scaling information base: what was measured on one machine with one model (LoongServe §5.5).
+"""The scaling information base: measurements of one model on one machine (LoongServe §5.5).
 
-A SQLite file. It belongs to one identity, model and machine, because a time measured elsewhere is
-no measurement at all: whoever opens it says what it runs on, and another identity is refused.
-Several processes may write at once; every write is a short transaction of its own, so that a
-profile that was interrupted goes on where it was.
+It is a SQLite file with one identity, model and machine. A time measured elsewhere is useless, so a
+process that opens the file names its own identity, and another identity is refused. Several
+processes may write at once: every write is a short transaction, so an interrupted profile can be
+resumed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from csps.protocols.core.errors import ConfigError, DeadlineExceeded
 
 SCHEMA_VERSION = 4
 OLDER = (1, 2, 3)
-"""Schemas of files that are made into this one."""
+"""Older schemas, whose files are converted to this one."""
 WRITE_S = 10.0
-"""For other processes to end their transactions, which take milliseconds."""
+"""Time to wait for other processes' transactions, which take milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What measured times depend on besides the step that was measured."""
+    """Conditions, besides the step, on which measured times depend."""
 
     weights: str
     """Digest of configuration and weights."""
@@ -35,7 +35,7 @@ class Identity:
     device: str
     """Name of the processor or GPU."""
     cores: int
-    """Of the machine, for ranks on processors they are what is shared."""
+    """Cores of the machine, which ranks on processors share."""
     torch: str
     ranks_per_core: float
     """Compute threads of all ranks on this machine over its cores; 0 on GPUs."""
@@ -43,45 +43,45 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """A step, or an iteration of decoding, and what it took."""
+    """Measurement of a step, or of a decode iteration."""
 
     strategy: str
-    """Of attention; "decode" is an iteration of decoding."""
+    """Strategy of attention; "decode" is a decode iteration."""
     group_shape: str
     """Instances of the group by server, such as "2" or "4+4"."""
     tp: int
     tokens: int
-    """New tokens of each piece; 1 when decoding."""
+    """New tokens of each chunk; 1 when decoding."""
     history: int
-    """Tokens that each piece attends to besides its own."""
+    """Tokens that each chunk attends to besides its own."""
     batch: int
-    """Pieces, all alike."""
+    """Number of chunks, all equal."""
     seconds: float
     load: float
-    """The machine's load average before the measurement."""
+    """Load average of the machine before the measurement."""
     date: str
     """ISO 8601, UTC."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRow:
-    """A message between two ranks and what it took."""
+    """Measurement of a message between two ranks."""
 
     kind: str
-    """"inside" a server or "between" two."""
+    """"inside" a server, or "between" two."""
     sender: str
-    """Rack-Server-GPU id; empty, like the receiver's, where nobody has noted it."""
+    """Rack-Server-GPU id; empty, like the receiver's, if it was not recorded."""
     receiver: str
     bytes: int
     seconds: float
-    """One way."""
+    """Time one way."""
     load: float
     date: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """A phase of a layer on one rank and what it took."""
+    """Measurement of a phase of a layer on one rank."""
 
     strategy: str
     group_shape: str
@@ -89,9 +89,9 @@ class PhaseRow:
     phase: str
     tokens: int
     keys: int
-    """Tokens attended to, where the phase is attention."""
+    """Tokens attended to, if the phase is attention."""
     bytes: int
-    """Sent, where the phase is communication."""
+    """Bytes sent, if the phase is communication."""
     seconds: float
     load: float
     date: str
@@ -99,16 +99,16 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow:
-    """Answers with sparse attention to questions that exact attention was asked as well."""
+    """Answers with sparse attention to questions that were also answered with exact attention."""
 
     kind: str
-    """Of the questions, such as "multi_key, question first"."""
+    """Kind of the questions, such as "multi_key, question first"."""
     tokens: int
     strategy: str
     """"ntp" or "tp"."""
     levels: int
     drop_ratio: float
-    """Of level 2, in all layers that drop."""
+    """Ratio of level 2, in all layers that drop."""
     importance_layer: str
     importance_window: int
     group_shape: str
@@ -116,20 +116,20 @@ class AccuracyRow:
     right_exact: int
     right: int
     divergence: float
-    """KL divergence from exact attention's next token to this one's, nats, mean."""
+    """Mean KL divergence from exact attention's next token to this one's, in nats."""
     date: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitRow:
-    """Coefficients fitted to what was in the base then."""
+    """Coefficients fitted to the content of the base at that time."""
 
     name: str
-    """What they are for, such as "latency"."""
+    """Purpose, such as "latency"."""
     digest: str
     """SHA-256 of `canonical`, hexadecimal."""
     canonical: bytes
-    """The table, as its owner writes it."""
+    """Coefficients in their owner's format."""
     date: str
 
 
@@ -146,7 +146,7 @@ _SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "float": "REAL", "bytes": "BLOB"}
 
 
 class ScalingInformationBase:
-    """An open base; make it with `create` or `read`."""
+    """An open base; `create` or `read` opens one."""
 
     def __init__(self, path: Path, database: sqlite3.Connection) -> None:
         self.path = path
@@ -154,10 +154,10 @@ class ScalingInformationBase:
 
     @classmethod
     def create(cls, path: Path, identity: Identity) -> Self:
-        """Open for writing; makes the file, and its folder, where there is none.
+        """Open for writing; create the file, and its folder, if there is none.
 
         Raises:
-            ConfigError: the file is no base, of another schema, or of another identity.
+            ConfigError: the file is not a base, or has another schema or identity.
             DeadlineExceeded: another process keeps it locked.
         """
         with _named(path):
@@ -169,12 +169,12 @@ class ScalingInformationBase:
 
     @classmethod
     def read(cls, path: Path, identity: Identity | None) -> Self | None:
-        """Open for reading; None where there is no file.
+        """Open for reading; return None if there is no file.
 
         Args:
-            path: of the file.
-            identity: of this process, which must be the file's; None for who only wants to know
-                what was measured elsewhere, such as the simulator.
+            path: path of the file.
+            identity: identity of this process, which must be the file's. None accepts any, for
+                users of measurements from elsewhere, such as the simulator.
 
         Raises:
             ConfigError, DeadlineExceeded: as `create`.
@@ -198,7 +198,7 @@ class ScalingInformationBase:
     # --- rows ------------------------------------------------------------------------------
 
     def add(self, row: Measured) -> None:
-        """Keep a measurement.
+        """Add a measurement.
 
         Raises:
             DeadlineExceeded: another process keeps the base locked.
@@ -212,7 +212,7 @@ class ScalingInformationBase:
             )
 
     def rows(self, kind: type[R]) -> list[R]:
-        """All rows of a kind, oldest first."""
+        """Return all rows of a kind, oldest first."""
         names = [field.name for field in fields(kind)]
         with _named(self.path):
             found = self._database.execute(
@@ -221,14 +221,14 @@ class ScalingInformationBase:
         return [kind(**dict(zip(names, values, strict=True))) for values in found]
 
     def latest_fit(self, name: str) -> FitRow | None:
-        """The fit of this name that was added last."""
+        """Return the newest fit of this name, or None."""
         named = [row for row in self.rows(FitRow) if row.name == name]
         return named[-1] if named else None
 
     # --- identity --------------------------------------------------------------------------
 
     def _checked(self, prepare: Callable[[], None]) -> Self:
-        """This base after `prepare`, or closed and an error."""
+        """Return this base after `prepare`; close it if that fails."""
         try:
             prepare()
         except BaseException:
@@ -241,12 +241,13 @@ class ScalingInformationBase:
         self._check(identity)
 
     def _renew(self) -> None:
-        """Schemas 1 and 2 had fewer columns for accuracy, of which nothing had been measured; up to
-        3 nobody noted which ranks a link was between."""
+        """Convert an older schema to the present one."""
         if self._version() in OLDER:
             with self._transaction():
-                # Read again: another process may have been quicker.
+                # Another process may have converted it since.
                 if (version := self._version()) in OLDER:
+                    # Schemas 1 and 2 had fewer columns for accuracy, and no rows; up to 3 the
+                    # ranks of a link were not recorded.
                     if version < 3:
                         self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
                         _make_table(self._database, AccuracyRow)
@@ -271,8 +272,8 @@ class ScalingInformationBase:
         version = self._version()
         if version != SCHEMA_VERSION:
             raise ConfigError(
-                f"{self.path} is no scaling information base of schema {SCHEMA_VERSION} "
-                f"(found {version}); profile into another file"
+                f"{self.path} is not a scaling information base of schema {SCHEMA_VERSION} "
+                f"(found schema {version}); profile into another file"
             )
         found = dict(self._database.execute("SELECT name, value FROM identity"))
         expected = {} if identity is None else asdict(identity)
@@ -289,22 +290,20 @@ class ScalingInformationBase:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """To a file that exists."""
-    # Not mode=ro: a reader of a write-ahead log may have to make its shared memory.
+    """Connect to a file that exists."""
+    # mode=ro would fail: a reader of a write-ahead log may have to create its shared memory.
     uri = f"{path.resolve().as_uri()}?mode=rw"
     database = sqlite3.connect(uri, uri=True, timeout=WRITE_S, isolation_level=None)
-    # A machine that stops may lose the last rows, which are measured again; whoever writes them
-    # holds up the others for no disk that is slow.
+    # A machine that crashes may lose the last rows, which can be measured again. In exchange no
+    # writer waits for a slow disk while it locks others out.
     database.execute("PRAGMA synchronous = NORMAL")
     return database
 
 
 def _make(path: Path, identity: Identity) -> None:
-    """A base without rows at `path`, unless another process makes one there first.
-
-    Made whole beside it and then linked: processes that turn one file's write-ahead log on at
-    once are told at once that it is locked, whatever the timeout (SQLite would wait in a circle).
-    """
+    """Create a base without rows at `path`, unless another process creates one first."""
+    # The file is completed in a folder of its own and then linked. Processes that enable one
+    # file's write-ahead log at once are refused as locked immediately, whatever the timeout.
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         made = Path(folder) / path.name
         with closing(sqlite3.connect(made, isolation_level=None)) as database:
@@ -329,7 +328,7 @@ def _make_table(database: sqlite3.Connection, kind: type[Any]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """What SQLite finds wrong, as errors of the tree."""
+    """Convert errors of SQLite to errors of the tree."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -1,43 +1,19 @@
-"""Who owns, sends and sees what at each level of sparse SP-NTP (CSPS §3.2.4), without a count.
+"""Elements that attention sends in one layer, counted over all ranks, by strategy (CSPS §3.2).
 
+Each formula counts what this engine sends for one whole prompt, cut evenly over the group's
+instances; tests compare it with the bytes that ranks count. Traffic that all strategies share is
+not counted: the MLP's sum over an instance, whose weights stay sharded; KV for the decode gang; and
+the last layer, which is computed for single rows. The few words with which a group's leader begins
+each layer are not counted, either. Ranks without heads, where there are more ranks than heads,
+receive no rows to compute with.
+
+`LevelMasks` says which queries, keys and values go where at each level of sparse SP-NTP (§3.2.4).
 Levels are disjoint. At level v the members of a segment own its heads in equal shares; queries of
 all parts but those of its first level-(v-1) segment go there, and keys and values of all but those
-of its last one. Level 1 is seen causally, by every part.
+of its last one. At level 1 every part attends causally to itself.
 
-Shape suffixes: o owners of heads, p parts (one per member), i parts that see, j parts that are
-seen, h query heads, g KV heads.
-
-What exact attention sends in one layer, counted over all ranks, by strategy (CSPS §3.2.1-2).
-
-Each formula counts what this engine puts on the wire for one whole prompt, cut evenly over the
-group's instances (tests hold them to the bytes that its ranks count):
-
-=====================  ==========================================================================
-`ulysses`              q, k, v to the owners of the heads and outputs back, among ranks of equal
-                       place in their instances; the instances' sum of the output projection
-`gathered_weights`     the instances' attention weights; q, k, v to the owners of the heads and
-                       outputs back, among all ranks; the instances' rows, which their MLP needs
-`sp_tp`                all-gather of rows past those who have them; reduce-scatter of outputs; the
-                       instances' rows
-=====================  ==========================================================================
-
-Not counted, as all send it alike: the MLP's sum over an instance (its weights stay sharded), KV on
-its way to the decode gang, and the last layer, which is computed for single rows. Nor are the few
-words with which a group's leader begins each layer. Where there are more ranks than heads, those
-without heads are given no rows to compute with.
-
-What sparse SP-NTP sends (CSPS §3.2.4): kept rows once to each owner of their heads, and outputs
-of kept queries back from every level.
-
-Whose queries, keys and values go where at each level `level_masks` says. What an owner got for a
-nearer level is not sent again. Importance travels as well, in the layer before one that drops, or
-in that layer where it judges by itself.
-Micro-partitions cut messages and add no bytes.
-
-Under tensor parallelism the ranks of equal place in their instances exchange their share of the
-heads, and each instance sums the output projection.
-
-Shape suffixes: o owners of heads, p parts (one per member), h query heads, g KV heads.
+Shape suffixes: o owners of heads, p parts (one per member), i parts that attend, j parts that are
+attended to, h query heads, g KV heads.
 """
 
 from __future__ import annotations
@@ -60,32 +36,33 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class LevelMasks:
-    """One level."""
+    """Masks of one level."""
 
     level: int
-    """From 1."""
+    """Number of the level, from 1."""
     together_op: Mask
-    """Owner and part share a segment; with each member itself."""
+    """True if owner and part share a segment, as each member does with itself."""
     sees_ij: Mask
-    """Parts that see others whole; at level 1 each sees itself causally besides."""
+    """True if part i attends to all of part j; at level 1 each part also attends causally to
+    itself."""
     seeing_p: Mask
-    """Parts that see something."""
+    """True for parts that attend to something."""
     seen_p: Mask
-    """Parts that are seen."""
+    """True for parts that are attended to."""
     owned_oh: Mask
     owned_og: Mask
-    """KV heads that the owned query heads read."""
+    """True for KV heads that the owned query heads read."""
 
     @property
     def queries_oph(self) -> Mask:
-        """Queries that an owner needs of other members."""
+        """True for queries that an owner needs from other members."""
         others_op = self.together_op & ~np.eye(len(self.together_op), dtype=np.bool_)
         needed: Mask = (others_op & self.seeing_p)[:, :, None] & self.owned_oh[:, None, :]
         return needed
 
     @property
     def keys_opg(self) -> Mask:
-        """Keys and values that an owner needs of other members."""
+        """True for keys and values that an owner needs from other members."""
         others_op = self.together_op & ~np.eye(len(self.together_op), dtype=np.bool_)
         needed: Mask = (others_op & self.seen_p)[:, :, None] & self.owned_og[:, None, :]
         return needed
@@ -94,10 +71,12 @@ class LevelMasks:
 def level_masks(
     segments_by_level: Sequence[Segments], heads: int, kv_heads: int
 ) -> Iterator[LevelMasks]:
-    """Of each level, the nearest first.
+    """Yield the masks of each level, the nearest first.
 
     Args:
-        heads: that ranks of equal place in their instances share, and the KV heads of these.
+        segments_by_level: segments of members at each level, level 1 first.
+        heads: query heads that ranks of equal place in their instances share.
+        kv_heads: KV heads of these.
     """
     for level, here in enumerate(segments_by_level, start=1):
         nearer = segments_by_level[level - 2] if level > 1 else None
@@ -128,7 +107,8 @@ def _owned(segments: Segments, heads: int, kv_heads: int) -> tuple[Mask, Mask]:
 
 
 def _sights(segments: Segments, nearer: Segments | None) -> tuple[Mask, Mask]:
-    """Parts that see something at a level, and parts that are seen, each (p,)."""
+    """Return two (p,) masks: parts that attend to something at a level, and parts that are
+    attended to."""
     members = segments[-1].stop
     seeing = np.ones(members, bool)
     seen = np.ones(members, bool)
@@ -142,7 +122,7 @@ def _sights(segments: Segments, nearer: Segments | None) -> tuple[Mask, Mask]:
 
 
 def _precedes(nearer: Segments | None, members: int) -> Mask:
-    """(i, j): j comes before the nearer segment of i."""
+    """Return an (i, j) mask: j comes before the nearer segment of i."""
     begins = np.arange(members)
     for run in nearer or ():
         begins[run.start : run.stop] = run.start
@@ -151,8 +131,8 @@ def _precedes(nearer: Segments | None, members: int) -> Mask:
 
 
 def _together(segments: Iterable[range]) -> Mask:
-    """(o, p): owner and part share a segment."""
-    label = np.concatenate([np.full(len(run), number) for number, run in enumerate(segments)])
+    """Return an (o, p) mask: owner and part share a segment."""
+    label = np.concatenate([np.full(len(run), index) for index, run in enumerate(segments)])
     together: Mask = np.equal.outer(label, label)
     return together
 
@@ -162,9 +142,9 @@ class Traffic:
     """Elements of the model's dtype that all ranks together send in one layer."""
 
     inside: float = 0.0
-    """To ranks of the same server."""
+    """Elements sent to ranks of the same server."""
     between: float = 0.0
-    """To ranks of other servers."""
+    """Elements sent to ranks of other servers."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(inside=self.inside + other.inside, between=self.between + other.between)
@@ -173,12 +153,16 @@ class Traffic:
         return Traffic(inside=self.inside * times, between=self.between * times)
 
     def cost(self, between_weight: float) -> float:
-        """Elements, those between servers counted so many times."""
+        """Return the elements, with those between servers weighted."""
         return self.inside + between_weight * self.between
 
 
 def ulysses_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
-    """SP-NTP over instances, each of whose ranks has the instance's rows and its own heads."""
+    """Count SP-NTP over instances, in which each rank has all rows and its own heads.
+
+    Queries, keys and values go to the owners of the heads and outputs return, among ranks of equal
+    place in their instances. Each instance sums the output projection.
+    """
     traffic = instance_sums(shape, group, tokens)
     for queries, keys in head_shares(shape.heads, shape.kv_heads, group.tp):
         traffic += _head_exchange(shape, len(queries), len(keys), group.instance_servers, tokens)
@@ -186,7 +170,11 @@ def ulysses_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Tr
 
 
 def gathered_weights_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
-    """SP-NTP over all ranks, each of which gathers the weights of all heads."""
+    """Count SP-NTP over all ranks, each of which gathers the weights of all heads.
+
+    Queries, keys and values go to the owners of the heads and outputs return, among all ranks. Each
+    instance gathers its rows for the MLP.
+    """
     weights = shape.weights * (group.tp - 1) * group.sp
     return (
         Traffic(inside=weights)
@@ -198,24 +186,27 @@ def gathered_weights_traffic(shape: AttentionShape, group: GroupShape, tokens: i
 def sp_tp_traffic(
     shape: AttentionShape, group: GroupShape, tokens: int, *, hierarchical: bool = True
 ) -> Traffic:
-    """SP-TP over all ranks, sparse or not: what it drops it does not compute, but sends."""
+    """Count SP-TP over all ranks: all-gather of rows, reduce-scatter of outputs, rows of instances.
+
+    Sparse attention sends as much: dropped tokens are not computed, but sent.
+    """
     gather = _spread(shape, group, tokens, hierarchical=hierarchical, past_instance=True)
     reduce = _spread(shape, group, tokens, hierarchical=hierarchical, past_instance=False)
     return gather + reduce + _instance_rows(shape, group, tokens)
 
 
 def instance_sums(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
-    """The output projection's sum over each instance: 2 (tp-1) / tp a rank, as a ring sends."""
+    """Count the output projection's sum over each instance: 2 (tp-1) / tp a rank, as in a ring."""
     return Traffic(inside=2 * tokens * shape.hidden * (group.tp - 1))
 
 
 def _head_exchange(
     shape: AttentionShape, heads: int, kv_heads: int, servers: Sequence[int], tokens: int
 ) -> Traffic:
-    """Everyone's queries, keys and values to the owners of the heads, and outputs back.
+    """Count all queries, keys and values to the owners of the heads, and outputs back.
 
     Args:
-        servers: of those who share the heads.
+        servers: servers of the owners.
     """
     inside = between = 0.0
     shares = head_shares(heads, kv_heads, len(servers))
@@ -235,8 +226,11 @@ def _spread(
     hierarchical: bool,
     past_instance: bool,
 ) -> Traffic:
-    """Everyone's own part to all who compute, and not again to its instance if that has it; or, the
-    other way round, their contributions to everyone's part."""
+    """Count the all-gather of rows, or the reduce-scatter of outputs, which mirrors it.
+
+    Args:
+        past_instance: the owner's instance has its rows already, and receives none.
+    """
     takes = [bool(heads) for heads, _ in head_shares(shape.heads // group.tp, 1, group.sp)]
     takers = Counter[int]()
     for server, computes in zip(group.instance_servers, takes, strict=True):
@@ -245,16 +239,16 @@ def _spread(
     for server, computes in zip(group.instance_servers, takes, strict=True):
         spared = group.tp if past_instance else 1
         inside += takers[server] - spared * computes
-        for number in (takers[other] for other in takers if other != server and takers[other]):
-            between += 1 if hierarchical else number  # once into each other server
-            inside += number - 1 if hierarchical else 0  # and from there on inside
+        for count in (takers[other] for other in takers if other != server and takers[other]):
+            between += 1 if hierarchical else count  # once into each other server
+            inside += count - 1 if hierarchical else 0  # and from there on inside
     # Each instance is `tp` owners of an equal part of its rows.
     instance = tokens * shape.hidden / group.sp
     return Traffic(inside=instance * inside, between=instance * between)
 
 
 def _instance_rows(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
-    """Every rank's rows to the other ranks of its instance, for the MLP."""
+    """Count every rank's rows to the other ranks of its instance, for the MLP."""
     return Traffic(inside=tokens * shape.hidden * (group.tp - 1))
 
 
@@ -262,7 +256,12 @@ Counts = NDArray[np.int64]
 
 
 def csa_traffic(shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence[int]) -> Traffic:
-    """In one layer, on the average of those that exchange: all but the last.
+    """Count sparse SP-NTP in an average layer of those that exchange: all but the last.
+
+    Kept rows go once to each owner of their heads, and outputs of kept queries return from every
+    level. What an owner received for a nearer level is not sent again. Importance scores travel as
+    well, in the layer before one that drops, or in that layer if it scores itself. Micro-partitions
+    cut messages and add no bytes.
 
     Args:
         spts: tokens of each member, at least one.
@@ -270,14 +269,14 @@ def csa_traffic(shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence
     layers = max(1, shape.layers - 1)
     alike = Counter(_content(shape, plan, layer) for layer in range(layers))
     total = Traffic()
-    for (drops, judges, layer), times in alike.items():
-        kept = layer if drops else None
-        total += _layer(shape, plan, tp=tp, spts=spts, dropping=kept, judges=judges) * times
+    for (drops, scores, layer), times in alike.items():
+        dropping = layer if drops else None
+        total += _layer(shape, plan, tp=tp, spts=spts, dropping=dropping, scores=scores) * times
     return total * (1 / layers)
 
 
 def levels_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
-    """Of exact attention with levels: by the server, and everything."""
+    """Count exact attention with as many levels as the group's servers allow."""
     places = [
         f"0-{server}-{place}"
         for server, instances in enumerate(group.servers)
@@ -289,17 +288,20 @@ def levels_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Tra
 
 
 def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bool, int]:
-    """What a layer's traffic depends on: whether it drops, whether it judges, for the next one or
-    for itself, and the first layer of those with its ratios."""
+    """Return what a layer's traffic depends on: dropping, scoring, and its first layer with equal
+    ratios.
+
+    A layer scores importance for the next layer, or for itself.
+    """
     group = plan.layer_group(layer)
     drops = _drops(shape, plan, layer)
     same = plan.importance_layer == "same"
-    judges = drops if same else _drops(shape, plan, layer + 1)
-    return drops, judges, group.first if drops else 0
+    scores = drops if same else _drops(shape, plan, layer + 1)
+    return drops, scores, group.first if drops else 0
 
 
 def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
-    """The first layer and the last never do."""
+    """Return True if a layer drops; the first and the last never do."""
     ratios = plan.layer_group(layer).drop_ratios
     return 0 < layer < shape.layers - 1 and any(any(level) for level in ratios)
 
@@ -311,27 +313,29 @@ def _layer(
     tp: int,
     spts: Sequence[int],
     dropping: int | None,
-    judges: bool,
+    scores: bool,
 ) -> Traffic:
-    """
+    """Count one layer.
+
     Args:
         dropping: the layer whose ratios hold; None drops nothing.
+        scores: the layer scores importance.
     """
-    assert not plan.nested, "nested levels are not counted here"
+    assert not plan.nested, "traffic of nested levels cannot be counted"
     group = GroupShape.of(plan.topology.locations, tp)
     traffic = instance_sums(shape, group, sum(spts))
     same = np.equal.outer(group.instance_servers, group.instance_servers)
     for queries, keys in head_shares(shape.heads, shape.kv_heads, tp):
         peers = _Peers(shape, plan, spts, dropping, queries, keys)
         sent = peers.exchanged()
-        if judges:
+        if scores:
             sent += peers.importance()
         traffic += Traffic(inside=float(sent[same].sum()), between=float(sent[~same].sum()))
     return traffic
 
 
 class _Peers:
-    """The ranks of equal place in their instances, which share `queries` and `keys`.
+    """Ranks of equal place in their instances, which share `queries` and `keys`.
 
     Results are elements from member to member.
     """
@@ -352,36 +356,37 @@ class _Peers:
         self._queries, self._keys = queries, keys
 
     def exchanged(self) -> NDArray[np.float64]:
-        """Both all-to-alls of all levels."""
+        """Count both all-to-alls of all levels."""
         members, dim = len(self._spts), self._shape.head_dim
         sent = np.zeros((members, members))
-        held_oph = np.zeros((members, members, len(self._queries)), bool)
-        held_opg = np.zeros((members, members, len(self._keys)), bool)
-        for level, wanted_oph, wanted_opg in self._levels():
+        resident_oph = np.zeros((members, members, len(self._queries)), bool)
+        resident_opg = np.zeros((members, members, len(self._keys)), bool)
+        for level, needed_oph, needed_opg in self._levels():
             kept_ph, kept_pg = self._kept(level)
-            sent += dim * _tokens(wanted_oph & ~held_oph, kept_ph).T
-            sent += 2 * dim * _tokens(wanted_opg & ~held_opg, kept_pg).T
-            sent += (dim + self._shape.lse) * _tokens(wanted_oph, kept_ph)
-            held_oph |= wanted_oph
-            held_opg |= wanted_opg
+            sent += dim * _tokens(needed_oph & ~resident_oph, kept_ph).T
+            sent += 2 * dim * _tokens(needed_opg & ~resident_opg, kept_pg).T
+            sent += (dim + self._shape.lse) * _tokens(needed_oph, kept_ph)
+            resident_oph |= needed_oph
+            resident_opg |= needed_opg
         return sent
 
     def importance(self) -> NDArray[np.float64]:
-        """What judges tokens of the next layer, or of this one."""
+        """Count what scores the tokens of the next layer, or of this one."""
         if self._plan.importance_window == ALL_QUERIES:
             return self._scored_by_all()
         return self._scored_by_window()
 
     def _scored_by_all(self) -> NDArray[np.float64]:
-        """LSEs of kept queries to the owners of their heads, and column sums of keys back."""
+        """Count LSEs of kept queries to the owners of their heads, and column sums of keys back."""
         sent = np.zeros((len(self._spts), len(self._spts)))
-        for level, wanted_oph, wanted_opg in self._levels():
+        for level, needed_oph, needed_opg in self._levels():
             kept_ph, kept_pg = self._kept(level)
-            sent += _tokens(wanted_oph, kept_ph).T + _tokens(wanted_opg, kept_pg)
+            sent += _tokens(needed_oph, kept_ph).T + _tokens(needed_opg, kept_pg)
         return sent * self._shape.lse
 
     def _scored_by_window(self) -> NDArray[np.float64]:
-        """Last queries to all before them, and among all of these LSEs over their keys."""
+        """Count last queries to all members before them, and LSEs over their keys among all of
+        these."""
         members = len(self._spts)
         sent = np.zeros((members, members))
         after = sum(self._spts)
@@ -393,15 +398,14 @@ class _Peers:
         np.fill_diagonal(sent, 0)
         return sent
 
-    # --- levels --------------------------------------------------------------------------------
-
     def _levels(self) -> Iterator[tuple[int, Mask, Mask]]:
-        """(level, queries, keys) that each owner needs of each other part, near levels first."""
+        """Yield (level, queries, keys) that each owner needs of each other part, near levels
+        first."""
         for level_mask in level_masks(self._plan.segments(), len(self._queries), len(self._keys)):
             yield level_mask.level, level_mask.queries_oph, level_mask.keys_opg
 
     def _kept(self, level: int) -> tuple[Counts, Counts]:
-        """Tokens of each part for each query head and KV head."""
+        """Return the kept tokens of each part for each query head and each KV head."""
         kept_pg = np.array([self._kept_of(part, level) for part in self._parts()])
         kept_ph = kept_pg.repeat(len(self._queries) // len(self._keys), axis=1)
         if not self._plan.drop_queries:
@@ -416,19 +420,19 @@ class _Peers:
         return [kept_tokens(len(part), group.drop_ratio(level, g), always) for g in self._keys]
 
     def _never_dropped(self, part: range) -> int:
-        """Sinks and tail of the prompt that fall into a part."""
+        """Return the number of sinks and tail tokens of the prompt in a part."""
         last = sum(self._spts) - self._plan.tail
         return len(range(part.start, min(part.stop, max(self._plan.sinks, part.start)))) + len(
             range(max(part.start, self._plan.sinks, last), part.stop)
         )
 
     def _parts(self) -> Iterator[range]:
-        """Tokens of each member."""
+        """Yield the tokens of each member."""
         for stop, tokens in zip(accumulate(self._spts), self._spts, strict=True):
             yield range(stop - tokens, stop)
 
 
-def _tokens(wanted: Mask, counts: Counts) -> NDArray[np.float64]:
-    """(o, p) from (o, p, heads) and (p, heads)."""
-    tokens: NDArray[np.float64] = np.einsum("oph,ph->op", wanted, counts, dtype=np.float64)
+def _tokens(needed: Mask, counts: Counts) -> NDArray[np.float64]:
+    """Return (o, p) tokens from an (o, p, heads) mask and (p, heads) counts."""
+    tokens: NDArray[np.float64] = np.einsum("oph,ph->op", needed, counts, dtype=np.float64)
     return tokens

@@ -1,4 +1,4 @@
-"""Layers to simulate: what the configurations of one call differ in, as arrays.
+"""Groups and layers to simulate: the differences between the configurations of one call, as arrays.
 
 Shape suffixes: c configurations, p parts (one per member), g KV heads, v levels (level 1 first).
 """
@@ -17,36 +17,36 @@ from csps.protocols.core.topology import Segments, Topology
 
 LSE_BYTES = 4
 ROUNDING = 1e-9
-"""As in `protocols.csa.kept_tokens`."""
+"""Tolerance of `csps.protocols.attention.csa.kept_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedGroup:
-    """Who computes a prompt, on what.
+    """A group that computes a prompt, and its hardware.
 
-    Of instances of several ranks those of equal place are simulated, with their share of the heads:
-    the others do the same at the same time.
+    Of instances with several ranks, those of equal place are simulated, with their share of the
+    heads: the others do the same at the same time.
     """
 
     shape: AttentionShape
-    """Of the whole model."""
+    """Attention of the whole model."""
     locations: tuple[str, ...]
     """Rack-Server-GPU id of each instance, ascending."""
     tp: int = 1
     times: PhaseTimes
-    """Of a rank with its share of the heads."""
+    """Phase times of a rank with its share of the heads."""
     wiring: Wiring
-    """Between ranks of equal place."""
+    """Links between ranks of equal place."""
     itemsize: int = 4
     """Bytes of an element of the model's dtype."""
     cores_of: tuple[int, ...] | None = None
-    """The set of cores of each rank; None gives each a core of its own."""
+    """Set of cores of each rank; None gives each rank a core of its own."""
     cores: tuple[float, ...] = ()
-    """How many each set has."""
+    """Number of cores of each set."""
 
     @property
     def members(self) -> int:
-        """How many parts a prompt is cut into."""
+        """Number of parts into which a prompt is cut."""
         return len(self.locations)
 
     @property
@@ -61,19 +61,22 @@ class SimulatedGroup:
 
     @property
     def slowed(self) -> float:
-        """How many times as long as alone a rank computes where most share cores, if all do; at
-        least 1."""
+        """Slowdown of the ranks that share the fewest cores when all compute; at least 1."""
         cores_of, cores, crowding = self.machine()
         used = np.bincount(np.array(cores_of), minlength=len(cores))
         most = float((used / np.array(cores)).max())
         return most * crowding if most > 1 else 1.0
 
     def segments(self, levels: int) -> tuple[Segments, ...]:
-        """Raises ConfigError for more levels than the locations tell apart."""
+        """Return the segments of `levels` levels, level 1 first.
+
+        Raises:
+            ConfigError: there are more levels than the locations distinguish.
+        """
         return Topology.of(self.locations).levels(levels)
 
     def machine(self) -> tuple[Sequence[int], Sequence[float], float]:
-        """The set of cores of each rank, how many each has, and what crowding them costs."""
+        """Return the set of cores of each rank, the cores of each set, and the cost of crowding."""
         crowding = self.times.step.crowding
         if self.cores_of is None:
             return range(self.members), [1.0] * self.members, crowding
@@ -89,44 +92,47 @@ class LayerCases:
     """Drop ratios; 0 at level 1, and everywhere in a layer that drops nothing."""
     micro_cv: Numbers
     """M of each level."""
-    judges_c: Mask
-    """The next layer drops by what this one attends to."""
+    scores_c: Mask
+    """True if this layer scores importance for the next one."""
     same_c: Mask
-    """This layer drops by what it attends to itself."""
+    """True if this layer scores importance for itself."""
     window_c: Numbers
-    """Of the last queries, which judge."""
+    """Number of last queries that score."""
     sinks_c: Numbers
     tail_c: Numbers
     drop_queries: bool = True
     pipelined: bool = True
 
     def __post_init__(self) -> None:
-        assert self.ratios_cgv.shape[2] == self.micro_cv.shape[1] == self.levels, "levels differ"
-        assert not self.ratios_cgv[:, :, 0].any(), "level 1 never drops"
+        assert self.ratios_cgv.shape[2] == self.micro_cv.shape[1] == self.levels, (
+            f"ratios of shape {self.ratios_cgv.shape} and M of shape {self.micro_cv.shape} for "
+            f"{self.levels} levels"
+        )
+        assert not self.ratios_cgv[:, :, 0].any(), "level 1 must not drop"
 
     def __len__(self) -> int:
         return len(self.micro_cv)
 
     @property
     def drops_c(self) -> Mask:
-        """Whether a layer drops anything."""
+        """True if a layer drops anything."""
         return np.asarray(self.ratios_cgv.any(axis=(1, 2)))
 
     def kept(self, spts: Sequence[int]) -> Numbers:
-        """(c, p, g, v) tokens of each part kept at each level (`actors.levels.schedule`).
+        """Return (c, p, g, v) tokens of each part that are kept at each level.
 
         Args:
             spts: tokens of each member.
         """
         lengths_p = np.array(spts)
-        # Ratios that drop nothing keep all: 0 is not "what is never dropped, and the rest".
+        # A ratio of 0 keeps all tokens, including those that are never dropped.
         share_cpgv = (1.0 - self.ratios_cgv[:, None]) * lengths_p[None, :, None, None]
         kept_cpgv = np.ceil(share_cpgv - ROUNDING).astype(np.int64)
         kept: Numbers = np.maximum(kept_cpgv, self._always(lengths_p)[:, :, None, None])
         return kept
 
     def _always(self, lengths_p: Numbers) -> Numbers:
-        """(c, p) tokens that are never dropped."""
+        """Return (c, p) tokens that are never dropped."""
         stops_p = np.cumsum(lengths_p)
         starts_p = stops_p - lengths_p
         sinks_cp = np.clip(self.sinks_c[:, None] - starts_p, 0, lengths_p)
@@ -136,7 +142,7 @@ class LayerCases:
         return always
 
     def windows(self, spts: Sequence[int]) -> Numbers:
-        """(c, p) of each part's queries, those that judge."""
+        """Return (c, p) queries of each part that score."""
         lengths_p = np.array(spts)
         after_p = lengths_p.sum() - np.cumsum(lengths_p)
         rows: Numbers = np.clip(self.window_c[:, None] - after_p, 0, lengths_p)
@@ -144,7 +150,8 @@ class LayerCases:
 
 
 def even_lengths(total: Numbers, parts: Numbers, index: int) -> Numbers:
-    """`protocols.even_share` for arrays: tokens of part `index`, 0 where there are fewer parts."""
+    """Apply `placement.even_share` to arrays: tokens of part `index`, 0 where there are fewer
+    parts."""
     length = (index + 1) * total // parts - index * total // parts
     lengths: Numbers = np.where(index < parts, length, 0)
     return lengths

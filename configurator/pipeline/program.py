@@ -1,20 +1,15 @@
-"""What the ranks of a group do in one layer, as a program that `simulate` executes.
+"""Programs of the pipeline simulator: what the ranks of a group do in one layer, and on what links.
 
-A rank computes, begins exchanges and waits for them in a fixed order. What it does beside that
-order is its *filler*: level 1 of sparse attention, which needs nobody and is computed wherever the
-rank would wait.
+A rank computes, begins exchanges and waits for them in a fixed order. Besides that it has *filler*:
+level 1 of sparse attention, which needs no other rank and is computed wherever the rank would wait.
 
-An *exchange* is what all members begin together, such as one micro-partition of an all-to-all. What
-of it goes over one wire leaves as a whole, as soon as those who send or receive it there have begun
-it and the wire has carried the exchanges of lower number. A *wire* is a link in one direction, of a
-pair of ranks or shared by several pairs.
+All members begin an *exchange* together, such as one micro-partition of an all-to-all. The part of
+it that uses one wire leaves as a whole, as soon as its senders and receivers have begun it and the
+wire has carried the exchanges of lower number. A *wire* is a link in one direction (the paper's B),
+of one pair of ranks or shared by several pairs.
 
-Shape suffixes: c configurations, r ranks, p places of a program, k columns of computing, f pieces
-of filler, e exchanges, w wires, d sets of cores.
-
-Links between the ranks of a group: the paper's B, and which pairs share a wire.
-
-Shape suffixes: s senders, r receivers, both ranks; w wires; c configurations.
+Shape suffixes: c configurations, r ranks or receivers, s senders, p places of a program, k columns
+of computing, f parts of filler, e exchanges, w wires, d sets of cores.
 """
 
 from __future__ import annotations
@@ -34,74 +29,75 @@ Mask = NDArray[np.bool_]
 
 
 class Op(IntEnum):
-    """What stands at a place of a program, and what its argument is."""
+    """Operation at a place of a program."""
 
     COMPUTE = 0
-    """A column of `Durations.compute_crk`."""
+    """Compute; the argument is a column of `Durations.compute_crk`."""
     POST = 1
-    """An exchange is begun."""
+    """Begin an exchange."""
     WAIT = 2
-    """Until an exchange has arrived; filler meanwhile."""
-    STAND = 3
-    """Until an exchange has arrived and what this rank sends of it has left; nothing meanwhile."""
+    """Wait until an exchange has arrived; compute filler meanwhile."""
+    BLOCK = 3
+    """Wait until an exchange has arrived and what this rank sends of it has left, without
+    filler."""
     FILL = 4
-    """All filler that is left; no argument."""
+    """Compute all remaining filler; no argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Alike for all configurations: what one of them lacks takes no time there."""
+    """Program of all configurations; operations that one of them lacks take no time there."""
 
     ops_rp: Numbers
     arguments_rp: Numbers
     senders_ewr: Mask
     receivers_ewr: Mask
     after_e: Numbers
-    """The exchange that must have arrived at a sender before it sends this one, beside its having
-    begun it: what is passed on. -1 is none."""
+    """Exchange that must have arrived at a sender before it sends this one, which relays it; -1
+    is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Of a program's parts; what takes no time is skipped."""
+    """Durations of a program's operations; those that take no time are skipped."""
 
     compute_crk: Seconds
-    """On a core of one's own."""
+    """Seconds on a core of one's own."""
     filler_crf: Seconds
     wires_cwe: Seconds
-    """On the wire, without its latency."""
+    """Seconds on the wire, without its latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a program runs on: a stream of computing per rank, wires, and cores."""
+    """Hardware of a program: a computing thread per rank, wires, and cores."""
 
     latency_w: Seconds
-    """After what travels has left the wire, which is free by then."""
+    """Time to arrival after an exchange has left the wire, which is free by then."""
     cores_of_r: Numbers
-    """The set of cores that a rank computes on."""
+    """Set of cores on which a rank computes."""
     cores_d: Seconds
-    """How many there are; ranks that compute share them equally, none has more than one."""
+    """Cores of each set; ranks that compute share them equally, none has more than one."""
     loads_wr: Seconds
-    """Cores that a wire takes of each rank's set while it carries something."""
+    """Cores of each rank's set that a wire takes while it carries something."""
     crowding: float = 1.0
-    """What passes of a set of cores for each second that is used, where more is wanted of it than
-    there is; at least 1."""
+    """Core seconds for each second of use, where more is wanted of a set than there is; at least
+    1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOutcome:
-    """When what ended."""
+    """End times of ranks and exchanges."""
 
     ranks_cr: Seconds
     wires_cwe: Seconds
-    """When a wire had carried an exchange; NaN where there was nothing to carry."""
+    """Time at which a wire had carried an exchange; NaN where there was nothing to carry."""
     work_c: Seconds
-    """What all ranks together have computed."""
+    """Core seconds of all ranks together."""
 
     @property
     def makespan_c(self) -> Seconds:
-        """When the last rank was through."""
+        """Time at which the last rank ended."""
         spans: Seconds = self.ranks_cr.max(axis=1)
         return spans
 
@@ -113,8 +109,8 @@ class LinkSpeed:
     bytes_per_s: float
     latency_s: float = 0.0
     shared: bool = False
-    """One wire for all: inside, of a server; between, of the whole group. Otherwise each pair of
-    ranks (inside) or of servers (between) has its own in each direction."""
+    """True if all pairs share one wire: inside, per server; between, for the whole group.
+    Otherwise each pair of ranks (inside) or of servers (between) has its own in each direction."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.latency_s < 0:
@@ -126,10 +122,10 @@ class LinkSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Available bandwidth between all pairs of ranks."""
+    """Bandwidth between all pairs of ranks."""
 
     wire_sr: Numbers
-    """The wire of each pair; -1 from a rank to itself."""
+    """Wire of each pair; -1 from a rank to itself."""
     seconds_per_byte_sr: Seconds
     latency_w: Seconds
 
@@ -137,10 +133,10 @@ class Wiring:
     def of_servers(
         cls, servers: Sequence[Hashable], *, inside: LinkSpeed, between: LinkSpeed
     ) -> Wiring:
-        """Of two kinds of links.
+        """Connect ranks by two kinds of links.
 
         Args:
-            servers: of each rank; equal ones are the same server.
+            servers: server of each rank; equal values are the same server.
         """
         ranks = range(len(servers))
         numbers: dict[tuple[Hashable, ...], int] = {}
@@ -162,37 +158,41 @@ class Wiring:
         return cls(
             wire_sr=wire_sr,
             seconds_per_byte_sr=cost_sr,
-            latency_w=np.array(latencies or [0.0], float),  # one that nobody uses, for one rank
+            latency_w=np.array(latencies or [0.0], float),  # a single rank has an unused wire
         )
 
     @property
     def wires(self) -> int:
-        """How many there are."""
+        """Number of wires."""
         return len(self.latency_w)
 
     @property
     def ranks(self) -> int:
-        """How many they connect."""
+        """Number of ranks."""
         return len(self.wire_sr)
 
     def seconds(self, bytes_csr: Seconds) -> Seconds:
-        """(c, w) that each wire takes for what an exchange sends over it."""
+        """Return (c, w) seconds of each wire for what an exchange sends over it."""
         seconds_cw = np.zeros((len(bytes_csr), self.wires))
-        # Pair by pair, so that no sum depends on how many configurations there are.
+        # Summing pair by pair makes results independent of the number of configurations.
         for s, r in zip(*np.nonzero(self.wire_sr >= 0), strict=True):
             seconds_cw[:, self.wire_sr[s, r]] += bytes_csr[:, s, r] * self.seconds_per_byte_sr[s, r]
         return seconds_cw
 
     def carried(self, seconds_per_byte: float) -> Wiring:
-        """The same, if a thread at each end is so long busy with a byte, which may be longer than
-        the wire is."""
+        """Return the wiring if a thread at each end needs at least `seconds_per_byte` for a
+        byte."""
         return replace(
             self, seconds_per_byte_sr=np.maximum(self.seconds_per_byte_sr, seconds_per_byte)
         )
 
     def loads(self, seconds_per_byte: float) -> Seconds:
-        """(w, r) share of a core that each wire takes of its ends while it carries something, if
-        a thread at each is so long busy with a byte; of several pairs the mean."""
+        """Return (w, r) cores that each wire takes at its ends while it carries something.
+
+        Args:
+            seconds_per_byte: time of a thread at each end for a byte. A wire of several pairs
+                takes the mean.
+        """
         loads_wr, pairs_w = np.zeros((self.wires, self.ranks)), np.zeros(self.wires)
         for s, r in zip(*np.nonzero(self.wire_sr >= 0), strict=True):
             wire = self.wire_sr[s, r]
@@ -202,7 +202,8 @@ class Wiring:
         return mean
 
     def members(self, pairs_sr: Mask) -> tuple[Mask, Mask]:
-        """(w, s) and (w, r): who sends and who receives over each wire, of pairs that exchange."""
+        """Return (w, s) and (w, r) masks of senders and receivers over each wire, for pairs that
+        exchange."""
         senders_ws = np.zeros((self.wires, self.ranks), np.bool_)
         receivers_wr = np.zeros((self.wires, self.ranks), np.bool_)
         for s, r in zip(*np.nonzero(pairs_sr & (self.wire_sr >= 0)), strict=True):
@@ -214,7 +215,7 @@ class Wiring:
 def _key(
     link: LinkSpeed, near: bool, sender: Hashable, receiver: Hashable, s: int, r: int
 ) -> tuple[Hashable, ...]:
-    """What says of two pairs whether they share a wire."""
+    """Return the identity of a pair's wire, which pairs may share."""
     if near:
         return ("inside", sender) if link.shared else ("inside", s, r)
     return ("between",) if link.shared else ("between", sender, receiver)

@@ -1,12 +1,11 @@
-"""Writing a program: what each rank does, one op after the other, with its durations.
+"""Writer of programs: what each rank does in a layer, operation by operation, with durations.
 
-Shape suffixes as in `program` and `wiring`.
+`HistoryQueries` adds a layer's attention to history: queries go to its holders, and outputs and
+LSEs return. Every member holds an equal part of it, and its queries attend to all of it, whatever
+the strategy does with the rows themselves. Own queries attend to own history while the others'
+travel.
 
-History in a layer: queries to whoever holds it, outputs and LSEs back, as the engine has it
-(`actors.strategies.history`).
-
-Every member has as much of it, and its queries see all of it, whatever its strategy does with the
-rows among themselves. Own queries meet own history while the others' are on their way.
+Shape suffixes as in `program`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ from csps.configurator.pipeline.simulate import simulate
 
 
 class Script:
-    """Of one layer of some configurations."""
+    """Program of one layer of some configurations."""
 
     def __init__(
         self, wiring: Wiring, filler_crf: Seconds, costs: ExchangeTimes | None = None
     ) -> None:
-        """
+        """Begin an empty program.
+
         Args:
-            costs: what exchanges take from the ranks' cores.
+            costs: core seconds of exchanges.
         """
         self._costs = costs or ExchangeTimes()
         self._wiring, self._filler_crf = wiring.carried(self._costs.beside), filler_crf
@@ -50,28 +50,28 @@ class Script:
         self._receivers: list[Mask] = []
         self._after: list[int] = []
         self._begins: list[Seconds] = []
-        """(c, r) of each exchange, what beginning it takes from a rank's core."""
+        """(c, r) core seconds to begin each exchange."""
         self._ends: list[Seconds] = []
-        """And what came of it, once."""
+        """(c, r) core seconds to receive each exchange, spent once."""
         self._ended: set[tuple[int, int]] = set()
 
     def compute(self, seconds_cr: Seconds) -> None:
-        """All ranks compute."""
+        """Compute on all ranks."""
         for rank in range(self._wiring.ranks):
             self.compute_on(rank, seconds_cr[:, rank])
 
     def compute_on(self, rank: int, seconds_c: Seconds) -> None:
-        """One of them does."""
+        """Compute on one rank."""
         if seconds_c.any():
             self._ops[rank].append((Op.COMPUTE, len(self._columns[rank])))
             self._columns[rank].append(seconds_c)
 
     def exchange(self, bytes_csr: Seconds, pairs_sr: Mask, *, after: int = -1) -> int:
-        """Its number; each rank says for itself when it begins it.
+        """Add an exchange, which each rank begins by an operation of its own; return its number.
 
         Args:
-            pairs_sr: who may send to whom, in whichever configuration.
-            after: the exchange of which this one passes something on.
+            pairs_sr: pairs that may exchange in some configuration.
+            after: exchange that this one relays.
         """
         senders_ws, receivers_wr = self._wiring.members(pairs_sr)
         self._wire_seconds.append(self._wiring.seconds(bytes_csr))
@@ -86,21 +86,21 @@ class Script:
         return len(self._after) - 1
 
     def do(self, op: Op, exchange: int = 0) -> None:
-        """All ranks do."""
+        """Add an operation on all ranks."""
         for rank in range(self._wiring.ranks):
             self.do_on(rank, op, exchange)
 
     def do_on(self, rank: int, op: Op, exchange: int = 0) -> None:
-        """One of them does; exchanges take their share of its core."""
+        """Add an operation on one rank; exchanges take core seconds there."""
         if op is Op.POST:
             self.compute_on(rank, self._begins[exchange][:, rank])
         self._ops[rank].append((op, exchange))
-        if op in (Op.WAIT, Op.STAND) and (rank, exchange) not in self._ended:
+        if op in (Op.WAIT, Op.BLOCK) and (rank, exchange) not in self._ended:
             self._ended.add((rank, exchange))
             self.compute_on(rank, self._ends[exchange][:, rank])
 
     def post(self, bytes_csr: Seconds, pairs_sr: Mask) -> int:
-        """An exchange that all ranks begin here."""
+        """Add an exchange that all ranks begin here; return its number."""
         exchange = self.exchange(bytes_csr, pairs_sr)
         self.do(Op.POST, exchange)
         return exchange
@@ -108,11 +108,11 @@ class Script:
     def run(
         self, cores_of: Iterable[int], cores: Iterable[float], crowding: float
     ) -> PipelineOutcome:
-        """Simulate it.
+        """Simulate the program.
 
         Args:
-            cores_of: the set of cores of each rank.
-            cores: how many each set has.
+            cores_of: set of cores of each rank.
+            cores: number of cores of each set.
             crowding: as in `Machine`.
         """
         machine = Machine(
@@ -127,7 +127,7 @@ class Script:
     def _program(self) -> Program:
         ranks, wires = self._wiring.ranks, self._wiring.wires
         places = max(map(len, self._ops))
-        # What is left of a shorter program is the end of its filler, of which there is none.
+        # A shorter program is padded with FILL, which takes no time when no filler is left.
         ops_rp = np.full((ranks, places), int(Op.FILL))
         arguments_rp = np.zeros((ranks, places), np.int64)
         for rank, ops in enumerate(self._ops):
@@ -157,8 +157,8 @@ class Script:
         )
 
 
-class AskedHistory:
-    """One layer's questions, for all configurations alike."""
+class HistoryQueries:
+    """Queries of history in one layer, equal for all configurations."""
 
     def __init__(
         self,
@@ -169,26 +169,28 @@ class AskedHistory:
         *,
         wait: Op = Op.WAIT,
     ) -> None:
-        """
+        """Prepare the queries.
+
         Args:
             spts: tokens of each member.
-            history: tokens, evenly over the members; 0 asks for nothing.
-            wait: how exchanges are waited for.
+            history: tokens, evenly over the members; 0 sends no queries.
+            wait: operation that waits for exchanges.
         """
         self._group, self._script, self._wait = group, script, wait
         self._rows_p = np.array(spts, float) * group.heads
-        """Times query heads."""
-        self._held = history / group.members
+        """Rows times query heads."""
+        self._history = history / group.members
         self._any = bool(history)
 
     def ask(self) -> None:
-        """All members at once."""
+        """Send the queries of all members at once."""
         if self._any:
             row = self._group.shape.head_dim * self._group.itemsize
             self._questions = self._post(self._rows_p[:, None] * row)
 
     def answer(self) -> None:
-        """Own queries, and those of others when they are here."""
+        """Attend with own queries, then with those of others once they have arrived; send
+        outputs back."""
         if not self._any:
             return
         self._attend(self._rows_p, 1)
@@ -198,7 +200,7 @@ class AskedHistory:
         self._answers = self._post(self._rows_p[None, :] * row)
 
     def merge(self) -> None:
-        """All answers, into what the strategy has computed."""
+        """Merge all outputs into what the strategy has computed."""
         if self._any:
             self._script.do(self._wait, self._answers)
             self._script.compute(
@@ -208,7 +210,8 @@ class AskedHistory:
     def _attend(self, rows_p: Seconds, calls: int) -> None:
         calls_p = np.full(len(rows_p), float(calls))
         attention = self._group.times.attention
-        self._script.compute(self._each(attention.seconds(calls_p, rows_p, rows_p * self._held)))
+        pairs_p = rows_p * self._history
+        self._script.compute(self._each(attention.seconds(calls_p, rows_p, pairs_p)))
 
     def _post(self, bytes_sr: Seconds) -> int:
         others_sr = ~np.eye(self._group.members, dtype=bool)
@@ -218,5 +221,5 @@ class AskedHistory:
         return self._script.post(bytes_csr, others_sr)
 
     def _each(self, seconds_p: Seconds) -> Seconds:
-        """(c, r) of all configurations."""
+        """Return (c, r) seconds, equal for all configurations."""
         return np.broadcast_to(seconds_p, (self._script.configurations, len(seconds_p)))

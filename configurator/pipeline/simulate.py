@@ -1,14 +1,14 @@
-"""The pipeline simulator's engine: one program, many configurations at once (CSPS §3.2.6).
+"""Engine of the pipeline simulator: one program, many configurations at once (CSPS §3.2.6).
 
-Every configuration has a clock of its own. In each round every clock goes on to its configuration's
-next event, which is the end of a computation, of a wire's work or of a latency; then whoever can go
-on does. All configurations take the round in the same numpy calls.
+Every configuration has its own clock. In each round every clock advances to its configuration's
+next event: the end of a computation, of a wire's work or of a latency. All configurations share the
+numpy calls of a round.
 
-Nothing here is random and nothing is drawn by lot: wires carry exchanges in the order of their
-numbers, ranks follow their programs. Where no cores are shared more bandwidth is never slower: a
-rank that has an exchange earlier has done no more filler by then.
+Nothing is random: wires carry exchanges in the order of their numbers, and ranks follow their
+programs. Where no cores are shared, more bandwidth is never slower: a rank whose exchange arrives
+earlier has done no more filler by then.
 
-Shape suffixes as in `program`; x the elements that an event is about.
+Shape suffixes as in `program`; x the elements of an event, whose configurations are `lanes_x`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from csps.configurator.pipeline.program import (
 )
 
 CELLS = 2**22
-"""Configurations, wires and exchanges that are simulated at a time, multiplied."""
+"""Configurations times wires times exchanges that are simulated at a time."""
 NEVER = np.inf
 LEAST_LEFT = 0.1
-"""Of cores that wires keep busy, for those who compute: neither can hold up the other for ever."""
-_COMPUTE, _POST, _WAIT, _STAND, _FILL = map(int, Op)
+"""Fraction of cores left to computing while wires keep cores busy, so that neither starves the
+other."""
+_COMPUTE, _POST, _WAIT, _BLOCK, _FILL = map(int, Op)
 
 
 def simulate(program: Program, durations: Durations, machine: Machine) -> PipelineOutcome:
     """Execute a program with the durations of every configuration.
 
     Raises:
-        AssertionError: a program that cannot end, such as one that waits for what nobody begins.
+        AssertionError: the program cannot end, such as one that waits for an exchange never begun.
     """
     configurations = len(durations.compute_crk)
     exchanges, wires, _ = program.senders_ewr.shape
@@ -63,7 +64,7 @@ def simulate(program: Program, durations: Durations, machine: Machine) -> Pipeli
 
 
 class _Run:
-    """All configurations of one call."""
+    """State of all configurations of one call."""
 
     def __init__(self, program: Program, durations: Durations, machine: Machine) -> None:
         self._now_c = np.zeros(len(durations.compute_crk))
@@ -71,10 +72,10 @@ class _Run:
         self._wires = _Wires(program, durations, machine)
 
     def to_the_end(self) -> tuple[Seconds, Seconds]:
-        """Round after round: when ranks ended, and what wires carried."""
+        """Run all rounds; return when ranks ended, and when wires had carried exchanges."""
         ranks, wires = self._ranks, self._wires
         while True:
-            ranks.go_on(self._now_c, wires)
+            ranks.advance(self._now_c, wires)
             wires.start(self._now_c)
             ranks.share_cores(self._now_c, wires.carrying)
             next_c = np.minimum(ranks.next_event(wires), wires.next_event(self._now_c))
@@ -84,12 +85,12 @@ class _Run:
             self._now_c = np.where(going_c, next_c, self._now_c)
             wires.end(self._now_c)
             ranks.end(self._now_c, wires)
-        assert ranks.through.all(), "a program that cannot end"
+        assert ranks.through.all(), "program cannot end: a rank waits for an exchange never begun"
         return ranks.ended_cr, wires.ended_cwe
 
 
 class _Ranks:
-    """Where each rank stands in its program."""
+    """Position and activity of each rank in its program."""
 
     def __init__(self, program: Program, durations: Durations, machine: Machine) -> None:
         self._program, self._durations, self._machine = program, durations, machine
@@ -97,12 +98,12 @@ class _Ranks:
         self._place_cr = np.zeros(shape, np.int64)
         self._filled_cr = np.zeros(shape, np.int64)
         self._end_cr = np.full(shape, NEVER)
-        """Of what a rank computes; never, if nothing."""
+        """End of the present computation; NEVER if there is none."""
         self._rate_cr = np.ones(shape)
         self._waits_cr = np.full(shape, -1)
-        """The exchange that a rank waits for, -1 for none."""
+        """Exchange that a rank waits for; -1 for none."""
         self._stands_cr = np.zeros(shape, np.bool_)
-        """It also waits until it has sent it."""
+        """True if the rank also waits until it has sent its part."""
         self._awake_cr = np.ones(shape, np.bool_)
         self.ended_cr = np.zeros(shape)
         domains = len(machine.cores_d)
@@ -113,12 +114,12 @@ class _Ranks:
 
     @property
     def through(self) -> Mask:
-        """(c, r): whether a rank has come to its program's end."""
+        """(c, r) mask of ranks at the end of their programs."""
         done: Mask = self._place_cr >= self._program.ops_rp.shape[1]
         return done
 
-    def go_on(self, now_c: Seconds, wires: _Wires) -> None:
-        """Until every rank computes, waits or is through."""
+    def advance(self, now_c: Seconds, wires: _Wires) -> None:
+        """Execute operations until every rank computes, waits or is at its end."""
         lanes_x, ranks_x = np.nonzero(self._awake_cr)
         self._awake_cr[:] = False
         while lanes_x.size:
@@ -129,7 +130,7 @@ class _Ranks:
             lanes_x, ranks_x = lanes_x[passed_x], ranks_x[passed_x]
 
     def _one_op(self, lanes_x: Numbers, ranks_x: Numbers, now_c: Seconds, wires: _Wires) -> Mask:
-        """Whether each of the ranks is past it at once."""
+        """Execute one operation of each rank; return a mask of those that are done at once."""
         places_x = self._place_cr[lanes_x, ranks_x]
         ops_x = self._program.ops_rp[ranks_x, places_x]
         arguments_x = self._program.arguments_rp[ranks_x, places_x]
@@ -139,8 +140,8 @@ class _Ranks:
         wires.post(lanes_x[posts_x], ranks_x[posts_x], arguments_x[posts_x])
         passed_x |= posts_x
 
-        waits_x = (ops_x == _WAIT) | (ops_x == _STAND)
-        stands_x = ops_x == _STAND
+        waits_x = (ops_x == _WAIT) | (ops_x == _BLOCK)
+        stands_x = ops_x == _BLOCK
         due_x = np.full(len(lanes_x), -NEVER)
         due_x[waits_x] = wires.due(
             lanes_x[waits_x], ranks_x[waits_x], arguments_x[waits_x], stands_x[waits_x]
@@ -165,20 +166,20 @@ class _Ranks:
         idle_x = pending_x & ~busy_x
         self._waits_cr[lanes_x[idle_x], ranks_x[idle_x]] = arguments_x[idle_x]
         self._stands_cr[lanes_x[idle_x], ranks_x[idle_x]] = stands_x[idle_x]
-        # A computation is behind its rank once it ends; what waits or fills is looked at again.
+        # Waiting and filling are examined again at the next event; computing is not.
         ahead_x = passed_x | (computes_x & busy_x)
         self._place_cr[lanes_x[ahead_x], ranks_x[ahead_x]] += 1
         return passed_x
 
     def _next_filler(self, lanes_x: Numbers, ranks_x: Numbers) -> Seconds:
-        """Seconds of the next piece that takes any; 0 where none is left."""
+        """Return the seconds of the next part of filler that takes any; 0 where none is left."""
         filler_crf = self._durations.filler_crf
-        pieces = filler_crf.shape[2]
+        parts = filler_crf.shape[2]
         work_x = np.zeros(len(lanes_x))
         searching_x = np.ones(len(lanes_x), np.bool_)
         while True:
             filled_x = self._filled_cr[lanes_x, ranks_x]
-            searching_x &= filled_x < pieces
+            searching_x &= filled_x < parts
             if not searching_x.any():
                 return work_x
             at = lanes_x[searching_x], ranks_x[searching_x]
@@ -187,7 +188,7 @@ class _Ranks:
             searching_x &= work_x == 0
 
     def share_cores(self, now_c: Seconds, carrying_cw: Mask) -> None:
-        """Who computes beside others on fewer cores goes on more slowly from now on."""
+        """Slow down ranks that share too few cores, from now on."""
         if not self._shared:
             return
         busy_cr = self._end_cr < NEVER
@@ -203,7 +204,7 @@ class _Ranks:
         self._rate_cr = np.where(changed_cr, rates_cr, self._rate_cr)
 
     def next_event(self, wires: _Wires) -> Seconds:
-        """(c,) when a rank next goes on, as far as that is known."""
+        """Return (c,) times of the ranks' next known events."""
         next_c: Seconds = self._end_cr.min(axis=1)
         lanes_x, ranks_x = np.nonzero(self._waits_cr >= 0)
         due_x = self._due(lanes_x, ranks_x, wires)
@@ -211,7 +212,7 @@ class _Ranks:
         return next_c
 
     def end(self, now_c: Seconds, wires: _Wires) -> None:
-        """Who has computed what it did, or has what it waited for, goes on."""
+        """Wake ranks whose computation or wait has ended."""
         done_cr = self._end_cr <= now_c[:, None]
         self._end_cr[done_cr] = NEVER
         self._awake_cr |= done_cr
@@ -231,7 +232,7 @@ class _Ranks:
 
 
 class _Wires:
-    """What each wire carries, and what has arrived where."""
+    """Exchanges on each wire, and what has arrived at which rank."""
 
     def __init__(self, program: Program, durations: Durations, machine: Machine) -> None:
         self._program, self._seconds_cwe = program, durations.wires_cwe
@@ -243,16 +244,17 @@ class _Wires:
         self._head_cw = self._next_cwe[:, :, 0].copy()
         self._end_cw = np.full((configurations, wires), NEVER)
         self._ready_cwe = np.zeros((configurations, wires, exchanges))
-        """When what is passed on has arrived at who passes it on."""
+        """Time at which a relayed exchange has arrived at its relay."""
         self.ended_cwe = np.full((configurations, wires, exchanges), np.nan)
-        # What each rank still gets, and what it still sends, of each exchange.
+        # Wires on which each rank still receives, and still sends, each exchange.
         self._coming_cre = _by_rank(carried_cwe, program.receivers_ewr)
         self._leaving_cre = _by_rank(carried_cwe, program.senders_ewr)
         self._arrival_cre = np.where(self._coming_cre == 0, -NEVER, NEVER)
         self._left_cre = np.where(self._leaving_cre == 0, -NEVER, NEVER)
         self._latest_cre = np.full(self._arrival_cre.shape, -NEVER)
         self._missing_cwe = self._missing(carried_cwe)
-        """Members that have not begun it, and arrivals that are to be passed on."""
+        """Number of members that have not begun an exchange, plus arrivals at relays that are
+        outstanding."""
         self._passed_on_e = [
             np.flatnonzero(program.after_e == exchange) for exchange in range(exchanges)
         ]
@@ -270,12 +272,12 @@ class _Wires:
 
     @property
     def carrying(self) -> Mask:
-        """(c, w): whether something is on its way."""
+        """(c, w) mask of busy wires."""
         busy: Mask = self._end_cw < NEVER
         return busy
 
     def post(self, lanes_x: Numbers, ranks_x: Numbers, exchanges_x: Numbers) -> None:
-        """Members begin exchanges."""
+        """Record that members have begun exchanges."""
         parts_x, wires_x = np.nonzero(self._members_ewr[exchanges_x, :, ranks_x])
         at = lanes_x[parts_x], wires_x, exchanges_x[parts_x]
         np.subtract.at(self._missing_cwe, at, 1)
@@ -283,14 +285,15 @@ class _Wires:
     def due(
         self, lanes_x: Numbers, ranks_x: Numbers, exchanges_x: Numbers, sent_x: Mask
     ) -> Seconds:
-        """When exchanges are here, and where asked for also sent; never, if that is not known."""
+        """Return when exchanges have arrived and, where asked for, been sent; NEVER if that is
+        unknown."""
         at = lanes_x, ranks_x, exchanges_x
         arrival_x = self._arrival_cre[at]
         both_x: Seconds = np.where(sent_x, np.maximum(arrival_x, self._left_cre[at]), arrival_x)
         return both_x
 
     def start(self, now_c: Seconds) -> None:
-        """Idle wires take up what is next, if it can leave."""
+        """Start the next exchange on idle wires, if it can leave."""
         lanes_x, wires_x, ready_x = self._next_up()
         can_x = ready_x <= now_c[lanes_x]
         lanes_x, wires_x = lanes_x[can_x], wires_x[can_x]
@@ -299,7 +302,7 @@ class _Wires:
         self._end_cw[lanes_x, wires_x] = now_c[lanes_x] + seconds_x
 
     def next_event(self, now_c: Seconds) -> Seconds:
-        """(c,) when a wire is next done, or can take up what is next."""
+        """Return (c,) times at which a wire is next done, or can start an exchange."""
         next_c: Seconds = self._end_cw.min(axis=1)
         lanes_x, _, ready_x = self._next_up()
         later_x = ready_x > now_c[lanes_x]
@@ -307,8 +310,8 @@ class _Wires:
         return next_c
 
     def _next_up(self) -> tuple[Numbers, Numbers, Seconds]:
-        """(configuration, wire, since when) of idle wires for whose next exchange nobody is
-        missing."""
+        """Return (configuration, wire, ready time) of idle wires whose next exchange is
+        complete."""
         exchanges = self._seconds_cwe.shape[2]
         idle_cw = (self._end_cw == NEVER) & (self._head_cw < exchanges)
         lanes_x, wires_x = np.nonzero(idle_cw)
@@ -318,7 +321,7 @@ class _Wires:
         return lanes_x, wires_x, self._ready_cwe[lanes_x, wires_x, heads_x]
 
     def end(self, now_c: Seconds) -> None:
-        """What has left the wires is on its last way."""
+        """Finish exchanges that have left their wires; they arrive after the latency."""
         lanes_x, wires_x = np.nonzero(self._end_cw <= now_c[:, None])
         if not lanes_x.size:
             return
@@ -347,7 +350,7 @@ class _Wires:
         np.subtract.at(self._coming_cre, at, 1)
         np.maximum.at(self._latest_cre, at, times_x[parts_x])
         complete_x = self._coming_cre[at] == 0
-        # Several wires may have been the last at once: each rank's arrival counts once.
+        # Several wires may finish an exchange at once, but each rank's arrival counts once.
         shape = self._coming_cre.shape
         done_x = np.unique(np.ravel_multi_index([axis[complete_x] for axis in at], shape))
         lanes_x, ranks_x, exchanges_x = np.unravel_index(done_x, shape)
@@ -368,7 +371,7 @@ class _Wires:
 
 
 def _next_carried(carried_cwe: Mask) -> Numbers:
-    """(c, w, e + 1): the first exchange from number e on that a wire carries; e if none."""
+    """Return (c, w, e + 1): the first exchange from number e on that a wire carries; e if none."""
     configurations, wires, exchanges = carried_cwe.shape
     numbers = np.full((configurations, wires, exchanges + 1), exchanges)
     numbers[:, :, :exchanges] = np.where(carried_cwe, np.arange(exchanges), exchanges)
@@ -378,7 +381,7 @@ def _next_carried(carried_cwe: Mask) -> Numbers:
 
 
 def _by_rank(carried_cwe: Mask, members_ewr: Mask) -> Numbers:
-    """(c, r, e): over how many wires a member has a part in what is carried."""
+    """Return (c, r, e): number of wires on which a member takes part in an exchange."""
     counts: Numbers = np.einsum(
         "cwe,ewr->cre", carried_cwe.astype(np.int64), members_ewr.astype(np.int64)
     )

@@ -1,12 +1,12 @@
-"""SP-TP's pipeline as this engine runs it (CSPS §3.2.5, Fig. 9b).
+"""Simulation of SP-TP's pipeline, as this engine runs it (CSPS §3.2.5, Fig. 9b).
 
-Rows are gathered along trees that enter each server once, near members first; a rank projects and
-attends to what has come, own heads only, and hands a micro-partition of outputs on, in ascending
-order of rows, as soon as its last keys have come (`protocols.sp_tp_schedule`, as the ranks do). The
-sums go up the same trees.
+Rows are gathered along trees that enter each server once, near members first. A rank projects and
+attends with what has arrived, for its own heads only. It starts the reduction of a micro-partition,
+in ascending order of rows, as soon as its last keys have arrived. The schedule is the ranks' own
+(`csps.protocols.attention.sp_tp`). Sums return along the same trees.
 
-Of the series of Eq. 7, T_1st_a2a is here the all-gather and T_2nd_a2a the reduce-scatter. Drop
-ratios shorten T_attn alone: all queries are computed and all rows sent.
+In the series of Eq. 7, T_1st_a2a is the all-gather and T_2nd_a2a the reduce-scatter. Drop ratios
+shorten only T_attn: all queries are computed and all rows sent.
 
 Shape suffixes: c configurations, r ranks, j owners of keys, g KV heads, s senders.
 """
@@ -43,7 +43,7 @@ class Rows:
 
 
 def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> PipelineOutcome:
-    """One layer of each configuration.
+    """Simulate one layer of each configuration.
 
     Args:
         spts: tokens of each member.
@@ -54,8 +54,10 @@ def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -
 class _TpLayer:
     def __init__(self, group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> None:
         assert len(spts) == group.members, f"{len(spts)} SPTs for {group.members} members"
-        assert (cases.window_c > 0).all(), "judging by all queries is not simulated"
-        assert cases.same_c.all() or not cases.same_c.any(), "they share a program"
+        assert (cases.window_c > 0).all(), "scoring by all queries cannot be simulated"
+        assert cases.same_c.all() or not cases.same_c.any(), (
+            "configurations that share a program must agree on importance_layer"
+        )
         micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
         self._group, self._cases, self._spts = group, cases, np.array(spts)
         self._micro_c = micro_cv[:, 0]
@@ -72,9 +74,9 @@ class _TpLayer:
         no_filler_crf = np.zeros((len(cases), group.members, 0))
         self._script = Script(group.wiring, no_filler_crf, group.times.exchange)
         self._brings: dict[tuple[Rows, int], int] = {}
-        """The exchange that brings rows to a rank."""
+        """Exchange that brings rows to a rank."""
         self._sums: dict[Rows, tuple[int, int]] = {}
-        """Exchanges of their outputs: to the gates, and to the owner."""
+        """Exchanges of the rows' outputs: to the relays, and to the owner."""
 
     def run(self) -> PipelineOutcome:
         gathered = self._gather()
@@ -84,7 +86,7 @@ class _TpLayer:
                 self._script.do_on(rank, Op.POST, exchange)
             if not self._cases.pipelined:
                 for exchange in gathered:
-                    self._script.do_on(rank, Op.STAND, exchange)
+                    self._script.do_on(rank, Op.BLOCK, exchange)
             self._script.compute_on(rank, self._own_keys(rank))
             self._script.compute_on(rank, self._dropping())
             self._work(rank)
@@ -94,7 +96,7 @@ class _TpLayer:
     # --- exchanges ------------------------------------------------------------------------------
 
     def _parts(self) -> list[Rows]:
-        """First parts of all owners before any second one."""
+        """Return all micro-partitions: the first ones of all owners before any second one."""
         return [
             Rows(owner, micro)
             for micro in range(self._micros)
@@ -102,8 +104,10 @@ class _TpLayer:
         ]
 
     def _gather(self) -> list[int]:
-        """Numbers of the all-gather's exchanges: inside the owners' servers, then of all parts
-        those to other servers and on from there."""
+        """Add the exchanges of the all-gather; return their numbers.
+
+        Those inside the owners' servers come first, then those to other servers and on from there.
+        """
         numbers = []
         for rows in self._parts():
             near = [r for r in self._parents[rows.owner] if self._near(rows.owner, r)]
@@ -123,13 +127,13 @@ class _TpLayer:
         return number
 
     def _reduce(self) -> None:
-        """The reduce-scatter's exchanges, in ascending order of rows."""
-        for rows in sorted(self._parts(), key=lambda it: (it.owner, it.micro)):
+        """Add the exchanges of the reduce-scatter, in ascending order of rows."""
+        for rows in sorted(self._parts(), key=lambda rows: (rows.owner, rows.micro)):
             parents = self._parents[rows.owner].items()
-            up = [(member, gate) for member, gate in parents if gate != rows.owner]
-            home = [(member, gate) for member, gate in parents if gate == rows.owner]
-            first = self._script.exchange(*self._message(rows, up))
-            second = self._script.exchange(*self._message(rows, home), after=first)
+            to_relays = [(member, relay) for member, relay in parents if relay != rows.owner]
+            to_owner = [(member, relay) for member, relay in parents if relay == rows.owner]
+            first = self._script.exchange(*self._message(rows, to_relays))
+            second = self._script.exchange(*self._message(rows, to_owner), after=first)
             self._sums[rows] = first, second
 
     def _message(self, rows: Rows, pairs: Sequence[tuple[int, int]]) -> tuple[Seconds, Mask]:
@@ -144,7 +148,7 @@ class _TpLayer:
     def _near(self, one: int, other: int) -> bool:
         return self._servers[one] == self._servers[other]
 
-    # --- a rank's own way -----------------------------------------------------------------------
+    # --- the program of a rank ------------------------------------------------------------------
 
     def _work(self, rank: int) -> None:
         if rank not in self._takers:
@@ -152,7 +156,7 @@ class _TpLayer:
             return
         same = bool(self._cases.same_c.any())
         in_order = own_before_far if same else near_to_far
-        handed_on, judged = [], not same
+        reducing, scored = [], not same
         for step in in_order(self._unit_parts(), self._distances(rank)):
             match step:
                 case Wait(part):
@@ -161,22 +165,22 @@ class _TpLayer:
                     self._script.compute_on(rank, self._projection(rank, _rows(part)))
                 case Attend((first, _), keys):
                     rows, owners = self._rows_of(first), self._owners(keys)
-                    if not judged and owners != (rows.owner,):
+                    if not scored and owners != (rows.owner,):
                         self._script.compute_on(rank, self._score(rank, self._cases.same_c))
-                        judged = True
+                        scored = True
                     self._script.compute_on(rank, self._attention(rank, rows, owners))
                 case StartReduce(part):
                     self._script.compute_on(rank, self._output(rank, _rows(part)))
                     if self._cases.pipelined:
                         self._begin_sums(rank, _rows(part))
                     else:
-                        handed_on.append(_rows(part))
-        for rows in handed_on:
+                        reducing.append(_rows(part))
+        for rows in reducing:
             self._begin_sums(rank, rows)
-        self._script.compute_on(rank, self._score(rank, self._cases.judges_c))
+        self._script.compute_on(rank, self._score(rank, self._cases.scores_c))
 
     def _unit_parts(self) -> list[MicroPartition]:
-        """All parts as if each had one row, for the order in which they are worked off."""
+        """Return all micro-partitions with one row each, to obtain the order of the schedule."""
         return [
             MicroPartition(owner=at // self._micros, start=at, stop=at + 1, index=at % self._micros)
             for at in range(self._group.members * self._micros)
@@ -186,7 +190,7 @@ class _TpLayer:
         return Rows(*divmod(number, self._micros))
 
     def _owners(self, numbers: tuple[int, int]) -> tuple[int, ...]:
-        """Of neighbouring parts."""
+        """Return the owners of adjacent micro-partitions."""
         first, stop = numbers
         return tuple(range(first // self._micros, (stop - 1) // self._micros + 1))
 
@@ -199,34 +203,34 @@ class _TpLayer:
             self._script.do_on(rank, Op.POST, number)
 
     def _finish(self, rank: int) -> None:
-        wait = Op.WAIT if self._cases.pipelined else Op.STAND
+        wait = Op.WAIT if self._cases.pipelined else Op.BLOCK
         own = [Rows(rank, micro) for micro in range(self._micros)]
         for rows in own if self._cases.pipelined else self._sums:
             for number in self._sums[rows]:
                 self._script.do_on(rank, wait, number)
 
     def _distances(self, rank: int) -> list[int]:
-        """Of each owner: 0 itself, 1 same server, 2 same rack, 3 beyond."""
+        """Return the distance of each owner: 0 itself, 1 same server, 2 same rack, 3 beyond."""
         rack, _ = self._servers[rank]
         return [
             0 if owner == rank else 3 - (server[0] == rack) - (server == self._servers[rank])
             for owner, server in enumerate(self._servers)
         ]
 
-    # --- durations, each (c,) -------------------------------------------------------------------
+    # --- durations: each method returns (c,) seconds --------------------------------------------
 
     def _rows(self, rows: Rows) -> Numbers:
         return even_lengths(self._spts[rows.owner], self._micro_c, rows.micro)
 
     def _own_keys(self, rank: int) -> Seconds:
-        """Keys and values of own rows, all heads, for the pool."""
+        """Return the time of keys and values of own rows, all heads, for the pool."""
         shape = self._group.shape
         share = 2 * shape.kv_width / (shape.width + 2 * shape.kv_width)
         tokens_c = np.full(len(self._cases), float(self._spts[rank]))
         return self._group.times.qkv.seconds(tokens_c) * share
 
     def _dropping(self) -> Seconds:
-        """What a layer that drops takes besides."""
+        """Return the extra time of a layer that drops."""
         seconds_c: Seconds = np.where(self._cases.drops_c, self._group.times.step.dropping, 0.0)
         return seconds_c
 
@@ -263,7 +267,7 @@ class _TpLayer:
         return attended_c + merged_c
 
     def _seen(self, rows: Rows, rows_c: Numbers, owner: int, head: int) -> Numbers:
-        """Pairs of rows with an owner's keys of one KV head."""
+        """Return the pairs of rows with an owner's keys of one KV head."""
         if owner == rows.owner:
             begin_c = rows.micro * self._spts[owner] // self._micro_c
             end_c = begin_c + rows_c
@@ -277,9 +281,9 @@ class _TpLayer:
         far: Numbers = rows_c * self._kept_cpgv[:, owner, head, level - 1]
         return far
 
-    def _score(self, rank: int, judges_c: Mask) -> Seconds:
-        """Of all keys, by own heads, in a layer that drops or the one before it."""
-        window_c = np.minimum(self._cases.window_c, self._spts.sum()) * judges_c
+    def _score(self, rank: int, scores_c: Mask) -> Seconds:
+        """Return the time to score all keys, by own heads, in layers that score."""
+        window_c = np.minimum(self._cases.window_c, self._spts.sum()) * scores_c
         pairs_c = window_c * self._spts.sum() * len(self._shares[rank][0])
         return self._group.times.importance.seconds(pairs_c.astype(float))
 

@@ -1,16 +1,15 @@
-"""From an objective to a configuration without a search: regressors, repair, check.
+"""Options that requests with bounds may choose from, found by regressors and the pipeline
+simulator.
 
-The regressors of `direct` begin; what they say becomes a configuration that the space and the group
-allow; its ratios go down until F_Ad keeps the bound, or are tried all the way where the bound is on
-TTFT; and everything is checked with the pipeline simulator, beside its neighbours and exact
-attention. So a bad prediction costs quality, never validity: what is answered keeps the bound as
-far as F_Ad and simulator know, or is the nearest and says so.
+The direct regressors start. Their predictions are adjusted to configurations that the space and
+the group allow. Ratios are lowered until F_Ad meets the bound on the loss, or all tried where the
+bound is on TTFT. The simulator compares these with their neighbors and exact attention. So a wrong
+prediction costs quality, never validity: an answer meets the bound as far as F_Ad and the simulator
+know, or is the closest and says so.
 
-What requests may choose from, by regressors and the pipeline simulator.
-
-For a bucket of the cost table there are the best configurations for each bucket of bounds, with
-their times relative to exact attention that is not cut, and what they lose. A request's own bounds
-are applied to these when its place is decided.
+For a bucket of the cost table, `PredictedOptions` has the best configurations for each bucket of
+bounds, with their relative times and losses. A request's own bounds select among them when the
+request is placed.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ from csps.protocols.attention.plan import (
 from csps.protocols.core.errors import ConfigError
 
 STEPS = 16
-"""In which ratios go from nothing to what was said, and on to as much as is allowed."""
+"""Steps of ratios from nothing to the prediction, and from there to the largest allowed."""
 
 
 def answered_space(layers: int) -> Space:
-    """What answers are looked for in, and learned from: coarser than what `csps plan` compares,
-    since neighbours of what regressors say are tried.
+    """Return the space in which answers are searched, and from which regressors learn.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
     """
+    # Coarser than what `csps plan` compares, because neighbors of predictions are tried.
     return Space(
         groups=LayerGroups.alike(layers),
         step=0.1,
@@ -70,26 +69,27 @@ def answered_space(layers: int) -> Space:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectAnswerer:
-    """Answers questions of one space."""
+    """Solver for search problems of one space."""
 
     space: Space
     models: Mapping[ObjectiveKind, DirectModel]
 
-    def answer(self, question: SearchProblem, loss: Loss) -> SearchResult:
-        """The best of what is near to what the regressors say."""
-        exact_s = exact_seconds(question.group, question.tokens)
-        candidates = dict.fromkeys(self._near_said(question, exact_s, loss))
-        return chosen(question, compared(question, list(candidates), loss))
+    def answer(self, problem: SearchProblem, loss: Loss) -> SearchResult:
+        """Return the best configuration near the regressors' prediction."""
+        exact_s = exact_seconds(problem.group, problem.tokens)
+        candidates = dict.fromkeys(self._near_prediction(problem, exact_s, loss))
+        return chosen(problem, compared(problem, list(candidates), loss))
 
     def answers(
         self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
     ) -> list[Found]:
-        """The best for each bucket of bounds of both objectives that can be kept, each once. All
-        are compared for each, so that a wider bound is never answered by what takes longer; and the
-        quickest that is exact for certain.
+        """Return the best configuration for each bucket of bounds of both objectives that can be
+        met.
+
+        Each appears once. The fastest one that is exact for certain comes first.
 
         Args:
-            given: fields that stay as they are.
+            given: fields that must not change.
         """
         exact_s = exact_seconds(group, tokens)
         asked = [
@@ -99,62 +99,72 @@ class DirectAnswerer:
         ]
         candidates = dict.fromkeys(
             candidate
-            for question in asked
-            for candidate in self._near_said(question, exact_s, loss)
+            for problem in asked
+            for candidate in self._near_prediction(problem, exact_s, loss)
         )
-        held = list(dict.fromkeys(_held(candidates, given or {})))
-        found = compared(asked[0], held, loss) if held else []
-        answers = [chosen(question, found) for question in asked] if found else []
-        exact = sorted((it for it in found if it.settings.lossless), key=lambda it: it.seconds)
+        allowed = list(dict.fromkeys(_with_given(candidates, given or {})))
+        found = compared(asked[0], allowed, loss) if allowed else []
+        # All candidates are compared for each bound. Otherwise a wider bound might be answered by a
+        # slower configuration.
+        answers = [chosen(problem, found) for problem in asked] if found else []
+        exact = sorted(
+            (option for option in found if option.settings.lossless),
+            key=lambda option: option.seconds,
+        )
         return list(dict.fromkeys([*exact[:1], *(answer.best for answer in answers if answer.met)]))
 
-    def _near_said(
-        self, question: SearchProblem, exact_s: float, loss: Loss
+    def _near_prediction(
+        self, problem: SearchProblem, exact_s: float, loss: Loss
     ) -> Iterator[CsaSettings]:
-        said = self.models[question.objective.kind].predict(question, exact_s)
-        yield from self._exact(question, said)
-        yield from self._repaired(question, said, loss)
+        prediction = self.models[problem.objective.kind].predict(problem, exact_s)
+        yield from self._exact(problem, prediction)
+        yield from self._within_bounds(problem, prediction, loss)
 
-    def _exact(self, question: SearchProblem, said: Predicted) -> Iterator[CsaSettings]:
-        """Exact attention with micro-partitions near those that were said."""
+    def _exact(self, problem: SearchProblem, prediction: Predicted) -> Iterator[CsaSettings]:
+        """Yield exact attention with micro-partitions near those predicted."""
         yield WHOLE
-        for levels in self.space.level_counts(question.group.locations):
-            for micro in self._near(said.micro, levels):
+        for levels in self.space.level_counts(problem.group.locations):
+            for micro in self._near(prediction.micro, levels):
                 yield CsaSettings(levels=levels, micro_partitions=(micro,), strategy="ntp")
         if "tp" in self.space.strategies:
-            for micro in self._near(said.micro, 1):
+            for micro in self._near(prediction.micro, 1):
                 yield CsaSettings(levels=1, micro_partitions=(micro,), strategy="tp")
 
-    def _repaired(
-        self, question: SearchProblem, said: Predicted, loss: Loss
+    def _within_bounds(
+        self, problem: SearchProblem, prediction: Predicted, loss: Loss
     ) -> Iterator[CsaSettings]:
-        for strategy, levels, scoring in self.space.variants(question.group.locations):
-            if (strategy == "tp") != (said.tensor_parallel > 0.5):
+        for strategy, levels, scoring in self.space.variants(problem.group.locations):
+            if (strategy == "tp") != (prediction.tensor_parallel > 0.5):
                 continue
-            tried = [
-                self.space.settings(strategy, levels, scoring, ratios) for ratios in self._ray(said)
+            tried = [  # in descending order of what they drop
+                self.space.settings(strategy, levels, scoring, ratios)
+                for ratios in self._ray(prediction)
             ]
             within = [
-                it
-                for it, lost in zip(tried, loss(tried), strict=True)
-                if lost <= question.most_loss and not it.lossless
+                settings
+                for settings, lost in zip(tried, loss(tried), strict=True)
+                if lost <= problem.most_loss and not settings.lossless
             ]
-            if question.objective.kind == "ttft":
-                within = within[:1]  # what drops most
-            for it in within:
-                yield from self._cut(it, said, levels, scoring)
+            if problem.objective.kind == "ttft":
+                within = within[:1]
+            for settings in within:
+                yield from self._cut(settings, prediction, levels, scoring)
 
-    def _ray(self, said: Predicted) -> Iterator[Ratios]:
-        """Most to least: from the largest ratios over what was said to nothing, each head in
-        proportion to its run's widest."""
+    def _ray(self, prediction: Predicted) -> Iterator[Ratios]:
+        """Yield ratios from most to least, each head in proportion to its run's widest.
+
+        They descend from the largest ratios over the predicted ones to nothing.
+        """
         centres = self.space.groups.centres(LARGEST_RATIO)
         most = [max(of_heads) for of_heads in centres]
-        begun = [min(max(ratio, 0.0), top) for ratio, top in zip(said.ratios, most, strict=True)]
+        predicted = [
+            min(max(ratio, 0.0), top) for ratio, top in zip(prediction.ratios, most, strict=True)
+        ]
         for step in range(2 * STEPS, 0, -1):
             beyond = max(0, step - STEPS) / STEPS
             ratios = [
-                wish * min(1.0, step / STEPS) + (top - wish) * beyond
-                for wish, top in zip(begun, most, strict=True)
+                ratio * min(1.0, step / STEPS) + (top - ratio) * beyond
+                for ratio, top in zip(predicted, most, strict=True)
             ]
             yield tuple(
                 tuple(round(ratio * head / max(of_heads), 4) for head in of_heads)
@@ -162,9 +172,9 @@ class DirectAnswerer:
             )
 
     def _cut(
-        self, settings: CsaSettings, said: Predicted, levels: int, scoring: ImportanceScoring
+        self, settings: CsaSettings, prediction: Predicted, levels: int, scoring: ImportanceScoring
     ) -> Iterator[CsaSettings]:
-        for micro in self._near(said.micro, levels):
+        for micro in self._near(prediction.micro, levels):
             yield CsaSettings(
                 levels=levels,
                 drop_ratios=settings.drop_ratios,
@@ -174,11 +184,13 @@ class DirectAnswerer:
                 importance_window=scoring.window,
             )
 
-    def _near(self, said: Sequence[float], levels: int) -> Iterator[tuple[int, ...]]:
-        """The nearest numbers of the space, and each level's neighbours of them."""
+    def _near(self, prediction: Sequence[float], levels: int) -> Iterator[tuple[int, ...]]:
+        """Yield the nearest numbers of the space, and each level's neighbors of them."""
         last = len(self.space.micro_partitions) - 1
         allowed = [self.space.micro_partitions[min(level, last)] for level in range(levels)]
-        places = [_nearest(of_level, wish) for wish, of_level in zip(said, allowed, strict=False)]
+        places = [
+            _nearest(of_level, wish) for wish, of_level in zip(prediction, allowed, strict=False)
+        ]
         yield tuple(of_level[n] for n, of_level in zip(places, allowed, strict=True))
         for level, of_level in enumerate(allowed):
             for place in (places[level] - 1, places[level] + 1):
@@ -188,12 +200,14 @@ class DirectAnswerer:
 
 
 def exact_seconds(group: SimulatedGroup, tokens: int) -> float:
-    """What a prompt takes with exact SP-NTP that is not cut."""
+    """Return the time of a prompt with exact SP-NTP without micro-partitions."""
     return float(prefill_seconds(group, [WHOLE], tokens)[0])
 
 
-def _held(candidates: Iterable[CsaSettings], given: Mapping[str, Any]) -> Iterator[CsaSettings]:
-    """Candidates with the fields that are given, as far as the two can be had together."""
+def _with_given(
+    candidates: Iterable[CsaSettings], given: Mapping[str, Any]
+) -> Iterator[CsaSettings]:
+    """Yield candidates with the given fields replaced, where the result is valid."""
     for candidate in candidates:
         try:
             yield replace(candidate, **given)
@@ -202,30 +216,31 @@ def _held(candidates: Iterable[CsaSettings], given: Mapping[str, Any]) -> Iterat
 
 
 def _nearest(numbers: Sequence[int], wish: float) -> int:
-    """Place of the number that is nearest."""
+    """Return the index of the nearest number."""
     return min(range(len(numbers)), key=lambda place: abs(numbers[place] - wish))
 
 
 RESOLUTION = 1 / 800
-"""A loss of less than half a question of the 400 that a measured point has is none."""
+"""Loss below which nothing is lost: half of one of the 400 questions of a measured point."""
 MOST_INSTANCES = 16
-"""Of groups that are simulated while serving: larger ones would take minutes."""
+"""Instances of the largest group that is simulated while serving; larger ones would take
+minutes."""
 MOST_SP_TP = 4
-"""Instances of groups whose exact SP-TP is simulated while serving: the others would take long."""
+"""Instances of the largest group whose exact SP-TP is simulated while serving."""
 PAYS = 0.98
-"""Another exact strategy is taken if it takes no more than this of the time."""
+"""Fraction of the default's time at or below which another exact strategy is chosen."""
 SIMULATED = (EXACT, LEVELS, *ENGINE_NAMES.values())
-"""What else moves less than all of these takes no more time than exact SP-NTP that is not cut, on
-whose place it is offered."""
+"""Simulated strategies. A strategy that moves less than all of these takes no more time than
+exact SP-NTP without micro-partitions, and is offered in its place."""
 NOT_QUICKER = "as nothing else that is exact is predicted to take at least 2 % less"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedOptions:
-    """For one model on one machine.
+    """Options for one model on one machine.
 
     Args:
-        group_of: the group of so many instances on each server.
+        group_of: function that returns the group with so many instances on each server.
     """
 
     answerer: DirectAnswerer
@@ -233,12 +248,13 @@ class PredictedOptions:
     group_of: Callable[[Sequence[int], int], SimulatedGroup]
 
     def options(self, asked: StrategyQuestion, usual: StrategyChoice) -> tuple[StrategyChoice, ...]:
-        """Of a class that has bounds, the least loss first; none if the client has fixed what
-        nothing can be found with.
+        """Return the options of a class that has bounds, the least loss first.
+
+        They are empty if the client has fixed fields for which there is no configuration.
 
         Args:
-            usual: what moves least, which is offered for exact SP-NTP that is not cut if it was not
-                simulated.
+            usual: choice that moves least, offered instead of exact SP-NTP without micro-partitions
+                if it was not simulated.
         """
         group, tokens, loss = self._asked(asked)
         given = {name: getattr(asked.csa, name) for name in asked.given}
@@ -248,8 +264,8 @@ class PredictedOptions:
             return ()
         rings = [] if given else self._rings(group, tokens, exact_s, found)
         choices = [
-            _choice(it, exact_s, bool(given), _why_exact(found), self._unseen(tokens))
-            for it in sorted(found, key=lambda it: (it.loss, it.seconds))
+            _choice(option, exact_s, bool(given), _why_exact(found), self._unseen(tokens))
+            for option in sorted(found, key=lambda option: (option.loss, option.seconds))
         ]
         if not given and usual.strategy not in SIMULATED:
             why = usual.reason + _why_exact(found)
@@ -258,8 +274,8 @@ class PredictedOptions:
         return (*rings, *choices)
 
     def _unseen(self, tokens: int) -> str:
-        """Behind the reason for what drops tokens, where prompts of the bucket are longer than any
-        that was measured."""
+        """Return a note for options that drop tokens, if the bucket's prompts exceed the
+        measured lengths."""
         longest = self.accuracy.longest
         if bucket_ends(tokens)[1] <= longest:
             return ""
@@ -268,19 +284,20 @@ class PredictedOptions:
     def _rings(
         self, group: SimulatedGroup, tokens: int, exact_s: float, found: Sequence[Found]
     ) -> list[StrategyChoice]:
-        """The better ring, if nothing else that is exact takes as little time."""
-        exact = min([exact_s, *(it.seconds for it in found if it.settings.lossless)])
-        seconds, ring = min((ring_seconds(group, it, tokens), it) for it in RINGS)
+        """Return the better ring, unless another exact strategy takes as little time."""
+        exact = min([exact_s, *(option.seconds for option in found if option.settings.lossless)])
+        seconds, ring = min((ring_seconds(group, ring, tokens), ring) for ring in RINGS)
         if seconds >= PAYS * exact:
             return []
         return [_exact_choice(ring, ring, seconds / exact_s, _why_exact(found))]
 
     def exact(self, asked: StrategyQuestion, usual: StrategyChoice) -> StrategyChoice:
-        """Whatever exact way is better than SP-NTP that is not cut: over levels, SP-TP, both in
-        micro-partitions that fit the links, or around a ring. Behind history SP-TP is not compared.
+        """Return the best exact choice: SP-NTP, levels or SP-TP in micro-partitions, or a ring.
+
+        With history, SP-TP is not compared.
 
         Args:
-            usual: what moves least, which is taken if it was not compared and nothing is better.
+            usual: choice that moves least, returned if it was not compared and nothing is better.
         """
         group, tokens, history = self._group_of(asked), asked.tokens, asked.history
         candidates = exact_candidates(self.answerer.space, group, history)
@@ -290,8 +307,8 @@ class PredictedOptions:
             (taken, _engine_name(settings, asked_for=False), settings)
             for taken, settings in zip(seconds, candidates, strict=True)
         ]
-        rings = [(ring_seconds(group, it, tokens, history), it, None) for it in RINGS]
-        best_s, name, settings = min([*found, *rings], key=lambda it: it[0])
+        rings = [(ring_seconds(group, ring, tokens, history), ring, None) for ring in RINGS]
+        best_s, name, settings = min([*found, *rings], key=lambda option: option[0])
         if best_s < PAYS * exact_s:
             return _exact_choice(option_name(name, settings), name, best_s / exact_s)
         if usual.strategy not in {name for _, name, _ in found}:
@@ -299,7 +316,7 @@ class PredictedOptions:
         return StrategyChoice(strategy=EXACT, reason=f"'{EXACT}', {NOT_QUICKER}")
 
     def can_answer(self, asked: StrategyQuestion) -> bool:
-        """Whether the group is small enough, and has work for all."""
+        """Return True if the group is small enough, and each instance has a token."""
         instances = sum(asked.servers)
         return instances <= min(MOST_INSTANCES, asked.tokens)
 
@@ -311,8 +328,8 @@ class PredictedOptions:
         )
 
         def loss(configurations: Sequence[CsaSettings]) -> list[float]:
-            """Whatever of the bucket's prompts is asked for."""
-            return _told_apart(list(map(max, shortest(configurations), longest(configurations))))
+            """Return the larger losses of the bucket's shortest and longest prompts."""
+            return _resolved(list(map(max, shortest(configurations), longest(configurations))))
 
         return group, asked.tokens, loss
 
@@ -321,12 +338,14 @@ class PredictedOptions:
 
 
 def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[CsaSettings]:
-    """Of exact strategies that are not rings those that are compared: of SP-TP the one that is cut
-    into least, and none behind history."""
+    """Return the exact strategies that are compared, rings apart.
+
+    Of SP-TP only the one with fewest micro-partitions is compared, and none with history.
+    """
     found = space.exact(group.locations)
-    by_tp = [it for it in found if it.strategy == "tp"]
+    by_tp = [settings for settings in found if settings.strategy == "tp"]
     few = by_tp[:1] if not history and group.members <= MOST_SP_TP else []
-    return [it for it in found if it.strategy == "ntp"] + few
+    return [settings for settings in found if settings.strategy == "ntp"] + few
 
 
 def _choice(
@@ -346,10 +365,11 @@ def _choice(
 
 
 def _exact_choice(option: str, name: str, share: float, why: str = "") -> StrategyChoice:
-    """
+    """Return the choice of an exact strategy.
+
     Args:
-        share: of the time of exact SP-NTP that is not cut.
-        why: nothing is dropped, behind the rest of the reason.
+        share: its time as a fraction of the time of exact SP-NTP without micro-partitions.
+        why: reason why nothing is dropped, appended to the choice's reason.
     """
     return StrategyChoice(
         strategy=option, permille=_permille(share), reason=_takes(name, share) + why
@@ -365,8 +385,8 @@ def _permille(share: float) -> int:
 
 
 def _why_exact(found: Sequence[Found]) -> str:
-    """What keeps requests of small bounds from dropping anything; nothing, if nothing does."""
-    losses = [it.loss for it in found if not it.settings.lossless]
+    """Return a reason why requests with small bounds drop nothing; empty if some option does."""
+    losses = [option.loss for option in found if not option.settings.lossless]
     if not losses:
         return f"; nothing that drops tokens is quicker and known to lose {LOSSES[-1]:.0%} or less"
     least = min(losses)
@@ -374,29 +394,30 @@ def _why_exact(found: Sequence[Found]) -> str:
 
 
 def predicted_loss(accuracy: AccuracyModel, asked: StrategyQuestion, layers: int) -> float:
-    """Of a class whose drop ratios the client has fixed.
+    """Return the loss of a class whose drop ratios the client has fixed.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
     """
-    assert asked.csa is not None, "nothing is dropped"
+    assert asked.csa is not None, "a class without sparse attention has no loss"
     setting = Setting(tokens=asked.tokens, locations=asked.places, layers=layers, csa=asked.csa)
-    (predicted,) = _told_apart(accuracy.loss([setting]).tolist())
+    (predicted,) = _resolved(accuracy.loss([setting]).tolist())
     return predicted
 
 
 def bucket_ends(tokens: int) -> tuple[int, int]:
-    """The shortest and the longest prompts of the bucket that one of so many tokens is in."""
+    """Return the lengths of the shortest and the longest prompt in the bucket of `tokens`."""
     exponent = tokens.bit_length() - 1
     return 1 << exponent, (2 << exponent) - 1
 
 
-def _told_apart(losses: Sequence[float]) -> list[float]:
+def _resolved(losses: Sequence[float]) -> list[float]:
     return [loss if loss >= RESOLUTION else 0.0 for loss in losses]
 
 
 def _engine_name(settings: CsaSettings, asked_for: bool) -> str:
-    """By the engine's names; what the client has asked for by parts runs by parts."""
+    """Return the engine's name of a strategy; a client that asked for sparse attention gets its
+    engine."""
     if settings.strategy in ("tp", "tp_flat"):
         return ENGINE_NAMES[settings.strategy]
     if asked_for or not settings.lossless:

@@ -1,26 +1,16 @@
-"""From rows of the scaling information base to what the pipeline simulator works with.
+"""Conversion of profiled rows to phase times and links for the pipeline simulator.
 
-Rows of phases name how much they were about: `tokens` and, where two kinds of tokens meet, `keys`;
-`bytes` of what was copied. Attention of rows among themselves, causally, has `keys` -1.
+A row of phases has its amount of work in `tokens` and, where two kinds of tokens meet, `keys`; for
+copies in `bytes`. Causal attention of rows among themselves has `keys` -1.
 
-What steps take of the ranks' cores beside the phases that were timed one by one.
-
-Phases are timed with warm memory and nothing else to do. A rank that runs a step allocates, keeps
-KV, plans, begins exchanges, waits for them and merges what they bring: so much for each step, each
-layer that drops, each token and layer, and each exchange, message and byte. With the seconds of
-processor time that real steps took, of strategies that differ in how they cut their exchanges, that
-is a linear problem. Threads beside the one that computes move messages while it goes on, and are
-told apart: where a link is slow, what they take is hidden unless something is computed meanwhile.
-On processors all this decides from which M on pipelining costs more than it hides.
-
-Where more ranks compute than there are cores, more time passes of these than the ranks use: that is
-measured as well, as the time that steps took, times cores, over their processor time, on one server
-whose links hold nobody up; the median counts.
-
-Bytes take more of the cores that send and receive them where the link is slow and they come in
-small pieces: groups over several servers are known best where they were measured as such.
-
-Rows are `PhaseRow`s whose strategy is an option and whose seconds are those of all ranks together.
+Phases are timed one by one, with warm memory. A real step also allocates, stores KV, plans, and
+begins, awaits and merges exchanges. `with_overheads` fits these overheads by non-negative least
+squares to the processor time of whole steps whose strategies cut their exchanges differently.
+Threads beside the one that computes move messages meanwhile and are fitted separately: over a slow
+link their time is hidden unless something computes. Crowding is the wall time of steps, times
+cores, over their processor time, where ranks outnumber cores; the median over steps of one server
+counts. Bytes cost more core time over slow links and in small messages, so groups over several
+servers are predicted best where they were measured.
 """
 
 from __future__ import annotations
@@ -53,18 +43,18 @@ from csps.protocols.core.topology import Topology
 CAUSAL = -1
 """`PhaseRow.keys` of attention of rows among themselves."""
 STRATEGY = "any"
-"""`PhaseRow.strategy` and `group_shape` of phases of one rank by itself."""
+"""`PhaseRow.strategy` and `group_shape` of phases of a single rank."""
 NEEDED = ("qkv", "attention", "linear", "mlp")
 
 
 def fit_phases(rows: Iterable[PhaseRow], *, heads: int, kv_heads: int, tp: int) -> PhaseTimes:
-    """Phases of a rank with its share of the heads.
+    """Fit the phases of a rank with its share of the heads.
 
     Args:
         heads, kv_heads: of the whole model.
 
     Raises:
-        ConfigError: what no pipeline can be predicted without was not measured.
+        ConfigError: a phase that every prediction needs was not measured.
     """
     by_phase: dict[str, list[PhaseRow]] = defaultdict(list)
     for row in _least(row for row in rows if row.strategy == STRATEGY and row.tp == tp):
@@ -91,10 +81,10 @@ def fit_phases(rows: Iterable[PhaseRow], *, heads: int, kv_heads: int, tp: int) 
 
 
 def link_speed(rows: Iterable[LinkRow], kind: str, *, shared: bool = False) -> LinkSpeed:
-    """A kind of link, from the medians of its messages.
+    """Fit a kind of link to the medians of its messages.
 
     Raises:
-        ConfigError: nobody has measured it.
+        ConfigError: the kind was not measured.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for row in rows:
@@ -111,7 +101,7 @@ def link_speed(rows: Iterable[LinkRow], kind: str, *, shared: bool = False) -> L
 
 
 def _least(rows: Iterable[PhaseRow]) -> list[PhaseRow]:
-    """Of each point the quickest measurement: what disturbs one only makes it longer."""
+    """Return the fastest measurement of each point: disturbances only slow measurements down."""
     found: dict[tuple[object, ...], PhaseRow] = {}
     for row in rows:
         key = row.phase, row.tokens, row.keys, row.bytes
@@ -145,21 +135,23 @@ def _pairs(row: PhaseRow) -> int:
 
 
 STEP = "step"
-"""`PhaseRow.phase` of whole steps: processor time of all threads."""
+"""`PhaseRow.phase` of whole steps: processor time of all threads of all ranks together. The
+strategy of such rows is an option."""
 BESIDE = "step, beside"
-"""Of these, of the threads beside those that compute."""
+"""Portion of `STEP` that threads beside those that compute took."""
 CROWDING = "step, crowding"
-"""What passed of the cores for each second that ranks used, where they had too few."""
+"""Core seconds for each second that ranks used, where they outnumbered the cores."""
 LEAST = 0.02
-"""Share of a step's time that is taken for overhead where phases explain all of it."""
+"""Fraction of a step's time that counts as overhead where phases explain all of it."""
 
 
 def with_overheads(group: SimulatedGroup, rows: Iterable[PhaseRow]) -> PhaseTimes:
-    """Phase times with what steps took besides; those of the group, where no step was measured.
+    """Return phase times with the overheads of steps; the group's own times if no step was
+    measured.
 
     Args:
-        group: any of the model, with the times of its phases alone.
-        rows: of all phases; steps count that were measured last on so many instances.
+        group: any group of the model, with phase times alone.
+        rows: rows of all phases; the steps that count have the newest measured group shape.
     """
     own = [row for row in rows if row.tp == group.tp]
     steps = [row for row in own if row.phase == STEP]
@@ -168,8 +160,8 @@ def with_overheads(group: SimulatedGroup, rows: Iterable[PhaseRow]) -> PhaseTime
     shape = steps[-1].group_shape
     group = _measured_on(group, shape)
     steps = [row for row in steps if row.group_shape == shape]
-    beside = {_which(row): row.seconds for row in own if row.phase == BESIDE}
-    beside_n = np.array([beside.get(_which(row), 0.0) for row in steps])
+    beside = {_step_of(row): row.seconds for row in own if row.phase == BESIDE}
+    beside_n = np.array([beside.get(_step_of(row), 0.0) for row in steps])
     computing_n = np.array([row.seconds for row in steps]) - beside_n
     work_n = np.array([_work(group, row) for row in steps])
     ranks, dropping_layers = _step_features(group, steps, work_n)
@@ -202,8 +194,8 @@ def with_overheads(group: SimulatedGroup, rows: Iterable[PhaseRow]) -> PhaseTime
 
 
 def crowding(rows: Iterable[PhaseRow], instances: int, tp: int) -> float:
-    """What passes of cores for each second that so many instances use of them, where they have too
-    few; 1 if that was not measured."""
+    """Return the core seconds for each second that so many instances use; 1 if it was not
+    measured."""
     measured = [
         row.seconds
         for row in rows
@@ -212,15 +204,19 @@ def crowding(rows: Iterable[PhaseRow], instances: int, tp: int) -> float:
     return max(1.0, median(measured or [1.0]))
 
 
-def _which(row: PhaseRow) -> tuple[object, ...]:
-    """What the phases of one step have in common."""
+def _step_of(row: PhaseRow) -> tuple[object, ...]:
+    """Return what the phases of one step have in common."""
     return row.strategy, row.group_shape, row.tokens, row.date
 
 
 def _coefficients(
     features: Sequence[np.ndarray], seconds_n: np.ndarray, whole_n: np.ndarray
 ) -> list[float]:
-    """Of those that took any time, which was a part of the whole."""
+    """Fit coefficients to steps that took any time.
+
+    Args:
+        whole_n: times to which errors are relative; `seconds_n` are a part of them.
+    """
     some_n = seconds_n > 0
     if not some_n.any():
         return [0.0] * len(features)
@@ -231,7 +227,7 @@ def _coefficients(
 
 
 def _measured_on(group: SimulatedGroup, shape: str) -> SimulatedGroup:
-    """The instances of the servers that were measured; what they compute depends on no link."""
+    """Return a group on the servers that were measured; its computing does not depend on links."""
     link, places = LinkSpeed(bytes_per_s=1e9), places_of(shape)
     servers = [place.server_id for place in Topology.of(places).locations]
     return replace(
@@ -246,15 +242,15 @@ def _measured_on(group: SimulatedGroup, shape: str) -> SimulatedGroup:
 def _step_features(
     group: SimulatedGroup, rows: Sequence[PhaseRow], work_n: np.ndarray
 ) -> list[np.ndarray]:
-    """Ranks of each step, and their layers that drop: what each would add at a second."""
+    """Return, for each step, its ranks and their layers that drop."""
+    # The work that a coefficient of one second adds is the feature's value.
     return _added(group, rows, work_n, [StepTimes(fixed=1.0), StepTimes(dropping=1.0)])
 
 
 def _exchange_features(
     group: SimulatedGroup, rows: Sequence[PhaseRow], work_n: np.ndarray
 ) -> list[np.ndarray]:
-    """How many exchanges, messages and bytes each step has, and of these those of pipelined SP-NTP:
-    what they would add at a second each, so that a byte's second is one of the same size."""
+    """Return, for each step, its exchanges, messages, bytes, and bytes of pipelined SP-NTP."""
     units = [
         ExchangeTimes(call=1.0),
         ExchangeTimes(message=1.0),
@@ -291,9 +287,9 @@ def _work(group: SimulatedGroup, row: PhaseRow) -> float:
 
 
 def measured_settings(option: str) -> CsaSettings:
-    """What the simulator takes for an option of a measured step."""
+    """Return the simulator's settings for an option of a measured step."""
     name, csa = parse_option(option)
     if csa is None:
-        assert name == "ulysses", f"not simulated: {name}"
+        assert name == "ulysses", f"strategy '{name}' cannot be simulated"
         return WHOLE
     return csa

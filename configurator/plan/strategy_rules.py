@@ -1,17 +1,14 @@
-"""SP-NTP or SP-TP: which moves less (CSPS §3.2.2, App. A).
+"""Choice of a strategy for a class of requests on a group: the one that moves least (CSPS §3.2.2).
 
-`exact_options` and `sparse_options` count what this engine sends with each strategy that it can
-run, and `least` chooses between them. Where App. A has one SP-NTP the engine has two on a
-tensor-parallel deployment: with the heads split over an instance's ranks as its weights are, and
-with gathered weights, which is the paper's. Besides attention both count what the MLP, whose
-weights stay sharded, makes of it: an instance's ranks all need the instance's rows. With split
-heads they have them, but must sum the output projection; with gathered weights they must gather
-them. App. A leaves that out; in SP-TP it is a part of the gather that is counted anyway.
+`exact_options` and `sparse_options` count what this engine sends with each strategy, and `least`
+chooses. Exact attention loses nothing with any strategy. What a client fixes of sparse attention is
+respected; an architecture that is left open is the one that moves least.
 
-Which strategy a class of requests takes on a group: what moves least, and why.
-
-Exact attention loses nothing by any strategy. What a client fixes of sparse attention is done; how
-it is spread over ranks, if left open, is what moves least as well.
+App. A has one SP-NTP; with tensor parallelism the engine has two. Either the heads are split over
+an instance's ranks, as its weights are, or weights are gathered, as in the paper. The MLP's weights
+stay sharded, so all ranks of an instance need its rows. With split heads they have them, but must
+sum the output projection; with gathered weights they must gather them. App. A leaves that out. In
+SP-TP it is a part of the gather that is counted anyway.
 """
 
 from __future__ import annotations
@@ -43,30 +40,30 @@ from csps.protocols.attention.plan import (
 from csps.protocols.core.topology import GroupShape, Topology
 
 Strategy = Literal["ulysses", "gathered_weights", "levels", "csa", "sp_tp"]
-"""By the engine's names (`actors/attention/choice.py`)."""
+"""Engine's name of a strategy (`actors/attention/choice.py`)."""
 
 LEVELS_LINK_RATIO = 8.0
-"""From which ratio of links on exact attention with levels is compared. It halves what two servers
-send each other, in more and shorter messages beside more and shorter calls of attention: over
-links that were alike those took 15 % of the time, at a ratio of 13 nothing (benchmarks/results/
-two-servers-2026-11-21.md, `sp_ntp/exact`, pipelined against not)."""
+"""Ratio of link speeds from which exact attention with levels is compared.
+
+It halves what two servers send each other, with more and shorter messages and calls of attention.
+Over equal links those took 15 % of the time, at a ratio of 13 nothing
+(benchmarks/results/two-servers-2026-11-21.md, `sp_ntp/exact`, pipelined against not).
+"""
 
 ROUNDING = 1e-9
-"""Costs that differ by less, relatively, are equal."""
+"""Relative difference below which costs are equal."""
 
 
 def exact_options(
     shape: AttentionShape, group: GroupShape, tokens: int, *, link_ratio: float = 1.0
 ) -> dict[Strategy, Traffic]:
-    """What exact attention of a prompt moves in a layer with each strategy; without tensor
-    parallelism there are no weights to gather, and without a slow link between servers levels are
-    more work than they save.
+    """Count what exact attention of a prompt moves in a layer with each strategy.
 
     Args:
-        tokens: at least one for each instance.
+        tokens: number of tokens, at least one for each instance.
     """
     options: dict[Strategy, Traffic] = {"ulysses": ulysses_traffic(shape, group, tokens)}
-    if group.tp > 1:
+    if group.tp > 1:  # otherwise there are no weights to gather
         options["gathered_weights"] = gathered_weights_traffic(shape, group, tokens)
     if len(group.servers) > 1 and link_ratio >= LEVELS_LINK_RATIO:
         options["levels"] = levels_traffic(shape, group, tokens)
@@ -77,8 +74,9 @@ def exact_options(
 def sparse_options(
     shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence[int]
 ) -> dict[Strategy, Traffic]:
-    """The same for a plan of sparse attention, on the average of the layers that exchange; only
-    SP-NTP sends less of what is dropped. It has no variant that gathers weights.
+    """Count what a plan of sparse attention moves, in an average layer of those that exchange.
+
+    Only SP-NTP sends less if tokens are dropped. It has no variant that gathers weights.
 
     Args:
         spts: tokens of each member.
@@ -90,14 +88,14 @@ def sparse_options(
 
 
 def least(options: Mapping[Strategy, Traffic], *, link_ratio: float = 1.0) -> Strategy:
-    """What moves least; of equals the first.
+    """Return the strategy that moves least; the first one if several do.
 
     Args:
-        link_ratio: how much longer an element takes between servers than inside one; 1 counts as
-            App. A does.
+        link_ratio: time of an element between servers over that inside one; 1 counts as App. A
+            does.
 
     Raises:
-        ValueError: a ratio below 1.
+        ValueError: the ratio is below 1.
     """
     if link_ratio < 1:
         raise ValueError(f"link ratio {link_ratio}: allowed are 1 and more")
@@ -111,14 +109,14 @@ NOTHING = "nothing that was compared has what the client has fixed"
 
 
 class StrategyRules:
-    """See the module.
+    """Rules by which the configurator answers questions about strategies.
 
     Args:
-        shape: the model's attention, for what each strategy moves.
-        link_ratio: how much longer an element takes between servers than inside one.
-        accuracy: what sparse attention loses; None if that was never measured.
-        predicted: what accuracy may be traded for; or why there is nothing, for people; or None
-            while that is still to be found out.
+        shape: the model's attention, which determines what each strategy moves.
+        link_ratio: time of an element between servers over that inside one.
+        accuracy: losses of sparse attention; None if they were never measured.
+        predicted: options for trading accuracy, or a reason why there are none, for people. None
+            while they are being prepared.
     """
 
     def __init__(
@@ -134,12 +132,12 @@ class StrategyRules:
 
     @property
     def waits(self) -> bool:
-        """Whether something is still to be found out."""
+        """True while predicted options are being prepared."""
         return self._predicted is None
 
     def answer(self, questions: StrategyQuestions) -> StrategyChoices:
-        """What requests of buckets of the cost table may choose from; nothing yet, if that is still
-        to be found out."""
+        """Return the choices of buckets of the cost table; empty ones while options are being
+        prepared."""
         return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
 
     def _answer(self, asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
@@ -147,7 +145,7 @@ class StrategyRules:
         if asked.csa is not None and not asked.bounded:
             return (replace(usual, loss=self._loss(asked)),)
         if len(asked.places) == 1:
-            return (usual,)  # exact whatever is asked for
+            return (usual,)  # one instance always attends exactly
         predicted = self._predicted
         if predicted is None:
             return () if asked.bounded else (usual,)
@@ -160,7 +158,7 @@ class StrategyRules:
         return (predicted.exact(asked, usual),)
 
     def _loss(self, asked: StrategyQuestion) -> float | None:
-        """Of drop ratios that the client has fixed."""
+        """Return the loss of drop ratios that the client has fixed."""
         if asked.csa is None or asked.csa.lossless or len(asked.places) == 1:
             return 0.0
         if self._accuracy is None:
@@ -168,7 +166,7 @@ class StrategyRules:
         return predicted_loss(self._accuracy, asked, self._shape.layers)
 
     def _usual(self, asked: StrategyQuestion) -> StrategyChoice:
-        """What moves least."""
+        """Return the choice that moves least."""
         places = asked.places
         # A group may have fewer tokens than instances only if it is empty there.
         tokens = max(asked.tokens, len(places))
@@ -177,12 +175,12 @@ class StrategyRules:
     def choose(
         self, csa: CsaSettings | None, *, group: Topology, tp: int, tokens: int
     ) -> StrategyChoice:
-        """The strategy of a prompt of so many tokens.
+        """Return the strategy of a prompt of so many tokens.
 
         Args:
-            csa: sparse attention as asked for; None is exact.
-            group: where the instances stand, in ascending order.
-            tp: ranks of each.
+            csa: sparse attention that was asked for; None is exact.
+            group: locations of the instances, in ascending order.
+            tp: ranks of each instance.
         """
         if csa is None:
             shape = GroupShape.of(group.locations, tp)
@@ -207,7 +205,7 @@ class StrategyRules:
         return self._least(sparse_options(self._shape, plan, tp=tp, spts=spts), members)
 
     def _least(self, options: Mapping[Strategy, Traffic], instances: int) -> StrategyChoice:
-        """What moves least, and what all of them move."""
+        """Return the choice that moves least, with the amounts of all options as the reason."""
         chosen = least(options, link_ratio=self._link_ratio)
         if not any(traffic.cost(1.0) for traffic in options.values()):
             return StrategyChoice(
@@ -228,10 +226,10 @@ class StrategyRules:
 
 
 def _without(usual: StrategyChoice, why: str) -> StrategyChoice:
-    """Exact attention, as nothing is known to trade accuracy for."""
+    """Return exact attention, with the reason why no option trades accuracy."""
     return replace(usual, reason=f"exact, as {why}; {usual.reason}")
 
 
 def even_spts(tokens: int, members: int) -> list[int]:
-    """Tokens of each member, longer ones first, as policies level them."""
+    """Return the tokens of each member, longer ones first, as policies level them."""
     return [tokens // members + (member < tokens % members) for member in range(members)]

@@ -1,9 +1,7 @@
-"""F_Ad: what a configuration loses of accuracy, learned from what was measured (CSPS §3.2.6).
+"""F_Ad: a configuration's loss of accuracy, learned from measurements (CSPS §3.2.6).
 
-F_Ad of models that csps includes: what sparse attention loses of their accuracy.
-
-It depends on the model alone, so it ships, while times are profiled where they are needed. Each is
-as `csps train --out shipped/DIGEST` has written it, by the first digits of the weights' digest.
+F_Ad depends on the model alone. So it ships for the included models, in `shipped/DIGEST` by the
+first digits of the weights' digest, as `csps train --out` wrote it; times are profiled on site.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from csps.protocols.core.errors import ConfigError
 
 KIND = "accuracy"
 MEASURED = "measured"
-"""What the description has of the evidence."""
+"""Key of the description under which the support is stored."""
 HELD_OUT = 5
-"""One sample in so many is not trained with, the paper's 4:1; so many times, each sample once."""
+"""Folds of cross-validation (the paper's 4:1): each sample is held out once."""
 BOUNDS = (0.01, 0.02, 0.05, 0.1)
-"""For how many samples predictions and measurements lie on the same side of these."""
+"""Bounds for which the description reports how many predictions lie on the measured side."""
 FEWEST = 2 * HELD_OUT
 PARAMETERS = {
     "objective": "l2",
@@ -50,8 +48,8 @@ PARAMETERS = {
 }
 ROUNDS = 100
 DIGITS = 3
-"""To which losses are rounded: a measurement of some hundred questions tells no less apart, and
-what is measured to lose nothing is then said to lose nothing."""
+"""Decimals to which losses are rounded. A measurement of some hundred questions resolves no
+more, and a configuration that was measured without loss is then predicted without loss."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,16 @@ class AccuracyModel:
     _booster: lightgbm.Booster
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
-        """(n,) predicted losses in [0, 1]; what drops nothing loses nothing."""
+        """Return (n,) predicted losses in [0, 1]; a setting that drops nothing loses nothing."""
         exact = np.array([setting.lossless for setting in settings], bool)
         losses: Amounts = np.where(exact, 0.0, _predicted(self._booster, settings))
         return losses
 
     def surely(self, settings: Sequence[Setting]) -> Amounts:
-        """(n,) losses that a choice may count on: those predicted, and no less than what was
-        measured of something harder."""
+        """Return (n,) losses that a choice may rely on.
+
+        They are predicted losses, but at least what a harder setting was measured to lose.
+        """
         exact = np.array([setting.lossless for setting in settings], bool)
         losses: Amounts = np.where(
             exact, 0.0, np.maximum(self.loss(settings), self.support.losses(settings))
@@ -85,23 +85,25 @@ class AccuracyModel:
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:
-        """What a choice may count on, as `search` wants it.
+        """Return the reliable loss of configurations on a group, as `search` needs it.
 
         Args:
-            locations: of the group's instances.
-            layers: of the model.
+            locations: ids of the group's instances.
+            layers: number of layers of the model.
         """
         known: dict[tuple[object, ...], float] = {}
 
         def loss(configurations: Sequence[CsaSettings]) -> list[float]:
-            """Micro-partitions change no answer: they are not asked for again."""
+            """Return the losses; micro-partitions do not change them, and are predicted once."""
             keys = [_answer_key(configuration) for configuration in configurations]
             new = {
-                key: it for key, it in zip(keys, configurations, strict=True) if key not in known
+                key: configuration
+                for key, configuration in zip(keys, configurations, strict=True)
+                if key not in known
             }
             asked = [
-                Setting(tokens=tokens, locations=tuple(locations), layers=layers, csa=it)
-                for it in new.values()
+                Setting(tokens=tokens, locations=tuple(locations), layers=layers, csa=configuration)
+                for configuration in new.values()
             ]
             if asked:
                 known.update(zip(new, self.surely(asked).tolist(), strict=True))
@@ -110,18 +112,18 @@ class AccuracyModel:
         return loss
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the model into a folder."""
         save(folder, self.description, {KIND: self._booster})
 
     @classmethod
     def load(cls, folder: Path, trained_for: Mapping[str, str] | None) -> AccuracyModel:
-        """From a folder.
+        """Load a model from a folder.
 
         Args:
-            trained_for: weights and dtype of this process; None takes whatever is there.
+            trained_for: weights and dtype of this process; None accepts any.
 
         Raises:
-            ConfigError: there is none, or it is of another model.
+            ConfigError: there is none, or it belongs to another model.
         """
         description, boosters = load(folder, KIND, (KIND,), trained_for)
         if description.features != FEATURES:
@@ -133,11 +135,13 @@ class AccuracyModel:
 def train_accuracy(
     samples: Sequence[AccuracySample], trained_for: Mapping[str, str]
 ) -> AccuracyModel:
-    """Learn F_Ad. Samples are weighted by their questions; the metrics are of regressors that have
-    not seen the sample in question, what is returned has seen all.
+    """Learn F_Ad from samples weighted by their questions.
+
+    Metrics come from regressors that have not seen the sample in question; the returned model has
+    seen all samples.
 
     Raises:
-        ConfigError: too few samples to hold some out.
+        ConfigError: there are too few samples to hold some out.
     """
     if len(samples) < FEWEST:
         raise ConfigError(f"{len(samples)} measurements of accuracy; at least {FEWEST} are needed")
@@ -166,12 +170,14 @@ def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
 
 
 def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
-    part = np.random.default_rng(0).permutation(len(samples)) % HELD_OUT
+    fold_n = np.random.default_rng(0).permutation(len(samples)) % HELD_OUT
     predicted = np.empty(len(samples))
-    for number in range(HELD_OUT):
-        kept = [it for it, own in zip(samples, part, strict=True) if own != number]
-        held = [it.setting for it, own in zip(samples, part, strict=True) if own == number]
-        predicted[part == number] = _predicted(_trained(kept), held)
+    for fold in range(HELD_OUT):
+        training = [sample for sample, own in zip(samples, fold_n, strict=True) if own != fold]
+        held_out = [
+            sample.setting for sample, own in zip(samples, fold_n, strict=True) if own == fold
+        ]
+        predicted[fold_n == fold] = _predicted(_trained(training), held_out)
     measured = np.array([sample.loss for sample in samples])
     low, high = np.array([sample.interval for sample in samples]).T
     right = np.array([(predicted <= bound) == (measured <= bound) for bound in BOUNDS])
@@ -186,7 +192,7 @@ def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
 
 
 def _predicted(booster: lightgbm.Booster, settings: Sequence[Setting]) -> Amounts:
-    """(n,) losses in [0, 1]."""
+    """Return (n,) losses in [0, 1]."""
     predicted = np.asarray(booster.predict(feature_matrix(settings), num_threads=1), float)
     losses: Amounts = np.round(np.clip(predicted, 0.0, 1.0), DIGITS)
     return losses
@@ -212,10 +218,10 @@ DIGEST_DIGITS = 16
 
 @cache
 def shipped_accuracy(model_digest: str) -> AccuracyModel | None:
-    """The regressor of the model with this digest of its weights; None where none ships.
+    """Return the regressor of the model with this digest of its weights; None if none ships.
 
     Raises:
-        ConfigError: what ships is broken, or of weights whose digest begins alike.
+        ConfigError: the shipped regressor is broken, or belongs to a digest that begins alike.
     """
     folder = SHIPPED / model_digest[:DIGEST_DIGITS] / KIND
     return AccuracyModel.load(folder, {"weights": model_digest}) if folder.is_dir() else None

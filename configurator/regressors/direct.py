@@ -1,14 +1,11 @@
-"""The best configuration at once: regressors of objectives 1 and 2 (CSPS §3.2.6).
+"""Direct regressors: the best configuration for objectives 1 and 2 without a search (CSPS §3.2.6).
 
-From a bound, a prompt's length, the group's shape, phase times (the paper's G) and links (its B) to
-N_v, drop ratios and micro-partitions. What they say is a beginning: `answering` makes it feasible.
+From a bound, a prompt's length, the group's shape, phase times (the paper's G) and links (its B)
+they predict N_v, drop ratios and micro-partitions. `predicted_options` makes predictions feasible.
+They are monotone: a wider bound on the loss, or a tighter one on TTFT, never drops less.
 
-Where physics says so they are monotone: a wider bound on the loss, or a tighter one on TTFT, never
-drops less.
-
-What the regressors of objectives 1 and 2 learn from: answers of the search (CSPS App. B).
-
-Configurations of a group and a length are simulated once, and then judged by every bound.
+They learn from results of the search (CSPS App. B). Configurations of a group and a length are
+simulated once and then compared under every bound.
 """
 
 from __future__ import annotations
@@ -67,22 +64,22 @@ PARAMETERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What regressors say, before anything is made feasible."""
+    """Prediction of regressors, before it is made feasible."""
 
     tensor_parallel: float
-    """SP-TP above a half."""
+    """SP-TP if above a half."""
     whole: float
-    """Exact SP-NTP, not cut, above a half."""
+    """Exact SP-NTP without micro-partitions if above a half."""
     levels: float
     ratios: tuple[float, ...]
-    """Of level 2, by run of layers."""
+    """Ratios of level 2, by run of layers."""
     micro: tuple[float, ...]
     """M of levels 1, 2, …"""
 
 
 @dataclass(frozen=True)
 class DirectSample:
-    """A question and what the search has found best."""
+    """A search problem and the best configuration."""
 
     features: tuple[float, ...]
     outputs: tuple[float, ...]
@@ -90,32 +87,33 @@ class DirectSample:
 
 @dataclass(frozen=True)
 class DirectModel:
-    """Regressors of one objective, one for each number that they say."""
+    """Regressors of one objective, one for each output."""
 
     description: Description
     _boosters: Mapping[str, lightgbm.Booster]
 
-    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
-        """
+    def predict(self, problem: SearchProblem, exact_seconds: float) -> Predicted:
+        """Predict a configuration.
+
         Args:
-            exact_seconds: what the prompt takes with exact SP-NTP, not cut.
+            exact_seconds: time of the prompt with exact SP-NTP without micro-partitions.
         """
-        asked = np.array([question_features(question, exact_seconds)])
-        said = [
-            float(np.asarray(booster.predict(asked, num_threads=1))[0])
+        features = np.array([problem_features(problem, exact_seconds)])
+        outputs = [
+            float(np.asarray(booster.predict(features, num_threads=1))[0])
             for booster in self._boosters.values()
         ]
-        runs = len(said) - 3 - MAX_LEVELS
+        runs = len(outputs) - 3 - MAX_LEVELS
         return Predicted(
-            tensor_parallel=said[0],
-            whole=said[1],
-            levels=said[2],
-            ratios=tuple(said[3 : 3 + runs]),
-            micro=tuple(2.0**it for it in said[3 + runs :]),
+            tensor_parallel=outputs[0],
+            whole=outputs[1],
+            levels=outputs[2],
+            ratios=tuple(outputs[3 : 3 + runs]),
+            micro=tuple(2.0**logarithm for logarithm in outputs[3 + runs :]),
         )
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the model into a folder."""
         save(folder, self.description, self._boosters)
 
     @classmethod
@@ -126,14 +124,14 @@ class DirectModel:
         runs: int,
         trained_for: Mapping[str, str] | None,
     ) -> DirectModel:
-        """From a folder.
+        """Load a model from a folder.
 
         Args:
-            runs: of layers that share ratios.
-            trained_for: model and machine of this process; None takes whatever is there.
+            runs: number of runs of layers that share ratios.
+            trained_for: model and machine of this process; None accepts any.
 
         Raises:
-            ConfigError: there is none, or it is of another model or machine.
+            ConfigError: there is none, or it belongs to another model or machine.
         """
         description, boosters = load(folder, objective, output_names(runs), trained_for)
         if description.features != FEATURES:
@@ -148,24 +146,24 @@ def train_direct(
     *,
     training_set: str,
 ) -> DirectModel:
-    """Learn from what a search has found; metrics are of a fifth of the samples.
+    """Learn from results of a search; metrics come from a fifth of the samples.
 
     Raises:
-        ConfigError: too few samples to hold some out.
+        ConfigError: there are too few samples to hold some out.
     """
     if len(samples) < FEWEST:
-        raise ConfigError(f"{len(samples)} answers of the search; at least {FEWEST} are needed")
+        raise ConfigError(f"{len(samples)} results of the search; at least {FEWEST} are needed")
     names = output_names(len(samples[0].outputs) - 3 - MAX_LEVELS)
     mixed = [samples[index] for index in np.random.default_rng(0).permutation(len(samples))]
-    kept = [it for number, it in enumerate(mixed) if number % HELD_OUT]
-    held = mixed[::HELD_OUT]
-    trial = _trained(objective, names, kept)
-    asked = np.array([it.features for it in held])
+    training = [sample for index, sample in enumerate(mixed) if index % HELD_OUT]
+    held_out = mixed[::HELD_OUT]
+    trial = _trained(objective, names, training)
+    features = np.array([sample.features for sample in held_out])
     errors = {
         f"mean_absolute_error_{name}": float(
             np.abs(
-                np.asarray(trial[name].predict(asked, num_threads=1))
-                - np.array([it.outputs[place] for it in held])
+                np.asarray(trial[name].predict(features, num_threads=1))
+                - np.array([sample.outputs[place] for sample in held_out])
             ).mean()
         )
         for place, name in enumerate(names)
@@ -182,26 +180,29 @@ def train_direct(
 
 
 def sample_of(
-    question: SearchProblem, best: Found, exact_seconds: float, groups: LayerGroups
+    problem: SearchProblem, best: Found, exact_seconds: float, groups: LayerGroups
 ) -> DirectSample:
-    """What is learned from one answer of the search."""
+    """Return the sample that one result of the search gives."""
     return DirectSample(
-        question_features(question, exact_seconds), outputs_of(best.settings, groups, question)
+        problem_features(problem, exact_seconds), outputs_of(best.settings, groups, problem)
     )
 
 
-def question_features(question: SearchProblem, exact_seconds: float) -> tuple[float, ...]:
-    """In the order of `FEATURES`. A bound on TTFT is relative to exact attention's."""
-    group = question.group
+def problem_features(problem: SearchProblem, exact_seconds: float) -> tuple[float, ...]:
+    """Return the features of a problem in the order of `FEATURES`.
+
+    A bound on TTFT is relative to exact attention's.
+    """
+    group = problem.group
     topology = Topology.of(group.locations)
     bound = (
-        question.most_loss
-        if question.objective.kind == "ttft"
-        else min(question.most_seconds / exact_seconds, 10.0)
+        problem.most_loss
+        if problem.objective.kind == "ttft"
+        else min(problem.most_seconds / exact_seconds, 10.0)
     )
     return (
         bound,
-        log2(question.tokens),
+        log2(problem.tokens),
         float(group.members),
         float(len(topology.servers)),
         float(len(topology.racks)),
@@ -211,7 +212,7 @@ def question_features(question: SearchProblem, exact_seconds: float) -> tuple[fl
 
 
 def output_names(runs: int) -> tuple[str, ...]:
-    """Of the numbers that are said."""
+    """Return the names of the outputs."""
     return (
         "tensor_parallel",
         "whole",
@@ -222,11 +223,11 @@ def output_names(runs: int) -> tuple[str, ...]:
 
 
 def outputs_of(
-    settings: CsaSettings, groups: LayerGroups, question: SearchProblem
+    settings: CsaSettings, groups: LayerGroups, problem: SearchProblem
 ) -> tuple[float, ...]:
-    """The numbers of a configuration, in the order of `output_names`."""
-    told_apart = len(Topology.of(question.group.locations).granularities)
-    levels = min(settings.levels or told_apart, told_apart)
+    """Return the outputs for a configuration, in the order of `output_names`."""
+    distinct = len(Topology.of(problem.group.locations).granularities)
+    levels = min(settings.levels or distinct, distinct)
     ratios = run_ratios(settings, groups)
     by_level = settings.micro_partitions[0] if settings.micro_partitions else (1,)
     micro = [by_level[min(level, len(by_level) - 1)] for level in range(MAX_LEVELS)]
@@ -240,13 +241,13 @@ def outputs_of(
 
 
 def run_ratios(settings: CsaSettings, groups: LayerGroups) -> Ratios:
-    """Of level 2, by run of layers."""
+    """Return the ratios of level 2, by run of layers."""
     ratios = settings.drop_ratios
     return tuple(ratios[min(run.start, len(ratios) - 1)] for run in groups.runs)
 
 
 def fingerprint(samples: Sequence[DirectSample]) -> str:
-    """SHA-256 of a training set, whatever its order."""
+    """Return the SHA-256 of a training set, independent of its order."""
     lines = sorted(json.dumps([sample.features, sample.outputs]) for sample in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -254,12 +255,12 @@ def fingerprint(samples: Sequence[DirectSample]) -> str:
 def _trained(
     objective: ObjectiveKind, names: Sequence[str], samples: Sequence[DirectSample]
 ) -> dict[str, lightgbm.Booster]:
-    asked = np.array([sample.features for sample in samples])
+    features = np.array([sample.features for sample in samples])
     return {
         name: lightgbm.train(
             {**PARAMETERS, "monotone_constraints": _monotone(objective, name)},
             lightgbm.Dataset(
-                asked,
+                features,
                 label=np.array([sample.outputs[place] for sample in samples]),
                 params={"feature_pre_filter": False, "verbose": -1},
             ),
@@ -270,7 +271,10 @@ def _trained(
 
 
 def _monotone(objective: ObjectiveKind, name: str) -> list[int]:
-    """More loss may be spent on dropping more; more time needs less of it."""
+    """Return the monotone constraints of an output, which concern only the bound.
+
+    A wider bound on the loss allows larger ratios, and more time needs smaller ones.
+    """
     of_bound = 0
     if name.startswith("ratio"):
         of_bound = 1 if objective == "ttft" else -1
@@ -298,7 +302,7 @@ def _log(seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """All that is worth comparing for a prompt on a group."""
+    """Candidates for a prompt on a group, with predicted times and losses."""
 
     group: SimulatedGroup
     tokens: int
@@ -306,28 +310,28 @@ class Simulated:
 
     @property
     def exact_seconds(self) -> float:
-        """Of exact SP-NTP that is not cut."""
-        return next(it.seconds for it in self.found if it.settings == WHOLE)
+        """Time of exact SP-NTP without micro-partitions."""
+        return next(option.seconds for option in self.found if option.settings == WHOLE)
 
 
 def simulated(group: SimulatedGroup, tokens: int, space: Space, loss: Loss) -> Simulated:
-    """Whatever loses no more than the widest bound."""
+    """Simulate all configurations that lose no more than the widest bound."""
     widest = Objective(max_accuracy_loss=LOSSES[-1])
-    question = SearchProblem(group=group, tokens=tokens, objective=widest)
-    found = compared(question, admissible(question, space, loss), loss)
+    problem = SearchProblem(group=group, tokens=tokens, objective=widest)
+    found = compared(problem, admissible(problem, space, loss), loss)
     return Simulated(group=group, tokens=tokens, found=found)
 
 
 def direct_samples(
     prompts: Iterable[Simulated], kind: ObjectiveKind, space: Space
 ) -> list[DirectSample]:
-    """The best of every prompt within every bound; what cannot be kept teaches nothing."""
+    """Return the best configuration of every prompt within every bound that can be met."""
     samples = []
     for prompt in prompts:
         for objective in objectives(kind, prompt.exact_seconds):
-            question = SearchProblem(group=prompt.group, tokens=prompt.tokens, objective=objective)
-            answer = chosen(question, prompt.found)
-            if answer.met:
-                sample = sample_of(question, answer.best, prompt.exact_seconds, space.groups)
+            problem = SearchProblem(group=prompt.group, tokens=prompt.tokens, objective=objective)
+            result = chosen(problem, prompt.found)
+            if result.met:
+                sample = sample_of(problem, result.best, prompt.exact_seconds, space.groups)
                 samples.append(sample)
     return samples

@@ -1,13 +1,9 @@
-"""How far a share of right answers may be from the truth.
+"""Samples and features from which F_Ad learns a configuration's loss of accuracy.
 
-Which share of a prompt's pairs of tokens meets at which level: what sparse attention may drop.
-
-Pairs that a level may drop are half of all with 2 instances and 94 % with 16, so that the loss of
-accuracy depends on the shape of the group as much as on the ratios; the paper's F_Ad leaves it out.
-
-What was measured of accuracy, as F_Ad learns from it, and the features that it learns by.
-
-From rows of the scaling information base to what F_Ad learns from.
+Samples come from rows of the scaling information base. Features include the share of a prompt's
+pairs of tokens at each level, which sparse attention may drop. It is half of all pairs with 2
+instances and 94 % with 16, so the loss depends on the shape of the group as much as on the ratios;
+the paper's F_Ad leaves it out.
 """
 
 from __future__ import annotations
@@ -32,11 +28,11 @@ Z_95 = 1.959963984540054
 
 
 def wilson(right: int, questions: int) -> tuple[float, float]:
-    """Wilson's score interval of 95 %, lower and upper end.
+    """Return Wilson's score interval of 95 %.
 
     Unlike the normal approximation it holds near 0 and 1: 50 right of 50 may be 93 %.
     """
-    assert 0 <= right <= questions > 0, (right, questions)
+    assert 0 <= right <= questions > 0, f"{right} right answers to {questions} questions"
     share = right / questions
     square = Z_95**2 / questions
     middle = share + square / 2
@@ -47,10 +43,10 @@ def wilson(right: int, questions: int) -> tuple[float, float]:
 
 
 def pairs_by_level(locations: Sequence[str], levels: int) -> tuple[float, ...]:
-    """Share of the causal pairs of a long prompt, cut evenly, that meets at levels 1, 2, …
+    """Return the share of a long prompt's causal pairs at levels 1, 2, …, if it is cut evenly.
 
     Raises:
-        ConfigError: more levels than the locations tell apart.
+        ConfigError: there are more levels than the locations distinguish.
     """
     members = len(locations)
     shares, nearer = [], 0.0
@@ -62,10 +58,11 @@ def pairs_by_level(locations: Sequence[str], levels: int) -> tuple[float, ...]:
 
 
 def eligible_pairs(locations: Sequence[str], levels: int) -> float:
-    """Share that is not of level 1."""
+    """Return the share of pairs beyond level 1."""
     return 1.0 - pairs_by_level(locations, levels)[0]
 
 
+# Regressors that ship store these names, so they do not change.
 FEATURES = (
     "log2 tokens",
     "levels",
@@ -79,41 +76,44 @@ FEATURES = (
     "log2 kept beside sinks",
 )
 MONOTONE = (0, 0, 0, 1, 1, 1, 0, 0, 0, -1)
-"""Loss does not fall when more is dropped; how it depends on the rest is for the data to say. (It
-may well fall with more eligible pairs of which as many are dropped.)"""
+"""Monotone constraints of the features: loss does not fall when more is dropped.
+
+The data determine how it depends on the rest. (It may well fall with more eligible pairs of which
+as many are dropped.)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A configuration where it runs."""
+    """A configuration on a group."""
 
     tokens: int
     locations: tuple[str, ...]
     """Rack-Server-GPU id of each instance, ascending."""
     layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     csa: CsaSettings
 
     @property
     def levels(self) -> int:
-        """Of this group."""
+        """Number of levels on this group."""
         plan = self.csa.for_group(self.locations, layers=1, longest_spt=self.tokens)
         return plan.levels
 
     @property
     def drops_queries(self) -> bool:
-        """SP-TP computes them all."""
+        """True if queries are dropped; SP-TP computes all of them."""
         return self.csa.drop_queries and self.csa.strategy not in ("tp", "tp_flat")
 
     @property
     def lossless(self) -> bool:
-        """Whether it is exact there."""
+        """True if attention is exact on this group."""
         return self.levels == 1 or self.csa.lossless or self.layers < 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracySample:
-    """Answers to the same questions, sparsely and exactly."""
+    """Answers to the same questions with sparse and with exact attention."""
 
     setting: Setting
     questions: int
@@ -122,29 +122,29 @@ class AccuracySample:
 
     @property
     def loss(self) -> float:
-        """Drop of the share of right answers; noise that gains some is no gain."""
+        """Decrease of the share of right answers; an increase is noise, and counts as 0."""
         return max(0.0, (self.right_exact - self.right) / self.questions)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %, within which the loss lies."""
+        """Interval of 95 % for the loss."""
         return loss_interval(self.questions, self.right_exact, self.right)
 
 
 def loss_interval(questions: int, right_exact: int, right: int) -> tuple[float, float]:
-    """Of 95 %, for answers to the same questions.
+    """Return the interval of 95 % for the loss, for answers to the same questions.
 
-    What counts is how many answers were lost; where some others were won, which is chance, as many
-    more were lost, and the interval is a little too narrow.
+    The number of lost answers counts. Where some others were gained, which is chance, as many more
+    were lost, and the interval is a little too narrow.
     """
     return wilson(max(0, right_exact - right), questions)
 
 
 def features(setting: Setting) -> tuple[float, ...]:
-    """In the order of `FEATURES`. Ratios of the first and the last layer do not count: these never
-    drop."""
+    """Return the features in the order of `FEATURES`."""
     csa, levels = setting.csa, setting.levels
     shares = pairs_by_level(setting.locations, levels)
+    # The first and the last layer never drop, so their ratios do not count.
     by_level = [halving(of_layer, levels) for of_layer in _dropping_layers(setting)]
     dropped = fmean(
         sum(share * fmean(of_heads) for share, of_heads in zip(shares[1:], ratios, strict=True))
@@ -167,65 +167,70 @@ def features(setting: Setting) -> tuple[float, ...]:
 
 
 def feature_matrix(settings: Sequence[Setting]) -> Amounts:
-    """(n, features)."""
+    """Return the features of all settings, (n, features)."""
     return np.array([features(setting) for setting in settings], float).reshape(-1, len(FEATURES))
 
 
 def fingerprint(samples: Sequence[AccuracySample]) -> str:
-    """SHA-256 of a training set, whatever its order."""
+    """Return the SHA-256 of a training set, independent of its order."""
     lines = sorted(json.dumps(asdict(sample), sort_keys=True) for sample in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _fewest_kept(setting: Setting, by_level: Sequence[Ratios]) -> int:
-    """Tokens of the first SPT at the farthest level, in the layer and head that keep fewest, sinks
-    apart: a question or a fact takes as many, whatever the length."""
+    """Return the tokens kept of the first SPT at the farthest level, apart from sinks.
+
+    The layer and head that keep fewest count: a question or a fact takes as many tokens, whatever
+    the length of the prompt.
+    """
     of_layers = (max(ratios[-1]) if ratios else 0.0 for ratios in by_level)
     spt = setting.tokens // len(setting.locations)
     return max(0, kept_tokens(spt, max(of_layers)) - setting.csa.sinks)
 
 
 def _dropping_layers(setting: Setting) -> list[tuple[float, ...]]:
-    """Ratios of level 2 of each layer that may drop; some layer always can."""
+    """Return the level-2 ratios of each layer that may drop; there is always one."""
     ratios = setting.csa.drop_ratios
     layers = range(1, max(2, setting.layers - 1))
     return [ratios[min(layer, len(ratios) - 1)] for layer in layers]
 
 
 PLAIN_TEXT = "plain text"
-"""The kind of questions that is none: which token comes next."""
+"""Kind that asks no questions, but which token comes next."""
 RETRIEVES = 0.5
-"""A model that answers fewer of a kind's questions rightly, with exact attention, has no answers of
-that kind to lose."""
+"""Share of a kind's questions that a model must answer rightly with exact attention. Otherwise
+it has no answers of that kind to lose."""
 
 
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
-    """One for each configuration that was measured. Of its kinds of questions the one that loses
-    most counts, of equals the one most asked: a bound is to be kept whatever is asked. Plain text
-    counts where the model answers none of them.
+    """Return one sample for each configuration that was measured.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
     """
     by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
+    # The kind of questions that loses most counts, because a bound holds for all of them; of equal
+    # kinds the one with most questions.
     return [
-        max(_counting(setting, by_kind), key=lambda it: (it.loss, it.questions))
+        max(_counting(setting, by_kind), key=lambda sample: (sample.loss, sample.questions))
         for setting, by_kind in by_setting.items()
     ]
 
 
 def _counting(setting: Setting, by_kind: dict[str, list[AccuracyRow]]) -> list[AccuracySample]:
-    """The kinds that say what a configuration loses."""
+    """Return the samples of the kinds that count; plain text counts if no other kind does."""
     sums = {kind: _sum(setting, rows) for kind, rows in by_kind.items()}
     text = sums.pop(PLAIN_TEXT, None)
-    answered = [it for it in sums.values() if it.right_exact >= RETRIEVES * it.questions]
+    answered = [
+        sample for sample in sums.values() if sample.right_exact >= RETRIEVES * sample.questions
+    ]
     return answered or ([text] if text else list(sums.values()))
 
 
 def places_of(group_shape: str) -> tuple[str, ...]:
-    """Rack-Server-GPU ids of instances by server, such as "2" or "4+4", in one rack."""
+    """Return Rack-Server-GPU ids of instances by server, such as "2" or "4+4", in one rack."""
     return tuple(
         f"0-{server}-{place}"
         for server, instances in enumerate(group_shape.split("+"))

@@ -1,10 +1,8 @@
-"""What LightGBM is told so that the same rows give the same model, whatever the machine does.
+"""Regressors on disk: a folder with LightGBM's text for each, and a description of all.
 
-Regressors on disk: a folder with LightGBM's text for each and a description of all.
-
-A description says what they were trained for, model, and machine where times are predicted, with
-which data, and how well they did on data that they have not seen. Who loads them says what it runs
-on; what was trained for something else is refused.
+The description says for which model, and on which machine where times are predicted, they were
+trained, with which data, and how they did on held-out data. A process that loads them names its own
+model and machine; regressors trained for others are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import lightgbm
 
 from csps.protocols.core.errors import ConfigError
 
+# With these parameters equal rows give equal regressors on any machine.
 REPRODUCIBLE = {
     "feature_pre_filter": False,
     "num_threads": 1,
@@ -34,28 +33,29 @@ DESCRIPTION = "description.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Of some regressors."""
+    """Description of some regressors."""
 
     kind: str
-    """Such as "accuracy"."""
+    """Kind, such as "accuracy"."""
     trained_for: Mapping[str, str]
-    """What predictions hold for, such as the digest of the weights."""
+    """Conditions under which predictions hold, such as the digest of the weights."""
     training_set: str
-    """Fingerprint."""
+    """Fingerprint of the samples."""
     samples: int
     features: tuple[str, ...]
     held_out: Mapping[str, float]
-    """Metrics on samples that were not trained with."""
+    """Metrics on samples that were held out."""
     about: Mapping[str, object] = field(default_factory=dict)
-    """What the kind needs besides."""
+    """Additional data of the kind."""
 
 
 def save(folder: Path, description: Description, boosters: Mapping[str, lightgbm.Booster]) -> None:
-    """Write the folder; the description last, so that one that is cut short is none."""
+    """Write the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     for name, booster in boosters.items():
         (folder / f"{name}.txt").write_text(booster.model_to_string())
+    # The description is written last, so an interrupted write leaves no valid folder.
     text = json.dumps({"version": VERSION, **asdict(description)}, indent=1)
     (folder / DESCRIPTION).write_text(text + "\n")
 
@@ -63,14 +63,14 @@ def save(folder: Path, description: Description, boosters: Mapping[str, lightgbm
 def load(
     folder: Path, kind: str, names: tuple[str, ...], trained_for: Mapping[str, str] | None
 ) -> tuple[Description, dict[str, lightgbm.Booster]]:
-    """Regressors and their description.
+    """Return regressors and their description.
 
     Args:
-        names: of the regressors.
-        trained_for: of this process; None takes whatever is there.
+        names: names of the regressors.
+        trained_for: conditions of this process; None accepts any.
 
     Raises:
-        ConfigError: there are none, of this kind or at all, or they are of something else.
+        ConfigError: there are no regressors of this kind, or not for these conditions.
     """
     try:
         found = json.loads((folder / DESCRIPTION).read_text())

@@ -1,7 +1,8 @@
-"""The best configuration for an objective: enumerated as in CSPS App. B, and exhaustively.
+"""Search for the best configuration for an objective: enumeration as in CSPS App. B, and
+exhaustion.
 
-Both have one interface. The first stops where bounds allow it and finds no less; the second looks
-at everything, and is the Oracle that answers are compared with.
+Both have one interface. Enumeration stops where bounds allow, and finds no worse a configuration.
+Exhaustive search compares everything, and is the oracle for other answers.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import RINGS, Objective, Ring
 
 AT_ONCE = 2_048
-"""Configurations that are simulated together."""
+"""Number of configurations that are simulated together."""
 SAME = 1e-9
-"""Losses and times that differ by less are equal."""
+"""Difference of losses or times below which they are equal."""
 
 
 class Found(NamedTuple):
-    """A configuration with what is predicted of it."""
+    """A configuration with its predicted time and loss."""
 
     settings: CsaSettings
     seconds: float
-    """TTFT, without queueing."""
+    """TTFT without queueing."""
     loss: float
     ring: Ring | None = None
-    """Computed around it instead, which has no settings."""
+    """Ring that computes the prompt instead; it has no settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What was found."""
+    """Result of a search."""
 
     best: Found
     met: bool
-    """Whether the bound is kept; if not, `best` is what comes nearest to it."""
+    """True if the bound is met; otherwise `best` is the closest configuration."""
     runners_up: tuple[Found, ...]
     compared: int
-    """Configurations whose time was predicted."""
+    """Number of configurations whose time was predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """A prompt on a group, and what is to be made the best of."""
+    """A prompt on a group, and the objective."""
 
     group: SimulatedGroup
     tokens: int
@@ -67,67 +68,68 @@ class SearchProblem:
         return float("inf") if bound is None else bound / 1000
 
     def order(self, found: Found) -> tuple[float, float]:
-        """Better ones first."""
+        """Return a sort key; better configurations come first."""
         if self.objective.kind == "ttft":
             return found.seconds, found.loss
         return found.loss, found.seconds
 
     def excess(self, found: Found) -> float:
-        """How far bounds are broken, relatively; 0 where both are kept."""
+        """Return how far bounds are exceeded, relatively; 0 where both are met."""
         late = max(0.0, found.seconds / self.most_seconds - 1)
         return late + max(0.0, found.loss - self.most_loss)
 
 
-def enumerated(question: SearchProblem, space: Space, loss: Loss) -> SearchResult:
-    """Branches that break the bound on the loss are not followed. With the objective of least loss
-    configurations are compared in the order of their loss, up to the first that is fast enough."""
-    if question.objective.kind == "accuracy":
-        return _least_loss(question, space, loss)
-    return chosen(question, compared(question, admissible(question, space, loss), loss))
+def enumerated(problem: SearchProblem, space: Space, loss: Loss) -> SearchResult:
+    """Search by enumeration, without branches that exceed the bound on the loss."""
+    # For the least loss, configurations are compared in the order of their loss, up to the first
+    # that is fast enough.
+    if problem.objective.kind == "accuracy":
+        return _least_loss(problem, space, loss)
+    return chosen(problem, compared(problem, admissible(problem, space, loss), loss))
 
 
-def exhaustive(question: SearchProblem, space: Space, loss: Loss) -> SearchResult:
-    """The Oracle: everything, whatever it loses."""
-    return chosen(question, compared(question, _everything(question, space), loss))
+def exhaustive(problem: SearchProblem, space: Space, loss: Loss) -> SearchResult:
+    """Search everything, whatever it loses (the oracle)."""
+    return chosen(problem, compared(problem, _everything(problem, space), loss))
 
 
-def _least_loss(question: SearchProblem, space: Space, loss: Loss) -> SearchResult:
-    candidates = list(admissible(question, space, loss))
+def _least_loss(problem: SearchProblem, space: Space, loss: Loss) -> SearchResult:
+    candidates = list(admissible(problem, space, loss))
     losses = dict(zip(candidates, loss(candidates), strict=True))
     in_order = sorted(candidates, key=losses.__getitem__)
     found: list[Found] = []
     for begin in range(0, len(in_order), AT_ONCE):
-        found += compared(question, in_order[begin : begin + AT_ONCE], loss)
-        fast = [it.loss for it in found if not question.excess(it)]
+        found += compared(problem, in_order[begin : begin + AT_ONCE], loss)
+        fast = [candidate.loss for candidate in found if not problem.excess(candidate)]
         after = in_order[begin + AT_ONCE : begin + AT_ONCE + 1]
         if fast and (not after or losses[after[0]] > min(fast) + SAME):
             break
-    return chosen(question, found)
+    return chosen(problem, found)
 
 
-def with_rings(question: SearchProblem, answer: SearchResult) -> SearchResult:
-    """The same answer with exact attention around either ring compared as well."""
-    group = question.group
+def with_rings(problem: SearchProblem, result: SearchResult) -> SearchResult:
+    """Compare a result with exact attention in either ring."""
+    group = problem.group
     rings = [
-        Found(WHOLE, ring_seconds(group, ring, question.tokens), 0.0, ring)
+        Found(WHOLE, ring_seconds(group, ring, problem.tokens), 0.0, ring)
         for ring in (RINGS if group.members > 1 else ())
     ]
-    return chosen(question, [answer.best, *answer.runners_up, *rings])
+    return chosen(problem, [result.best, *result.runners_up, *rings])
 
 
-def admissible(question: SearchProblem, space: Space, loss: Loss) -> Iterator[CsaSettings]:
-    """Exact attention, and whatever keeps the bound on the loss."""
-    locations = question.group.locations
+def admissible(problem: SearchProblem, space: Space, loss: Loss) -> Iterator[CsaSettings]:
+    """Yield exact attention, and all configurations within the bound on the loss."""
+    locations = problem.group.locations
     yield from space.exact(locations)
     for strategy, levels, scoring in space.variants(locations):
         of_ratios = partial(space.settings, strategy, levels, scoring)
-        for ratios in space.admissible(of_ratios, loss, question.most_loss):
+        for ratios in space.admissible(of_ratios, loss, problem.most_loss):
             for micro in space.micros(levels):
                 yield of_ratios(ratios, micro)
 
 
-def _everything(question: SearchProblem, space: Space) -> Iterator[CsaSettings]:
-    locations = question.group.locations
+def _everything(problem: SearchProblem, space: Space) -> Iterator[CsaSettings]:
+    locations = problem.group.locations
     yield from space.exact(locations)
     for strategy, levels, scoring in space.variants(locations):
         for ratios in space.ratios():
@@ -136,22 +138,26 @@ def _everything(question: SearchProblem, space: Space) -> Iterator[CsaSettings]:
 
 
 def compared(
-    question: SearchProblem, candidates: Iterator[CsaSettings] | Sequence[CsaSettings], loss: Loss
+    problem: SearchProblem, candidates: Iterator[CsaSettings] | Sequence[CsaSettings], loss: Loss
 ) -> list[Found]:
-    """Candidates with what is predicted of them."""
+    """Return candidates with their predicted times and losses."""
     found: list[Found] = []
     rest = iter(candidates)
     while batch := list(islice(rest, AT_ONCE)):
-        seconds = prefill_seconds(question.group, batch, question.tokens).tolist()
+        seconds = prefill_seconds(problem.group, batch, problem.tokens).tolist()
         found += map(Found, batch, seconds, loss(batch))
     return found
 
 
-def chosen(question: SearchProblem, found: Sequence[Found]) -> SearchResult:
-    """The best of them, and the others in order."""
-    within = sorted((it for it in found if not question.excess(it)), key=question.order)
-    nearest = sorted(found, key=lambda it: (question.excess(it), *question.order(it)))
-    ranked = list(chain(within, (it for it in nearest if question.excess(it))))
+def chosen(problem: SearchProblem, found: Sequence[Found]) -> SearchResult:
+    """Return the best candidate, and the others in order."""
+    within = sorted(
+        (candidate for candidate in found if not problem.excess(candidate)), key=problem.order
+    )
+    nearest = sorted(
+        found, key=lambda candidate: (problem.excess(candidate), *problem.order(candidate))
+    )
+    ranked = list(chain(within, (candidate for candidate in nearest if problem.excess(candidate))))
     return SearchResult(
         best=ranked[0], met=bool(within), runners_up=tuple(ranked[1:]), compared=len(found)
     )

@@ -1,14 +1,12 @@
-"""The bounds that are answered ahead of requests, and learned from.
+"""Configurations of sparse attention that are worth comparing, and bounds to answer (CSPS App. B).
 
-Layers that share drop ratios and micro-partitions, and how their ratios relate (CSPS App. B).
+N_v follows the group's locations. Drop ratios of level 2 lie in steps around centers that relate as
+the standard deviations of attention scores do; each farther level keeps half. M has a range by
+level. Layers with similar scores form groups that share ratios and micro-partitions.
 
-Which configurations of sparse attention are worth comparing (CSPS App. B).
-
-N_v as the group is spread; drop ratios of level 2 around centres that relate as the standard
-deviations of attention scores do, in steps, each farther level keeping half; M in ranges by level.
-Loss of accuracy does not fall when more is dropped. So the ratios of a run of layers are tried in
-ascending order, with those of later runs at their least, and the first that breaks the bound ends
-the branch.
+The loss of accuracy does not fall when more is dropped. So the ratios of a run of layers are tried
+in ascending order, with those of later runs at their lowest, and the first that exceeds the bound
+ends the branch.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from csps.protocols.core.topology import Topology
 LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
 """Bounds on the loss."""
 TIMES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
-"""Bounds on TTFT, of what exact attention takes that is not cut."""
+"""Bounds on TTFT, as fractions of the time of exact attention without micro-partitions."""
 
 
 def objectives(kind: ObjectiveKind, exact_seconds: float) -> Iterator[Objective]:
-    """One for each bucket.
+    """Yield one objective for each bucket of bounds.
 
     Args:
-        exact_seconds: what the prompt takes with exact SP-NTP, not cut.
+        exact_seconds: time of the prompt with exact SP-NTP without micro-partitions.
     """
     if kind == "ttft":
         yield from (Objective(kind=kind, max_accuracy_loss=bound) for bound in LOSSES)
@@ -49,10 +47,10 @@ LARGEST_RATIO = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroups:
-    """Runs of neighbouring layers.
+    """Runs of neighboring layers.
 
     Raises:
-        ConfigError: runs that do not follow each other, or other than one spread for each.
+        ConfigError: runs are not consecutive, or not each has one spread.
     """
 
     runs: tuple[range, ...]
@@ -63,22 +61,24 @@ class LayerGroups:
             raise ConfigError(f"{len(self.spreads)} spreads for {len(self.runs)} runs of layers")
         begins = [0, *(run.stop for run in self.runs[:-1])]
         if [run.start for run in self.runs] != begins or not all(self.runs):
-            raise ConfigError(f"runs of layers follow each other from layer 0 on: {self.runs}")
-        if min(map(min, self.spreads)) <= 0:
-            raise ConfigError("the standard deviation of attention scores is positive")
+            raise ConfigError(f"runs of layers must be consecutive from layer 0 on: {self.runs}")
+        if (smallest := min(map(min, self.spreads))) <= 0:
+            raise ConfigError(
+                f"the standard deviation of attention scores must be positive, not {smallest}"
+            )
 
     @classmethod
     def alike(cls, layers: int) -> LayerGroups:
-        """One run, where nothing is known of the layers."""
+        """Return one run of all layers, for models whose layers are unknown."""
         return cls(runs=(range(layers),), spreads=((1.0,),))
 
     @classmethod
     def similar(cls, spreads: Sequence[Spread], *, tolerance: float = 0.25) -> LayerGroups:
-        """Neighbours stay together while their spreads are near those of the run's first layer.
+        """Group neighboring layers whose spreads are near those of the run's first layer.
 
         Args:
-            spreads: of each layer.
-            tolerance: relative difference up to which two are alike, for every head.
+            spreads: spread of each layer.
+            tolerance: relative difference up to which two spreads are similar, for every head.
         """
         runs: list[range] = []
         for layer, spread in enumerate(spreads):
@@ -90,18 +90,19 @@ class LayerGroups:
 
     @property
     def layers(self) -> int:
-        """All of them."""
+        """Number of layers."""
         return self.runs[-1].stop
 
     def centres(self, anchor: float) -> tuple[Spread, ...]:
-        """Ratios p^a : p^b = a : b, of every run and head; the widest spread has `anchor`."""
+        """Return ratios p^a : p^b = a : b of every run and head; the widest spread has `anchor`."""
         widest = max(map(max, self.spreads))
         return tuple(
             tuple(anchor * spread / widest for spread in of_heads) for of_heads in self.spreads
         )
 
     def by_layer(self, ratios: Sequence[Spread]) -> tuple[Spread, ...]:
-        """As `CsaSettings.drop_ratios` wants them; equal ones at the end only once."""
+        """Return ratios as `CsaSettings.drop_ratios` needs them, with equal ones at the end only
+        once."""
         expanded = [of_heads for run, of_heads in zip(self.runs, ratios, strict=True) for _ in run]
         while len(expanded) > 1 and expanded[-1] == expanded[-2]:
             expanded.pop()
@@ -122,14 +123,14 @@ def _mean(spreads: Sequence[Spread], run: range) -> Spread:
 STEP = 0.02
 REACH = 0.2
 Ratios = tuple[Spread, ...]
-"""Of level 2, by run of layers, for all KV heads or by KV head."""
+"""Ratios of level 2, by run of layers, for all KV heads or by KV head."""
 Loss = Callable[[Sequence[CsaSettings]], Sequence[float]]
-"""F_Ad: what each of some configurations loses of accuracy."""
+"""F_Ad: the loss of accuracy of each of some configurations."""
 
 
 @dataclass(frozen=True)
 class ImportanceScoring:
-    """How importance is judged, which is as much a choice as how much is dropped."""
+    """Layer and window that score importance."""
 
     layer: str = "same"
     window: int = 64
@@ -137,7 +138,7 @@ class ImportanceScoring:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is enumerated.
+    """Ranges of a search.
 
     Raises:
         ConfigError: ratios or micro-partitions that no configuration allows.
@@ -145,7 +146,7 @@ class Space:
 
     groups: LayerGroups
     anchors: tuple[float, ...] = (0.2, 0.5, 0.8)
-    """Centres of the ratio of the run with the widest spread."""
+    """Centers of the ratio of the run with the widest spread."""
     step: float = STEP
     reach: float = REACH
     micro_partitions: tuple[tuple[int, ...], ...] = (
@@ -160,34 +161,32 @@ class Space:
 
     def __post_init__(self) -> None:
         if not (self.step > 0 and self.reach >= 0):
-            raise ConfigError(f"steps of {self.step} up to {self.reach} are no range")
+            raise ConfigError(
+                f"step {self.step}, reach {self.reach}: allowed are more than 0, and 0 or more"
+            )
         if not all(0 <= anchor < 1 for anchor in self.anchors):
             raise ConfigError(f"anchors {self.anchors}: allowed are 0 to less than 1")
         if not self.micro_partitions or not all(map(all, self.micro_partitions)):
-            raise ConfigError("micro_partitions name at least one number for every level")
-
-    # --- numbers of levels ---------------------------------------------------------------------
+            raise ConfigError("micro_partitions must name at least one number for every level")
 
     @staticmethod
     def level_counts(locations: Sequence[str]) -> range:
-        """N_v: 1 or 2 inside a server, 2 or 3 across servers, 3 or 4 across racks, as far as the
-        locations tell so many apart."""
+        """Return N_v: 1 or 2 inside a server, 2 or 3 across servers, 3 or 4 across racks.
+
+        Locations that distinguish fewer levels have fewer.
+        """
         topology = Topology.of(locations)
         fewest = 1 if len(topology.servers) == 1 else 2 if len(topology.racks) == 1 else 3
-        told_apart = len(topology.granularities)
-        return range(min(fewest, told_apart), min(fewest + 1, told_apart) + 1)
-
-    # --- micro-partitions ----------------------------------------------------------------------
+        distinct = len(topology.granularities)
+        return range(min(fewest, distinct), min(fewest + 1, distinct) + 1)
 
     def micros(self, levels: int) -> list[tuple[int, ...]]:
-        """M of levels 1 .. N_v, every combination."""
+        """Return every combination of M of levels 1 .. N_v."""
         last = len(self.micro_partitions) - 1
         return list(product(*(self.micro_partitions[min(v, last)] for v in range(levels))))
 
-    # --- drop ratios ---------------------------------------------------------------------------
-
     def grids(self, anchor: float) -> list[list[Spread]]:
-        """Ratios to try of each run of layers, ascending for every head."""
+        """Return the ratios to try of each run of layers, ascending for every head."""
         steps = round(self.reach / self.step)
         return [
             _distinct(
@@ -198,7 +197,8 @@ class Space:
         ]
 
     def ratios(self) -> Iterator[Ratios]:
-        """All combinations, each once, all of nothing left out: that is exact attention."""
+        """Yield all combinations of ratios, each once, except for 0 everywhere, which is exact
+        attention."""
         seen = set()
         for anchor in self.anchors:
             for ratios in product(*self.grids(anchor)):
@@ -209,11 +209,12 @@ class Space:
     def admissible(
         self, settings: Callable[[Ratios], CsaSettings], loss: Loss, most: float
     ) -> Iterator[Ratios]:
-        """Those of `ratios` that lose no more than `most`, with the branches cut that cannot.
+        """Yield those of `ratios` that lose no more than `most`, without descending into other
+        branches.
 
         Args:
-            settings: that ratios belong to.
-            loss: does not fall when a ratio rises.
+            settings: function from ratios to a configuration.
+            loss: loss, which must not fall when a ratio rises.
         """
         seen = set()
         for anchor in self.anchors:
@@ -221,8 +222,6 @@ class Space:
                 if ratios not in seen and any(map(any, ratios)):
                     seen.add(ratios)
                     yield ratios
-
-    # --- configurations ------------------------------------------------------------------------
 
     def settings(
         self,
@@ -232,7 +231,7 @@ class Space:
         ratios: Ratios,
         micro: tuple[int, ...] | None = None,
     ) -> CsaSettings:
-        """One configuration."""
+        """Return one configuration."""
         assert scoring.layer in ("previous", "same")
         return CsaSettings(
             levels=levels,
@@ -246,7 +245,7 @@ class Space:
     def variants(
         self, locations: Sequence[str]
     ) -> Iterator[tuple[Architecture, int, ImportanceScoring]]:
-        """(strategy, N_v, judging) of sparse attention; one level drops nothing."""
+        """Yield (strategy, N_v, scoring) of sparse attention, which needs two levels or more."""
         for strategy, levels, scoring in product(
             self.strategies, self.level_counts(locations), self.scoring
         ):
@@ -254,7 +253,7 @@ class Space:
                 yield strategy, levels, scoring
 
     def exact(self, locations: Sequence[str]) -> list[CsaSettings]:
-        """Exact attention: SP-NTP as a whole, over levels with each M, and SP-TP."""
+        """Return exact attention: SP-NTP as a whole, over levels with each M, and SP-TP."""
         found = [CsaSettings(levels=1, pipelined=False, strategy="ntp")]
         for levels in self.level_counts(locations):
             found += [
@@ -276,7 +275,7 @@ def _within(
     loss: Loss,
     most: float,
 ) -> Iterator[Ratios]:
-    """Combinations that begin with what is chosen."""
+    """Yield combinations that begin with `chosen`."""
     if len(chosen) == len(grids):
         yield chosen
         return

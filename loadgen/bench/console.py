@@ -1,7 +1,4 @@
-"""A line about a run that goes on, once a second.
-
-A result in the terminal.
-"""
+"""Terminal output of load tests: a progress line once a second, and the result."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from csps.loadgen.results.result import Result
 
 EVERY_S = 1.0
 _RECENT = 100
-"""Requests whose TTFT is shown."""
+"""Number of last requests whose median TTFT is shown."""
 
 
 @asynccontextmanager
 async def progress(
     counts: RequestCounts, total: int, out: TextIO = sys.stderr
 ) -> AsyncIterator[None]:
-    """Prints while the body runs: over itself on a terminal, else a line every ten seconds."""
+    """Print progress while the body runs: one line on a terminal, else a line every ten seconds."""
     task = asyncio.create_task(_report(counts, total, out))
     try:
         yield
@@ -48,7 +45,7 @@ async def _report(counts: RequestCounts, total: int, out: TextIO) -> None:
 
 
 def line(counts: RequestCounts, total: int, seconds: float) -> str:
-    """`120/300 done, 14 running, 0 failed, 2.00 req/s, TTFT 350 ms (median of 100)`."""
+    """Return `120/300 done, 14 running, 0 failed, 2.00 req/s, TTFT 350 ms (median of 100)`."""
     recent = counts.ttfts_s[-_RECENT:]
     ttft = f", TTFT {1000 * median(recent):.0f} ms (median of {len(recent)})" if recent else ""
     cancelled = f", {counts.cancelled} cancelled" if counts.cancelled else ""
@@ -68,7 +65,7 @@ _TITLES = {
 
 
 def lines(result: Result) -> Iterator[str]:
-    """What `vllm bench serve` prints, and what it does not know."""
+    """Yield the lines that `vllm bench serve` prints, and further ones."""
     yield _title("Serving benchmark result", "=")
     yield from _rows(
         {
@@ -117,15 +114,19 @@ def _percent(share: float | None) -> float | None:
 
 def _latencies(result: Result, metric: str) -> Iterator[str]:
     ending = f"_{metric}_ms"
-    found = {name.removesuffix(ending): it for name, it in result.items() if name.endswith(ending)}
-    if found:
+    values = {
+        name.removesuffix(ending): value for name, value in result.items() if name.endswith(ending)
+    }
+    if values:
         yield _title(_TITLES[metric], "-")
-        names = {f"{name.capitalize()} {metric.upper()} (ms)": it for name, it in found.items()}
+        names = {
+            f"{name.capitalize()} {metric.upper()} (ms)": value for name, value in values.items()
+        }
         yield from _rows(names)
 
 
 def _by_length(result: Result) -> Iterator[str]:
-    parts = [it for it in result["by_input_length"] if "median_ttft_ms" in it]
+    parts = [part for part in result["by_input_length"] if "median_ttft_ms" in part]
     if len(parts) > 1:
         yield _title("TTFT by prompt tokens (ms)", "-")
         for part in parts:

@@ -1,4 +1,4 @@
-"""The arguments of `csps bench serve` and `sweep`: option names of `vllm bench serve`."""
+"""The arguments of `csps bench serve` and `sweep`, named as in `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Where requests go, and how they are worded."""
+    """Add the options of the server and the request format."""
     group = parser.add_argument_group("server")
     group.add_argument("--backend", choices=ENDPOINTS, default="csps", help="what it speaks (csps)")
     group.add_argument("--base-url", help="default: http://HOST:PORT")
@@ -49,7 +49,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """What is asked."""
+    """Add the options of the workload."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--dataset-name",
@@ -94,7 +94,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """When it is asked."""
+    """Add the options of the load over time."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=rate, default=math.inf, help="requests/s (default: inf, all at once)"
@@ -118,7 +118,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
-    """What is reported."""
+    """Add the options of the result."""
     group = parser.add_argument_group("results")
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="ttft|tpot|e2el:MS", help="the SLO, as bounds"
@@ -156,11 +156,11 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _listed(values: Sequence[float]) -> str:
-    return ",".join(f"{it:.10g}" for it in values)
+    return ",".join(f"{value:.10g}" for value in values)
 
 
 def headers(arguments: argparse.Namespace) -> Mapping[str, str]:
-    """Of every request; the key of the environment unless there is another."""
+    """Return the headers of every request, with the environment's API key if none is given."""
     given = pairs(arguments.header)
     key = os.environ.get(API_KEY_VARIABLE)
     if key and not any(name.lower() == "authorization" for name in given):
@@ -169,12 +169,12 @@ def headers(arguments: argparse.Namespace) -> Mapping[str, str]:
 
 
 def pairs(words: list[str]) -> dict[str, str]:
-    """Of `NAME=VALUE`."""
+    """Return the pairs of `NAME=VALUE` words."""
     return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
 def rate(text: str) -> float:
-    """A number above 0, or inf."""
+    """Parse a number above 0, or inf."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("expected a number above 0")
@@ -182,7 +182,7 @@ def rate(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     value = rate(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError("expected a finite number")
@@ -190,12 +190,12 @@ def positive(text: str) -> float:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Of `50,90,99`."""
+    """Parse numbers like `50,90,99`."""
     return tuple(map(float, text.split(",")))
 
 
 def metrics(text: str) -> tuple[str, ...]:
-    """Of `ttft,itl`."""
+    """Parse metrics like `ttft,itl`."""
     names = tuple(text.split(","))
     if wrong := [name for name in names if name not in LATENCIES]:
         raise argparse.ArgumentTypeError(
@@ -205,7 +205,7 @@ def metrics(text: str) -> tuple[str, ...]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Of JSON."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`csps bench report`: results side by side on one HTML page, and as PNG files."""
+"""The command `csps bench report`: results on one HTML page, and as PNG files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PNG_DPI = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command."""
+    """Run the command."""
     arguments = parse(argv)
     results = sorted(map(read_result, _paths(arguments.results)), key=_by_label_and_rate)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command."""
+    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="csps bench report", description="One self-contained HTML page of one or more results."
     )
@@ -42,18 +42,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _by_label_and_rate(result: Result) -> tuple[str, float]:
-    """Runs without a rate come first: they are without load, or of users who wait."""
+    """Return a sort key that puts runs without a rate (no load, closed loop) first."""
     rate = result["request_rate"]
     return result["label"], 0.0 if isinstance(rate, str) else rate
 
 
 def _paths(given: Sequence[Path]) -> list[Path]:
-    """Files, and those in folders in the order of their names.
+    """Return the files, with folders replaced by their JSON files in order of name.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is no file.
     """
-    paths = [file for it in given for file in (sorted(it.glob("*.json")) if it.is_dir() else [it])]
+    paths = [
+        file
+        for path in given
+        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
+    ]
     if not paths:
         raise ConfigError(f"no JSON file in {', '.join(map(str, given))}")
     return paths

@@ -1,4 +1,4 @@
-"""The requests that the arguments ask for."""
+"""The requests that the arguments of a load test ask for."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from csps.protocols.core.errors import ConfigError
 DEFAULT_PROMPTS = 1000
 RANDOM_OUTPUT = 128
 SHORTEST_SCALED = 32
-"""Of prompts of a scaled workload: room for a question, so that answers can be checked."""
+"""Shortest scaled prompt: it has room for a question, so that answers can be checked."""
 SPECIAL_TOKENS = 8
-"""Room for those that a server adds to a prompt."""
+"""Positions left for special tokens that a server adds to a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequests:
-    """What is asked, and how it came about."""
+    """Requests to send, and facts about their origin."""
 
     requests: tuple[WorkloadRequest, ...]
     facts: dict[str, Any]
-    """For the result."""
+    """Fields for the result."""
 
 
 def load_requests(
     arguments: argparse.Namespace, *, chat: bool, positions: int | None
 ) -> LoadRequests:
-    """Requests with prompts.
+    """Return requests with prompts.
 
     Args:
-        arguments: of the workload and load options.
-        chat: prompts are messages.
-        positions: of the model; None: no limit known.
+        arguments: the workload and load options.
+        chat: whether prompts are messages.
+        positions: the model's positions; None: unknown.
 
     Raises:
-        ConfigError: the arguments contradict each other, or a file is wrong.
+        ConfigError: the arguments contradict each other, or a file is malformed.
     """
     from_file = arguments.dataset_path is not None
     try:
@@ -77,7 +77,7 @@ def load_requests(
 
 
 def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
-    """Rate, burstiness and ramp.
+    """Return the arrival process: rate, burstiness and ramp.
 
     Raises:
         ConfigError: a ramp lacks a rate.
@@ -95,7 +95,11 @@ def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
 
 
 def named(arguments: argparse.Namespace) -> Workload:
-    """The workload of `--dataset-name`."""
+    """Return the workload of `--dataset-name`.
+
+    Raises:
+        ConfigError: the name is unknown, or `custom` without a file.
+    """
     if arguments.dataset_name == "random":
         return random_lengths(arguments.input_len, arguments.output_len or RANDOM_OUTPUT)
     if arguments.dataset_name == "custom":
@@ -135,7 +139,7 @@ def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> Fit
     lengths = fit(
         [request for request in requests if request.prompt is None], positions - SPECIAL_TOKENS
     )
-    together = sorted([*texts, *lengths.requests], key=lambda it: it.arrival_ns)
+    together = sorted([*texts, *lengths.requests], key=lambda request: request.arrival_ns)
     return FittedRequests(requests=tuple(together), cut=lengths.cut)
 
 
@@ -149,16 +153,18 @@ def _with_objectives(
     except TypeError as error:
         raise ConfigError(f"--objective: {error}") from None
     return [
-        it if it.objective else replace(it, objective=objectives[number % len(objectives)])
-        for number, it in enumerate(requests)
+        request
+        if request.objective
+        else replace(request, objective=objectives[number % len(objectives)])
+        for number, request in enumerate(requests)
     ]
 
 
 def token_count(folder: Path | None) -> Count | None:
-    """Of a tokenizer; None where words count, as in the included model.
+    """Return the token count of a tokenizer. None: words count, as in the included model.
 
     Raises:
-        ConfigError: there is no tokenizer.
+        ConfigError: the folder has no tokenizer.
     """
     if folder is None:
         return None

@@ -1,10 +1,8 @@
-"""Sends the requests of a workload, each at its time.
+"""The command `csps bench serve`: a load test of any OpenAI-compatible server.
 
-Open loop: a request is sent when it is due, however many are still under way. Closed loop: when
-one of a fixed number of users is free. Latencies count from that moment, not from when the client
-came round to sending.
-
-`csps bench serve`: a load test of any OpenAI-compatible server.
+Open loop: a request is sent when it is due, regardless of requests under way. Closed loop: a
+request is sent when one of a fixed number of users is free. Latencies count from that moment, even
+if the client sends later.
 """
 
 from __future__ import annotations
@@ -36,12 +34,13 @@ from csps.loadgen.workloads.request import WorkloadRequest
 from csps.protocols.core.errors import ConfigError, FaultError
 
 _EARLY_NS = 500_000
-"""That a request may leave early. Timers have a resolution of a millisecond: aimed at the due time
-they would be late by half of that on average, and all latencies with them."""
+"""Time by which a request may leave early. Timers have a resolution of a millisecond. Aimed at the
+due time, they would fire half a millisecond late on average, and all latencies would grow.
+"""
 
 
 class LoadDriver:
-    """One run."""
+    """Sends the requests of one run, each at its time."""
 
     def __init__(
         self,
@@ -51,26 +50,34 @@ class LoadDriver:
         users: int | None = None,
         max_duration_s: float | None = None,
     ) -> None:
-        """`users` makes it a closed loop: so many ask, each again as soon as it has its answer,
-        and times of arrival are ignored."""
+        """Prepare a run.
+
+        Args:
+            load_client: sends requests and collects records.
+            requests: the requests, in any order.
+            users: number of users in a closed loop, who ignore arrival times. None: open loop.
+            max_duration_s: time after which the run stops.
+        """
         self._load_client, self._users = load_client, users
         self._max_duration_s = max_duration_s
         self._conversations = conversations(requests)
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
-        """Send nothing more, and withdraw what is under way."""
+        """Send nothing more, and cancel requests under way."""
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until the last answer, the time limit, or `stop`; the asker has the records."""
-        # Encoded before, because 100K tokens take a millisecond.
-        payloads = [self._load_client.encode(it[0], number) for number, it in self._numbered()]
+        """Send until the last answer, the time limit, or `stop`; `LoadClient` has the records."""
+        # Encode before the run: encoding 100K tokens takes a millisecond.
+        payloads = [
+            self._load_client.encode(entry[0], number) for number, entry in self._numbered()
+        ]
         gc.collect()
         gc.freeze()
         self._load_client.start_clock()
         loop = self._open_loop(payloads) if self._users is None else self._closed_loop(payloads)
-        tasks = [asyncio.create_task(it) for it in (loop, self._stopped.wait())]
+        tasks = [asyncio.create_task(coroutine) for coroutine in (loop, self._stopped.wait())]
         try:
             await asyncio.wait(
                 tasks, timeout=self._max_duration_s, return_when=asyncio.FIRST_COMPLETED
@@ -106,7 +113,7 @@ class LoadDriver:
                 group.create_task(user())
 
     async def _until(self, due_ns: int) -> None:
-        """Absolute time: what one wait is late does not delay the next."""
+        """Wait until an absolute time, so that one late timer does not delay the next request."""
         while (left_ns := due_ns - self._load_client.now_ns()) > _EARLY_NS:  # noqa: ASYNC110 (a clock)
             await asyncio.sleep((left_ns - _EARLY_NS) / 1e9)
 
@@ -128,7 +135,7 @@ class LoadDriver:
 
 
 def conversations(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequest]]:
-    """Turns of one conversation together; a request of none is one of its own. By arrival."""
+    """Return the turns of each conversation in one list, by arrival of the first turn."""
     grouped: dict[str, list[WorkloadRequest]] = {}
     alone: list[list[WorkloadRequest]] = []
     for request in requests:
@@ -141,12 +148,13 @@ def conversations(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequ
 
 WARMUP_USERS = 4
 SEED_STEP = 1_000_003
-"""Between the seeds of runs whose prompts must differ: large, so that users who count seeds up do
-not come upon them."""
+"""Distance between the seeds of runs whose prompts must differ. It is large, so that users who
+count seeds up do not reach them.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; status 1 if no request completed."""
+    """Run the command; return 1 if no request completed."""
     arguments = parse(argv)
     result = uvloop.run(_whole(arguments))
     print("\n".join(lines(result)))
@@ -158,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command."""
+    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="csps bench serve", description="Load test of an OpenAI-compatible server."
     )
@@ -185,21 +193,21 @@ async def _whole(arguments: argparse.Namespace) -> Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server that has been asked what it serves."""
+    """A server, its model and its request format."""
 
     server: Server
     api: RequestFormat
     url: str
     positions: int | None
-    """Prompt and answer at most; None where neither server nor user says."""
+    """Most tokens of prompt and answer together. None: unknown."""
 
     @classmethod
     async def reach(cls, arguments: argparse.Namespace) -> Target:
         """Ask the server for its models.
 
         Raises:
-            FaultError: it cannot be reached.
-            ConfigError: it does not serve the model that is asked for.
+            FaultError: the server cannot be reached.
+            ConfigError: the server does not serve the requested model.
         """
         url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
         server = Server(url, options.headers(arguments))
@@ -218,7 +226,9 @@ class Target:
         return cls(server=server, api=api, url=url, positions=positions)
 
     async def warm_up(self, arguments: argparse.Namespace) -> None:
-        """Ask what nobody measures: other texts of the same lengths, so that no cache is filled."""
+        """Send unmeasured requests with other texts of the same lengths, so that no cache is
+        filled.
+        """
         if not arguments.num_warmups:
             return
         others = argparse.Namespace(**vars(arguments))
@@ -245,7 +255,7 @@ def _model(answer: Any, name: str | None) -> dict[str, Any]:
 
 
 def closed_loop(arguments: argparse.Namespace) -> bool:
-    """Whether users wait for their answers: no rate is given, but a number of users."""
+    """Return whether users wait for their answers: a number of users is given, but no rate."""
     timed = arguments.dataset_path or arguments.ramp_up_strategy
     unlimited = math.isinf(arguments.request_rate) and not timed
     return unlimited and arguments.max_concurrency is not None
@@ -254,7 +264,7 @@ def closed_loop(arguments: argparse.Namespace) -> bool:
 async def measure(
     target: Target, arguments: argparse.Namespace, selected: LoadRequests, run: RunDescription
 ) -> Result:
-    """Send the requests and sum up."""
+    """Send the requests and return the result."""
     closed = closed_loop(arguments)
     load_client = LoadClient(
         target.server,
@@ -283,7 +293,7 @@ async def measure(
 
 
 async def _stoppable(load: LoadDriver) -> None:
-    """Ctrl-C ends the run, not the report."""
+    """Run the load; Ctrl-C ends the run, not the report."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, load.stop)
     try:
@@ -293,7 +303,7 @@ async def _stoppable(load: LoadDriver) -> None:
 
 
 def run_of(target: Target, arguments: argparse.Namespace, slo: Slo) -> RunDescription:
-    """What the arguments say about the run."""
+    """Return the run's description from the arguments."""
     return RunDescription(
         kind="live",
         label=arguments.label or arguments.backend,
@@ -304,7 +314,7 @@ def run_of(target: Target, arguments: argparse.Namespace, slo: Slo) -> RunDescri
         slo=slo,
         percentiles=arguments.metric_percentiles,
         metrics=arguments.percentile_metrics,
-        length_buckets=[int(length_bucket) for length_bucket in arguments.length_buckets],
+        length_buckets=[int(bucket) for bucket in arguments.length_buckets],
         detailed=arguments.save_detailed,
         facts={
             "backend": arguments.backend,
@@ -313,14 +323,14 @@ def run_of(target: Target, arguments: argparse.Namespace, slo: Slo) -> RunDescri
             "loop": "closed" if closed_loop(arguments) else "open",
             "ignore_eos": arguments.ignore_eos,
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "load_average": [round(it, 2) for it in os.getloadavg()],
+            "load_average": [round(load, 2) for load in os.getloadavg()],
             **options.pairs(arguments.metadata),
         },
     )
 
 
 def result_path(arguments: argparse.Namespace, result: Result) -> Path:
-    """As vLLM names it, unless the user does."""
+    """Return the result's path: the user's name, or one as vLLM forms it."""
     name: str | None = arguments.result_filename
     if name is None:
         rate = f"{result['request_rate']}qps"

@@ -1,8 +1,6 @@
-"""The highest rate that is good enough, found by trying rates: doubling, then halving the gap.
+"""The command `csps bench sweep`: find the highest request rate at which a server meets its SLO.
 
-When a run has kept its service level objective.
-
-`csps bench sweep`: the highest request rate at which a server keeps its SLO.
+Rates are doubled until one is missed; then the gap is halved.
 """
 
 from __future__ import annotations
@@ -25,71 +23,70 @@ from csps.protocols.core.errors import ConfigError, FaultError
 
 @dataclass
 class RateSearch:
-    """Which rate to try next.
+    """The search for the highest rate that meets the SLO.
 
-    It takes for granted that what is missed at one rate is missed at all higher ones. A run of
-    finite length may say otherwise near the limit; the answer is then one of the rates that were
-    kept below a missed one.
+    It assumes that an SLO missed at one rate is missed at all higher rates. A run of finite length
+    may contradict this near the limit. The result is then a rate that was met below a missed one.
     """
 
     start: float
     """Requests per second to try first."""
     tolerance: float = 0.1
-    """Stop when the least missed rate is this share above the highest kept one."""
+    """The search stops when the lowest missed rate is this share above the highest met one."""
     max_runs: int = 12
     highest: float = math.inf
-    """Do not go beyond."""
+    """Highest rate to try."""
     tried: dict[float, bool] = field(default_factory=dict)
-    """Whether each rate kept the objective."""
+    """Whether each tried rate met the SLO."""
 
     @property
-    def kept(self) -> float | None:
-        """The highest rate known to be good enough; None if there is none yet."""
+    def met(self) -> float | None:
+        """Return the highest rate known to meet the SLO, or None."""
         limit = self.missed or math.inf
         return max((rate for rate, ok in self.tried.items() if ok and rate < limit), default=None)
 
     @property
     def missed(self) -> float | None:
-        """The least rate known to be too much."""
+        """Return the lowest rate known to miss the SLO, or None."""
         return min((rate for rate, ok in self.tried.items() if not ok), default=None)
 
     def next(self) -> float | None:
-        """The rate to try, or None when there is nothing left to learn."""
+        """Return the rate to try next, or None at the end of the search."""
         if len(self.tried) >= self.max_runs:
             return None
-        kept, missed = self.kept, self.missed
-        if kept is None:
+        met, missed = self.met, self.missed
+        if met is None:
             return self.start if missed is None else missed / 2
         if missed is None:
-            return None if kept >= self.highest else min(2 * kept, self.highest)
-        return None if missed <= kept * (1 + self.tolerance) else math.sqrt(kept * missed)
+            return None if met >= self.highest else min(2 * met, self.highest)
+        return None if missed <= met * (1 + self.tolerance) else math.sqrt(met * missed)
 
     def note(self, rate: float, *, ok: bool) -> None:
-        """What trying a rate has shown."""
+        """Record the outcome of a rate."""
         self.tried[rate] = ok
 
 
 NORMALIZED = tuple(f"mean_normalized_{part}_latency_ms" for part in ("total", "input", "output"))
-"""LoongServe's latencies: per token in and out, TTFT per token in, TPOT."""
+"""LoongServe's latencies: end to end per token in and out, TTFT per token in, and TPOT."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepLimits:
-    """What a run may reach at most, and at least."""
+    """Limits that a run must meet."""
 
     most: Mapping[str, float]
-    """Of fields of the result."""
+    """Upper limits of result fields."""
     attainment: float | None = None
-    """Least share of requests within the SLO; None where there is none."""
+    """Least share of requests within the SLO. None: no such limit."""
     failed: float = 0.0
     """Greatest share of requests that fail."""
 
     @classmethod
     def times_light_load(cls, light: Result, factor: float, *, failed: float = 0.0) -> SweepLimits:
-        """LoongServe's: so many times the latencies of a run without load.
+        """Return LoongServe's limits: a multiple of the latencies without load.
 
         Raises:
-            FaultError: that run has no latencies.
+            FaultError: the run without load has no latencies.
         """
         if not light["completed"]:
             reasons = ", ".join(light["failed_by_reason"]) or "it was empty"
@@ -98,7 +95,7 @@ class SweepLimits:
         return cls(most=most, failed=failed)
 
     def missed_by(self, result: Result) -> str:
-        """What a run has missed, in words; empty if nothing."""
+        """Return the first missed limit in words, or an empty string."""
         lost = result["num_prompts"] - result["completed"]
         if lost > self.failed * result["num_prompts"]:
             return f"{lost} of {result['num_prompts']} requests did not complete"
@@ -111,7 +108,7 @@ class SweepLimits:
 
 
 SLO_FACTOR = 25.0
-"""LoongServe's."""
+"""Factor of LoongServe's SLO over the latencies without load."""
 ATTAINMENT = 0.9
 LIGHT_PROMPTS = 20
 NUM_PROMPTS = 100
@@ -119,12 +116,12 @@ MIN_DURATION_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; status 1 if no rate kept the SLO."""
+    """Run the command; return 1 if no rate met the SLO."""
     return uvloop.run(Sweep(parse(argv)).run())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command."""
+    """Parse the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="csps bench sweep",
         description="Find the highest rate that keeps the SLO: --goodput for a share of requests, "
@@ -167,8 +164,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Sweep:
-    """Runs at several rates against one server, each with prompts of its own; every run's result is
-    a file."""
+    """Runs at several rates against one server.
+
+    Each run has prompts of its own and writes a result file.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -177,22 +176,24 @@ class Sweep:
         self._rows: list[tuple[str, ...]] = []
 
     async def run(self) -> int:
-        """The whole search; the table at its end."""
+        """Run the search and print its table."""
         target = await Target.reach(self._arguments)
         try:
             await target.warm_up(self._arguments)
             light = await self._light_load(target)
             limits = self._limits(light)
             if self._arguments.rates:
-                found = await self._try_all(target, limits)
+                highest = await self._try_all(target, limits)
             else:
-                found = await self._search(target, limits, light)
+                highest = await self._search(target, limits, light)
         finally:
             target.server.close()
         print("\n".join(table(self._rows)))
         name = f"{self._label} keeps the SLO up to"
-        print(f"{name} {found:.3g} requests/s" if found else f"{self._label}: no rate kept the SLO")
-        return 0 if found else 1
+        print(
+            f"{name} {highest:.3g} requests/s" if highest else f"{self._label}: no rate met the SLO"
+        )
+        return 0 if highest else 1
 
     def _limits(self, light: Result) -> SweepLimits:
         arguments = self._arguments
@@ -204,9 +205,11 @@ class Sweep:
         )
 
     async def _light_load(self, target: Target) -> Result:
-        """One user, who waits for each answer."""
+        """Measure one user who waits for each answer."""
         if self._arguments.dataset_path is not None:
-            raise ConfigError("a sweep draws its requests: give --dataset-name, not a file")
+            raise ConfigError(
+                "a sweep generates its requests: give --dataset-name instead of --dataset-path"
+            )
         alone = _changed(self._arguments, request_rate=math.inf, max_concurrency=1)
         alone.num_prompts, alone.ramp_up_strategy = self._arguments.light_prompts, None
         result = await self._measure(target, alone, f"{self._label} (no load)", None)
@@ -215,11 +218,11 @@ class Sweep:
         return result
 
     async def _try_all(self, target: Target, limits: SweepLimits) -> float | None:
-        kept: list[float] = []
+        met: list[float] = []
         for rate in self._arguments.rates:
             if await self._try(target, limits, rate):
-                kept.append(rate)
-        return max(kept, default=None)
+                met.append(rate)
+        return max(met, default=None)
 
     async def _search(self, target: Target, limits: SweepLimits, light: Result) -> float | None:
         arguments = self._arguments
@@ -234,10 +237,10 @@ class Sweep:
         )
         while (rate := search.next()) is not None:
             search.note(rate, ok=await self._try(target, limits, rate))
-        return search.kept
+        return search.met
 
     async def _try(self, target: Target, limits: SweepLimits, rate: float) -> bool:
-        # A few requests at once are no load, however high their rate.
+        # Few requests are no load however high their rate, so a run lasts --min-duration.
         requests = max(self._arguments.num_prompts, math.ceil(rate * self._arguments.min_duration))
         at_rate = _changed(self._arguments, request_rate=rate, num_prompts=requests)
         result = await self._measure(target, at_rate, self._label, limits)
@@ -262,8 +265,9 @@ class Sweep:
         return result
 
     def _next_seed(self) -> int:
-        """Prompts of a run before would find their KV at the server, and flatter this run. The
-        warm-up's seed is the second."""
+        """Return a new seed for each run."""
+        # Prompts of an earlier run would find their KV cached and flatter this run.
+        # Seed + SEED_STEP is the warm-up's.
         runs = len(self._rows)
         seed: int = self._arguments.seed
         return seed + SEED_STEP * (runs + 1) if runs else seed
@@ -280,8 +284,8 @@ def _row(result: Result) -> tuple[str, ...]:
     def shown(name: str, digits: str = ".0f") -> str:
         return format(result[name], digits) if result.get(name) is not None else "-"
 
-    rate, kept = result["request_rate"], result["slo_kept"]
-    verdict = "no load" if kept is None else "kept" if kept else f"missed: {result['slo_missed']}"
+    rate, met = result["request_rate"], result["slo_kept"]
+    verdict = "no load" if met is None else "met" if met else f"missed: {result['slo_missed']}"
     return (
         rate if isinstance(rate, str) else f"{rate:.3g}",
         shown("request_throughput", ".3g"),
@@ -295,7 +299,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """In the order of their rates, the run without load first."""
+    """Yield the table's lines in order of rate, the run without load first."""
     ordered = sorted(rows, key=lambda row: -1.0 if row[0] == "inf" else float(row[0]))
     widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
     for row in (_HEAD, *ordered):

@@ -1,9 +1,4 @@
-"""Requests in the words of the OpenAI API.
-
-An answer as it streams in: its text, and when each piece came.
-
-Asks a server one thing and notes what became of it.
-"""
+"""Sends requests in the format of the OpenAI API and records their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ ENDPOINTS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFormat:
-    """How requests are worded."""
+    """Format of the requests of a run."""
 
     model: str
     endpoint: str = ENDPOINTS["openai"]
@@ -41,11 +36,11 @@ class RequestFormat:
 
     @property
     def chat(self) -> bool:
-        """Whether prompts are messages."""
+        """Return whether prompts are messages."""
         return self.endpoint.rstrip("/").endswith("/chat/completions")
 
     def body(self, request: WorkloadRequest, transcript: Transcript | None = None) -> bytes:
-        """The JSON of a request; of a later turn, what was said goes before it."""
+        """Return the JSON of a request, with earlier turns in front."""
         transcript = transcript or Transcript()
         prompt = request.prompt or ""
         fields: dict[str, Any] = {
@@ -73,15 +68,15 @@ class Transcript:
     """A conversation so far."""
 
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """Prompts and the answers to them."""
+    """Prompts and their answers."""
 
     @property
     def text(self) -> str:
-        """Of all turns, for completions."""
+        """Return the text of all turns, for completions."""
         return "".join(f"{prompt}{answer}\n" for prompt, answer in self.turns)
 
     def messages(self, prompt: str) -> list[dict[str, str]]:
-        """Of all turns and of the next one, for chats."""
+        """Return the messages of all turns and of the next prompt, for chats."""
         roles = [
             {"role": role, "content": text}
             for turn in self.turns
@@ -93,27 +88,27 @@ class Transcript:
 _DATA = b"data:"
 _DONE = b"[DONE]"
 MAX_ERROR = 300
-"""Characters of an error body that are kept."""
+"""Most characters of an error body that are stored."""
 
 
 class StreamedAnswer:
-    """Takes in the body of a chat or text completion, streamed or whole."""
+    """Parses the body of a chat or text completion, streamed or whole."""
 
     def __init__(self) -> None:
         self.chunk_ns: list[int] = []
-        """Of each piece that carries text; of the last piece where none does."""
+        """Time of each chunk with text; of the last chunk if none has text."""
         self.texts: list[str] = []
         self.usage: dict[str, Any] = {}
         self.error = ""
         self.ended = False
-        """The server said that this was all."""
+        """Whether the server has ended the stream."""
         self._ended_ns = 0
         self._rest = b""
         self._whole = bytearray()
         """A body that is one JSON object."""
 
     def feed(self, body: bytes, read_ns: int) -> None:
-        """A piece of the body; pieces end anywhere."""
+        """Parse a part of the body, which may end anywhere."""
         if self._whole or (not self._rest and body.startswith(b"{")):
             self._whole += body
             return
@@ -126,7 +121,7 @@ class StreamedAnswer:
                 self._take(line[len(_DATA) :].strip(), read_ns)
 
     def finish(self, status: int, read_ns: int) -> None:
-        """The body has ended."""
+        """Parse the end of the body and set the error, if any."""
         whole = bytes(self._whole) or self._rest
         if status != 200:
             message = _message(whole)
@@ -141,12 +136,12 @@ class StreamedAnswer:
 
     @property
     def end_ns(self) -> int:
-        """When its last token came, which may have no text: the end of the sequence."""
+        """Return the time of the last token, which may have no text (end of sequence)."""
         return max(self._ended_ns, self.chunk_ns[-1])
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the whole text."""
         return "".join(self.texts)
 
     def _take(self, data: bytes, read_ns: int) -> None:
@@ -176,7 +171,7 @@ class StreamedAnswer:
 
 
 def _message(body: bytes) -> str:
-    """Of an error's body."""
+    """Return the message of an error body."""
     try:
         return _error_message(json.loads(body)["error"])
     except (ValueError, TypeError, KeyError):
@@ -189,12 +184,12 @@ def _error_message(error: Any) -> str:
 
 
 REQUEST_S = 600.0
-"""For one whole answer, unless the user says otherwise."""
+"""Default time limit of a whole answer."""
 
 
 @dataclass
 class RequestCounts:
-    """How far a run has got."""
+    """Progress of a run."""
 
     running: int = 0
     completed: int = 0
@@ -205,7 +200,7 @@ class RequestCounts:
 
 
 class LoadClient:
-    """Keeps the clock and the records of a run."""
+    """Sends requests, and keeps the clock and the records of a run."""
 
     def __init__(
         self,
@@ -224,25 +219,25 @@ class LoadClient:
         self._begin_ns = 0
 
     def start_clock(self) -> None:
-        """From now on, times count from now."""
+        """Start the run's clock."""
         self._begin_ns = time.perf_counter_ns()
 
     def now_ns(self) -> int:
-        """Since the start."""
+        """Return the time since the start of the clock."""
         return time.perf_counter_ns() - self._begin_ns
 
     def encode(
         self, request: WorkloadRequest, number: int, transcript: Transcript | None = None
     ) -> bytes:
-        """What to send."""
+        """Return the bytes of a request."""
         body = self._api.body(request, transcript)
         return self._server.encode(self._api.endpoint, body, request_id=f"{self._name}-{number}")
 
     async def ask(
         self, request: WorkloadRequest, scheduled_ns: int, payload: bytes
     ) -> RequestRecord:
-        """Send a request as soon as there is a place for it; its latency counts the wait."""
-        answer, error = StreamedAnswer(), "withdrawn by the client"
+        """Send a request when a slot is free; its latency includes the wait."""
+        answer, error = StreamedAnswer(), "cancelled by the client"
         status: Status = "cancelled"
         sent_ns = scheduled_ns
         try:
@@ -262,7 +257,7 @@ class LoadClient:
         return record
 
     async def _exchange(self, payload: bytes, answer: StreamedAnswer) -> str:
-        """What went wrong; empty if nothing."""
+        """Send a request and return its error, or an empty string."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 status = await self._server.send(payload, answer.feed)
@@ -274,7 +269,7 @@ class LoadClient:
         return answer.error
 
     def skip(self, request: WorkloadRequest) -> None:
-        """A turn that cannot follow one that has no answer."""
+        """Record a turn as cancelled because the turn before failed."""
         now_ns = self.now_ns()
         self._record(
             request, StreamedAnswer(), now_ns, now_ns, "cancelled", "the turn before failed"
@@ -291,7 +286,7 @@ class LoadClient:
     ) -> RequestRecord:
         done = status == "completed"
         record = RequestRecord(
-            # A request may leave half a millisecond early: no answer is faster for that.
+            # A request may leave half a millisecond early. Its latencies count from then.
             scheduled_ns=min(scheduled_ns, sent_ns),
             sent_ns=sent_ns,
             chunk_ns=tuple(ns - self._begin_ns for ns in answer.chunk_ns),
@@ -313,7 +308,7 @@ class LoadClient:
             return None
         if not self._api.ignore_eos:
             return is_correct(request.answer, answer.text)
-        # What was generated beyond the end of the sequence is nobody's answer.
+        # With ignore_eos, text beyond the end of the sequence does not count.
         expected, found = (split_words(text.strip()) for text in (request.answer, answer.text))
         return found[: len(expected)] == expected
 

@@ -1,11 +1,9 @@
-"""One HTTP/1.1 connection of a load generator: bytes out, stamped bytes in.
+"""HTTP/1.1 connections of the load generator to the server under load.
 
-A protocol on the event loop itself, with httptools' parser: pieces are stamped when they are read
-from the socket, not when a task gets to run. httpx spends three times the processor time on a
-streamed answer and more, and on a machine that also runs the server the load generator would
-measure itself; aiohttp spends as much as this (docs/load-testing.md has the figures).
-
-The server under load: its address and the connections that are open to it.
+A connection is a protocol on the event loop with httptools' parser. Chunks are stamped when they
+are read from the socket, not when a task runs. httpx takes three times the processor time or more
+for a streamed answer, and on a machine that also runs the server the load generator would measure
+itself. aiohttp takes as much as this (figures in docs/load-testing.md).
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ import httptools
 from csps.protocols.core.errors import ConfigError, ConnectionLost, FaultError, ProtocolError
 
 OnBody = Callable[[bytes, int], None]
-"""Gets a piece of the body and when it was read (`time.perf_counter_ns`)."""
+"""Callback for a part of the body and its time of reading (`time.perf_counter_ns`)."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """Carries one request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -39,21 +37,21 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request can be sent on it."""
+        """Return whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def send(self, request: bytes, on_body: OnBody) -> int:
-        """Write a request and wait for the whole answer; returns its HTTP status.
+        """Write a request and wait for the whole answer; return its HTTP status.
 
-        Whoever is cancelled while waiting has to close the connection.
+        A caller that is cancelled while waiting must close the connection.
 
         Raises:
-            ConnectionLost: it broke before the answer had ended.
-            ProtocolError: what came is no HTTP.
+            ConnectionLost: the connection broke before the answer had ended.
+            ProtocolError: the answer is no HTTP.
         """
         if self._transport is None:
-            raise ConnectionLost("the server hung up: nothing was sent")
-        assert self._done is None, "one request at a time"
+            raise ConnectionLost("the server closed the connection: nothing was sent")
+        assert self._done is None, "the connection already carries a request"
         self._done = asyncio.get_running_loop().create_future()
         self._on_body = on_body
         self._transport.write(request)
@@ -63,7 +61,7 @@ class HttpConnection(asyncio.Protocol):
             self._done, self._on_body = None, _ignore
 
     def close(self) -> None:
-        """Hang up; the server sees a client that has gone."""
+        """Abort the connection; the server sees that the client disconnects."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -84,7 +82,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
         if exc is None and self._ends_at_eof:
             self.on_message_complete()
-        self._fail(ConnectionLost(f"the server hung up: {exc or 'end of stream'}"))
+        self._fail(ConnectionLost(f"the server closed the connection: {exc or 'end of stream'}"))
 
     def _fail(self, error: Exception) -> None:
         if self._done is not None and not self._done.done():
@@ -110,17 +108,17 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _ignore(body: bytes, read_ns: int) -> None:
-    """Of an answer that nobody waits for any more."""
+    """Drop the body of a cancelled request."""
 
 
 CONNECT_S = 10.0
-"""For a connection to be accepted."""
+"""Time limit for opening a connection."""
 ASK_S = 30.0
-"""For an answer that takes no computing, as the list of models."""
+"""Time limit for an answer without computation, such as the list of models."""
 
 
 class Server:
-    """Sends requests, each over a connection that is free, or a new one."""
+    """The server under load: its address and open connections."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
@@ -133,19 +131,19 @@ class Server:
         self._headers = "".join(f"{k}: {v}\r\n" for k, v in (own | dict(headers or {})).items())
         self._free: list[HttpConnection] = []
         self.connections = 0
-        """That were opened."""
+        """Connections opened so far."""
 
     def encode(self, path: str, body: bytes = b"", *, request_id: str = "") -> bytes:
-        """The bytes of a POST, or of a GET where there is no body."""
+        """Return the bytes of a POST, or of a GET without a body."""
         line = f"{'POST' if body else 'GET'} {self._path}{path} HTTP/1.1\r\n"
         extra = f"x-request-id: {request_id}\r\n" if request_id else ""
         return f"{line}{self._headers}{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def send(self, request: bytes, on_body: OnBody) -> int:
-        """Send what `encode` made; returns the HTTP status when the answer has ended.
+        """Send what `encode` returned on a free or new connection; return the HTTP status.
 
         Raises:
-            FaultError: there is no connection, or it breaks.
+            FaultError: the connection cannot be opened, or breaks.
         """
         connection = self._free.pop() if self._free else None
         if connection is None or not connection.reusable:
@@ -179,7 +177,7 @@ class Server:
         return connection
 
     async def ask(self, path: str) -> Any:
-        """GET some JSON.
+        """Get JSON from a path.
 
         Raises:
             FaultError: the server cannot be reached, or answers something else.
@@ -195,7 +193,7 @@ class Server:
             raise FaultError(f"{path}: the server did not answer JSON") from None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all free connections."""
         for connection in self._free:
             connection.close()
         self._free.clear()

@@ -1,6 +1,6 @@
-"""`csps plan`: which configuration of attention is best for an objective, and why.
+"""The command `csps plan`: find the best attention configuration for an objective, and say why.
 
-Also for hardware that is not here: nothing is run, and nothing is asked of a server.
+It simulates the configurations only, so the hardware need not exist.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Topology
 
 MANY = 16
-"""Instances from which SP-TP and finer steps are left out: they take minutes to simulate."""
+"""Instances from which SP-TP and finer steps are left out, because simulation takes minutes."""
 ROW = "{:<10}{:<11}{:>6}  {:<18}{:<10}{:<14}{:>12}{:>8}{}"
 BEYOND = " *"
-"""Behind a loss of prompts longer than any that was measured."""
+"""Mark of a loss that was predicted for a longer prompt than any measured one."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; 1 if the bound cannot be kept."""
+    """Run the command; return 1 if no configuration meets the bounds."""
     arguments = _arguments(argv)
     group = load_group(arguments.cluster, instances=arguments.instances)
     question = SearchProblem(
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _by_hand(arguments: argparse.Namespace) -> list[CsaSettings]:
-    """What a request with these fields would run by."""
+    """Return the configuration that the command line fixes, if any."""
     if arguments.drop_ratio is None:
         return []
     return [
@@ -69,8 +69,7 @@ def _by_hand(arguments: argparse.Namespace) -> list[CsaSettings]:
 
 
 def _loss(model: AccuracyModel | None, question: SearchProblem) -> Loss:
-    """What may be counted on; of what was never measured only exact attention is known to lose
-    nothing."""
+    """Return a loss with support; without measurements only exact attention counts as lossless."""
     if model is not None:
         return model.of_group(
             question.group.locations, layers=question.group.shape.layers, tokens=question.tokens
@@ -79,7 +78,7 @@ def _loss(model: AccuracyModel | None, question: SearchProblem) -> Loss:
 
 
 def _predicted(model: AccuracyModel | None, question: SearchProblem) -> Loss:
-    """F_Ad's own word, also of what no measurement vouches for."""
+    """Return the regressor's prediction, also without support from measurements."""
     if model is None:
         return _unknown
     group, tokens = question.group, question.tokens
@@ -144,10 +143,12 @@ def _lines(
     yield (
         f"{question.tokens} tokens on {group.members} instances of {group.tp}, "
         f"{_counted(len(topology.servers), 'server')}, {_counted(len(topology.racks), 'rack')}; "
-        f"{_wanted(question)}"
+        f"{_goal(question)}"
     )
     yield ""
-    yield ROW.format("", "strategy", "levels", "drop ratio", "M", "judged by", "TTFT", "loss", "")
+    yield ROW.format(
+        "", "strategy", "levels", "drop ratio", "M", "scored_by by", "TTFT", "loss", ""
+    )
     beyond = model is not None and question.tokens > model.longest
     yield _row("chosen" if answer.met else "nearest", answer.best, beyond)
     shown = islice(_different(answer), arguments.runners_up)
@@ -160,7 +161,7 @@ def _lines(
 
 
 def _different(answer: SearchResult) -> Iterator[Found]:
-    """Runners-up that differ from those before in more than micro-partitions."""
+    """Yield runners-up that differ from earlier ones in more than micro-partitions."""
     seen = {_alike(answer.best)}
     for found in answer.runners_up:
         if (kind := _alike(found)) not in seen:
@@ -169,55 +170,71 @@ def _different(answer: SearchResult) -> Iterator[Found]:
 
 
 def _alike(found: Found) -> tuple[object, ...]:
-    it = found.settings
-    judged = (it.importance_layer, it.importance_window) if not it.lossless else ()
-    return found.ring, it.strategy, it.levels, it.pipelined, it.drop_ratios, judged
+    settings = found.settings
+    scored_by = (
+        (settings.importance_layer, settings.importance_window) if not settings.lossless else ()
+    )
+    return (
+        found.ring,
+        settings.strategy,
+        settings.levels,
+        settings.pipelined,
+        settings.drop_ratios,
+        scored_by,
+    )
 
 
 def _row(name: str, found: Found, beyond: bool) -> str:
-    """
+    """Return a table row of a configuration.
+
     Args:
-        beyond: the prompt is longer than any whose loss was measured.
+        beyond: whether the prompt is longer than any whose loss was measured.
     """
-    it = found.settings
-    micro = "-" if not it.pipelined else ",".join(map(str, (it.micro_partitions or ((4,),))[0]))
-    ratios = ", ".join("/".join(f"{ratio:g}" for ratio in layer) for layer in it.drop_ratios)
-    judged = "-" if it.lossless else f"{it.importance_layer}, {it.importance_window}"
+    settings = found.settings
+    micro = (
+        "-"
+        if not settings.pipelined
+        else ",".join(map(str, (settings.micro_partitions or ((4,),))[0]))
+    )
+    ratios = ", ".join("/".join(f"{ratio:g}" for ratio in layer) for layer in settings.drop_ratios)
+    scored_by = (
+        "-" if settings.lossless else f"{settings.importance_layer}, {settings.importance_window}"
+    )
     return ROW.format(
         name,
         _engine_name(found),
-        it.levels or "-",
-        "-" if it.lossless else ratios,
+        settings.levels or "-",
+        "-" if settings.lossless else ratios,
         micro,
-        judged,
+        scored_by,
         f"{found.seconds * 1000:.1f} ms",
         f"{found.loss:.1%}",
-        BEYOND if beyond and not it.lossless else "",
+        BEYOND if beyond and not settings.lossless else "",
     )
 
 
 def _engine_name(found: Found) -> str:
-    it = found.settings
+    settings = found.settings
     if found.ring is not None:
         return found.ring
-    if it.strategy == "tp":
+    if settings.strategy == "tp":
         return "sp_tp"
-    if not it.lossless:
+    if not settings.lossless:
         return "csa"
-    return "levels" if it.pipelined else "ulysses"
+    return "levels" if settings.pipelined else "ulysses"
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _wanted(question: SearchProblem) -> str:
+def _goal(question: SearchProblem) -> str:
     objective = question.objective
-    wanted = "least TTFT" if objective.kind == "ttft" else "least loss of accuracy"
+    goal = "least TTFT" if objective.kind == "ttft" else "least loss of accuracy"
     bounds = f", loss of accuracy up to {question.most_loss:.1%}"
     if objective.max_ttft_ms is not None:
         bounds += f", TTFT up to {objective.max_ttft_ms:g} ms"
-    return wanted + bounds
+    return goal + bounds
 
 
 def _why(tokens: int, answer: SearchResult, model: AccuracyModel | None) -> Iterator[str]:
@@ -227,8 +244,12 @@ def _why(tokens: int, answer: SearchResult, model: AccuracyModel | None) -> Iter
         yield (
             f"None of {answer.compared} configurations keeps the bounds; this one comes nearest."
         )
-    whole = [it for it in (answer.best, *answer.runners_up) if _engine_name(it) == "ulysses"]
-    for exact in whole:
+    exact_options = [
+        prediction
+        for prediction in (answer.best, *answer.runners_up)
+        if _engine_name(prediction) == "ulysses"
+    ]
+    for exact in exact_options:
         times = exact.seconds / answer.best.seconds
         yield f"Exact attention that is not cut would take {times:.2f} times as long."
     if model is None:
@@ -237,10 +258,10 @@ def _why(tokens: int, answer: SearchResult, model: AccuracyModel | None) -> Iter
             "known to lose nothing."
         )
     else:
-        held = model.description.held_out
+        held_out = model.description.held_out
         yield (
-            f"Losses by a regressor of {model.description.samples} measurements, held-out mean "
-            f"error {held['mean_absolute_error']:.3f}."
+            f"Losses by a regressor of {model.description.samples} measurements, held_out-out mean "
+            f"error {held_out['mean_absolute_error']:.3f}."
         )
         longest = model.longest
         if tokens > longest:

@@ -1,6 +1,6 @@
-"""The group that `csps plan` plans for: a cluster file with a model and what a rank can do.
+"""The hardware file of `csps plan`: a cluster file with a model and the speed of a rank.
 
-The same file may hold what `csps simulate` reads (`docs/simulator.md`); that is left alone here.
+The same file may hold the keys of `csps simulate` (`docs/simulator.md`), which are ignored here.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class ModelSection(Section):
 
 
 class RankSection(Section):
-    """What a rank can do: as measured by `csps profile`, or speeds that it reaches."""
+    """Speed of a rank: measurements of `csps profile`, or the speeds that it reaches."""
 
     sib: str | None = None
-    """A scaling information base; relative to the file."""
+    """Path of a scaling information base, relative to the file."""
     product_tflops: Positive | None = None
     attention_tflops: Positive | None = None
     memory_gb_s: Positive | None = None
     call_us: Annotated[float, Field(ge=0)] = 0.0
-    """Before anything is computed."""
+    """Fixed time before each computation."""
     ranks_per_core: Annotated[float, Field(ge=0)] = 0.0
-    """Ranks of a server that share its cores, over these; up to 1 each has its own."""
+    """Ranks of a server divided by its cores. Up to 1, each rank has its own core."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> RankSection:
@@ -74,13 +74,13 @@ class RankSection(Section):
 
 
 class HardwareFile(Section):
-    """What is read of the file."""
+    """The keys that `csps plan` reads."""
 
     servers: Annotated[tuple[Server, ...], Field(min_length=1)]
     links: Links = Links()
     model: ModelSection
     rank: RankSection
-    # What `csps simulate` reads besides.
+    # Keys that only `csps simulate` reads.
     latency: Any = None
     kv: Any = None
     max_positions: Any = None
@@ -89,13 +89,13 @@ class HardwareFile(Section):
 
 
 def load_group(name_or_path: str, *, instances: int | None = None) -> SimulatedGroup:
-    """The prefill instances of a file, or of one that comes with csps, by name.
+    """Return the prefill instances of a file, or of one that comes with csps, by name.
 
     Args:
-        instances: so many of them, near ones first; None takes all.
+        instances: number of instances, near ones first; None: all.
 
     Raises:
-        ConfigError: there is none, or the file is wrong; the message names file and key.
+        ConfigError: the file does not exist or is invalid; the message names file and key.
     """
     path, data = read_named(name_or_path, HARDWARE)
     try:
@@ -137,7 +137,7 @@ def _group(file: HardwareFile, folder: Path, instances: int | None) -> Simulated
         wiring=Wiring.of_servers(servers, inside=inside, between=between),
         itemsize=model.element_bytes,
         cores_of=tuple(numbers[server] for server in servers) if sharing else None,
-        cores=tuple(servers.count(it) / file.rank.ranks_per_core for it in numbers)
+        cores=tuple(servers.count(server) / file.rank.ranks_per_core for server in numbers)
         if sharing
         else (),
     )
@@ -148,7 +148,7 @@ def _places(file: HardwareFile) -> tuple[list[str], int]:
     locations: list[str] = []
     in_rack: dict[int, int] = {}
     tps: set[int] = set()
-    for servers in sorted(file.servers, key=lambda it: it.rack):
+    for servers in sorted(file.servers, key=lambda server: server.rack):
         for _ in range(servers.count):
             number = in_rack[servers.rack] = in_rack.get(servers.rack, -1) + 1
             if "prefill" in servers.permissions:
@@ -165,7 +165,7 @@ def _places(file: HardwareFile) -> tuple[list[str], int]:
 def _speeds(
     file: HardwareFile, folder: Path, tp: int
 ) -> tuple[PhaseTimes, LinkSpeed, LinkSpeed, Sequence[PhaseRow]]:
-    """Phases, links inside a server and between two, and what was measured of phases."""
+    """Return phase times, link speeds inside a server and between servers, and measured phases."""
     if file.rank.sib is None:
         inside = _link(file.links.inside)
         between = _link(file.links.between) if file.links.between else inside
@@ -183,7 +183,7 @@ def _speeds(
 
 
 def _between(given: Links, measured: Sequence[LinkRow]) -> LinkSpeed | None:
-    """Between servers: as given, else as measured; None if nobody knows."""
+    """Return the speed between servers, as given or as measured; None: unknown."""
     if given.between:
         return _link(given.between)
     if any(row.kind == "between" for row in measured):
@@ -202,7 +202,7 @@ def _link(section: LinkSection | None) -> LinkSpeed:
 
 
 def _reached(model: ModelSection, rank: RankSection, tp: int) -> PhaseTimes:
-    """Phases by the operations and bytes that they consist of."""
+    """Return phase times computed from operations and bytes."""
     assert rank.product_tflops is not None
     assert rank.attention_tflops is not None
     assert rank.memory_gb_s is not None

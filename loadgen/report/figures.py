@@ -1,4 +1,4 @@
-"""Plots of results, drawn with matplotlib from nothing but their JSON."""
+"""Plots of results, plot with matplotlib from their JSON alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which colour-blind people can tell apart."""
+"""Colors of Okabe and Ito, which color-blind people can tell apart."""
 DASHES = ("-", "--", ":", "-.")
 MAX_POINTS = 2000
-"""Of one run's scatter; more are drawn as every n-th."""
+"""Most points of one run's scatter plot. Longer runs show every n-th point."""
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -32,7 +32,7 @@ _STYLE: Any = {
 }
 
 _METADATA = ("Creator", "Date", "Format", "Type")
-"""What matplotlib would say about a picture, with addresses of vocabularies."""
+"""Metadata that matplotlib writes into a picture, and that is left out."""
 
 Draw = Callable[["Axes", Sequence[Result]], None]
 
@@ -40,7 +40,7 @@ Draw = Callable[["Axes", Sequence[Result]], None]
 def figure(
     draw: Draw, results: Sequence[Result], *, size: tuple[float, float] = (6.0, 3.4)
 ) -> Figure:
-    """A matplotlib figure.
+    """Return a matplotlib figure.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -53,35 +53,35 @@ def figure(
     from matplotlib import pyplot
 
     with matplotlib.rc_context(_STYLE):
-        drawn, axis = pyplot.subplots(figsize=size, layout="constrained")
+        plot, axis = pyplot.subplots(figsize=size, layout="constrained")
         draw(axis, results)
-        pyplot.close(drawn)
-        return drawn
+        pyplot.close(plot)
+        return plot
 
 
-def svg(drawn: Figure, name: str) -> str:
-    """For a page: without the XML head, with ids that no other figure has."""
+def svg(plot: Figure, name: str) -> str:
+    """Return a figure as SVG for a page: no XML head, and ids that no other figure has."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        drawn.savefig(buffer, format="svg", metadata=dict.fromkeys(_METADATA))
+        plot.savefig(buffer, format="svg", metadata=dict.fromkeys(_METADATA))
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
 def style(number: int) -> dict[str, Any]:
-    """Of the n-th run."""
+    """Return color and line style of the n-th run."""
     dash = DASHES[number // len(COLORS) % len(DASHES)]
     return {"color": COLORS[number % len(COLORS)], "linestyle": dash}
 
 
 def cdf_of(column: str, title: str) -> Draw:
-    """Share of requests over seconds of a column, the SLO as a line."""
+    """Return a plot of the share of requests over a column in seconds, with the SLO as a line."""
 
     def draw(axis: Axes, results: Sequence[Result]) -> None:
         for number, result in enumerate(results):
-            seconds = np.sort([it for it in result[column] if it is not None])
+            seconds = np.sort([value for value in result[column] if value is not None])
             if len(seconds):
                 shares = np.arange(1, len(seconds) + 1) / len(seconds)
                 axis.step(1000 * seconds, shares, where="post", label=name(result), **style(number))
@@ -94,7 +94,7 @@ def cdf_of(column: str, title: str) -> Draw:
 
 
 def itl_cdf(axis: Axes, results: Sequence[Result]) -> None:
-    """Of all gaps between tokens."""
+    """Plot the distribution of all gaps between tokens."""
     for number, result in enumerate(results):
         quantiles = result["itl_quantiles_ms"]
         if quantiles:
@@ -104,7 +104,7 @@ def itl_cdf(axis: Axes, results: Sequence[Result]) -> None:
 
 
 def ttft_by_length(axis: Axes, results: Sequence[Result]) -> None:
-    """Each request as a point, the median of each range of lengths as a line."""
+    """Plot each request as a point, and the median of each range of lengths as a line."""
     for number, result in enumerate(results):
         points = [
             (length, 1000 * ttft)
@@ -122,15 +122,15 @@ def ttft_by_length(axis: Axes, results: Sequence[Result]) -> None:
 
 
 def _medians(lengths: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
-    """Over ranges that double."""
-    ranges = np.floor(np.log2(lengths)).astype(int)
-    chosen = sorted(set(ranges.tolist()))
-    medians = [float(np.median(values[ranges == it])) for it in chosen]
-    return [float(np.median(lengths[ranges == it])) for it in chosen], medians
+    """Return lengths and medians over ranges that double."""
+    octaves = np.floor(np.log2(lengths)).astype(int)
+    chosen = sorted(set(octaves.tolist()))
+    medians = [float(np.median(values[octaves == octave])) for octave in chosen]
+    return [float(np.median(lengths[octaves == octave])) for octave in chosen], medians
 
 
 def ttft_over_time(axis: Axes, results: Sequence[Result]) -> None:
-    """Each request at its scheduled start."""
+    """Plot each request at its scheduled start."""
     for number, result in enumerate(results):
         rows = zip(result["start_times"], result["ttfts"], strict=True)
         points = [(start, 1000 * ttft) for start, ttft in rows if ttft is not None]
@@ -143,7 +143,7 @@ def ttft_over_time(axis: Axes, results: Sequence[Result]) -> None:
 
 
 def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
-    """A column of the series over time."""
+    """Return a plot of a column of the series over time."""
 
     def draw(axis: Axes, results: Sequence[Result]) -> None:
         for number, result in enumerate(results):
@@ -157,11 +157,15 @@ def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
 
 
 def over_rate(column: str, ylabel: str) -> Draw:
-    """A field against the request rate, a line for each label."""
+    """Return a plot of a field over the request rate, a line for each label."""
 
     def draw(axis: Axes, results: Sequence[Result]) -> None:
-        for number, (label, its) in enumerate(by_label(results).items()):
-            points = [(it["request_rate"], it[column]) for it in its if it.get(column) is not None]
+        for number, (label, runs) in enumerate(by_label(results).items()):
+            points = [
+                (result["request_rate"], result[column])
+                for result in runs
+                if result.get(column) is not None
+            ]
             if points:
                 axis.plot(*np.array(points).T, marker="o", label=label, **style(number))
         _finish(axis, xlabel="request rate (req/s)", ylabel=ylabel)
@@ -171,16 +175,19 @@ def over_rate(column: str, ylabel: str) -> Draw:
 
 
 def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Runs of one label with a finite rate, in the order of their rates."""
+    """Return the runs of each label with a finite rate, in order of rate."""
     found: dict[str, list[Result]] = {}
     for result in results:
         if not isinstance(result["request_rate"], str):
             found.setdefault(result["label"], []).append(result)
-    return {label: sorted(its, key=lambda it: it["request_rate"]) for label, its in found.items()}
+    return {
+        label: sorted(runs, key=lambda result: result["request_rate"])
+        for label, runs in found.items()
+    }
 
 
 def name(result: Result) -> str:
-    """Of a run in a legend: its label, with its rate or its users, and that it was simulated."""
+    """Return a run's name in a legend: label, rate or users, and whether it was simulated."""
     rate, users = result["request_rate"], result["max_concurrency"]
     load = f"{rate:.3g}/s" if not isinstance(rate, str) else f"{users} users" if users else ""
     simulated = "simulated" if result["kind"] == "simulated" else ""
@@ -204,7 +211,7 @@ def _finish(
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """On a logarithmic axis: 200, not 2 x 10^2."""
+    """Label a logarithmic axis with plain numbers: 200, not 2 x 10^2."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()

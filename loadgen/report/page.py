@@ -1,4 +1,4 @@
-"""One HTML page of several results, which needs nothing else: no network, no other file."""
+"""One self-contained HTML page of several results: no network, no other file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.figure import Figure
 
 NOTHING = "-"
-"""In a cell of a result that does not have it."""
+"""Text of a cell whose value the result does not have."""
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 ROWS = (
     ("requests", "num_prompts", "{:,d}"),
@@ -58,9 +58,9 @@ _OF_EVERY_RUN: tuple[tuple[str, str, figures.Draw], ...] = (
 
 
 def page(results: Sequence[Result], title: str) -> str:
-    """The HTML."""
+    """Return the HTML page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    drawn = [(caption, figures.svg(it, name)) for name, caption, it in draw_all(results)]
+    plots = [(caption, figures.svg(figure, name)) for name, caption, figure in draw_all(results)]
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         results=results,
@@ -73,7 +73,7 @@ def page(results: Sequence[Result], title: str) -> str:
         facts=_with_values(
             (name, [_shown(result.get(name)) for result in results]) for name in FACTS
         ),
-        figures=drawn,
+        figures=plots,
         sources=sorted(
             {result["workload_source"] for result in results if result.get("workload_source")}
         ),
@@ -81,15 +81,15 @@ def page(results: Sequence[Result], title: str) -> str:
 
 
 def draw_all(results: Sequence[Result]) -> NamedFigures:
-    """All figures that the results have something for."""
+    """Return all figures that have data."""
     plans = [*_over_rates(results), *_OF_EVERY_RUN]
-    drawn = [(name, caption, figures.figure(draw, results)) for name, caption, draw in plans]
-    return [it for it in drawn if it[2].axes[0].has_data()]
+    plots = [(name, caption, figures.figure(draw, results)) for name, caption, draw in plans]
+    return [plot for plot in plots if plot[2].axes[0].has_data()]
 
 
 def _over_rates(results: Sequence[Result]) -> Iterator[tuple[str, str, figures.Draw]]:
-    """Where a label has runs at several rates."""
-    if all(len(its) < 2 for its in figures.by_label(results).values()):
+    """Yield plots over the rate if a label has runs at several rates."""
+    if all(len(runs) < 2 for runs in figures.by_label(results).values()):
         return
     yield "ttft-by-rate", "Median TTFT by rate", figures.over_rate("median_ttft_ms", "TTFT (ms)")
     yield "p99-ttft-by-rate", "P99 TTFT by rate", figures.over_rate("p99_ttft_ms", "TTFT (ms)")
@@ -113,7 +113,7 @@ def _overview(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _by_part(results: Sequence[Result], table: str, key: str) -> list[Table]:
-    """Median and P99 of TTFT for each part of each run."""
+    """Return median and P99 of TTFT for each part of each run."""
     names = list(dict.fromkeys(part[key] for result in results for part in result[table]))
     names.sort(key=_first_number)
     parts = [{part[key]: part for part in result[table]} for result in results]
@@ -142,7 +142,7 @@ def _reasons(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 
 def _with_values(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
-    """Those of which at least one result says something."""
+    """Return the rows in which at least one result has a value."""
     return [(title, cells) for title, cells in rows if set(cells) != {NOTHING}]
 
 
@@ -154,5 +154,5 @@ def _shown(value: Any) -> str:
     if value is None or value == {}:
         return NOTHING
     if isinstance(value, dict):
-        return ", ".join(f"{name} {it:g}" for name, it in value.items())
+        return ", ".join(f"{name} {number:g}" for name, number in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

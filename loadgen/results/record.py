@@ -1,8 +1,7 @@
-"""What became of one request: the same whether a server or the simulator answered it.
+"""Records of single requests, service level objectives, and latency statistics.
 
-Service level objectives: bounds on a request's latencies.
-
-Latencies of many requests as a few numbers, under the field names of `vllm bench serve`.
+Records are the same for a server and for the simulator. Statistics have the field names of `vllm
+bench serve`.
 """
 
 from __future__ import annotations
@@ -21,66 +20,69 @@ Status = Literal["completed", "failed", "cancelled"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """Times are nanoseconds from the start of the run; latencies count from `scheduled_ns`.
+    """Record of one request. Times are nanoseconds from the start of the run.
 
-    A client that falls behind would otherwise hide what its requests would have waited
-    (coordinated omission).
+    Latencies count from `scheduled_ns`. Otherwise a client that falls behind would hide the time
+    that its requests would have waited (coordinated omission).
     """
 
     scheduled_ns: int
-    """When it was to be sent."""
+    """Time at which the request was due."""
     sent_ns: int
-    """When it was."""
+    """Time at which it was sent."""
     chunk_ns: tuple[int, ...]
-    """When each piece of the answer came."""
+    """Arrival time of each chunk of the answer."""
     finished_ns: int
-    """When its last token came, with or without text, or what ended it instead."""
+    """Time of the last token, with or without text, or of the error."""
     input_tokens: int
     output_tokens: int
     status: Status = "completed"
-    """`failed`: the server refused it, broke off or took too long. `cancelled`: the client withdrew
-    it, or never sent it because the turn before had failed."""
+    """`failed`: the server rejected it, broke off or took too long. `cancelled`: the client
+    cancelled it, or never sent it because the turn before had failed.
+    """
     error: str = ""
-    """Why it has not completed."""
+    """Reason why it has not completed."""
     correct: bool | None = None
-    """Whether the answer was right; None where nobody knows."""
+    """Whether the answer was right. None: unknown."""
     objective: RequestObjective | None = None
     text: str = ""
-    """Of the answer."""
+    """Text of the answer."""
 
     def __post_init__(self) -> None:
-        assert self.status != "completed" or self.chunk_ns, "an answer comes in pieces"
+        assert self.status != "completed" or self.chunk_ns, (
+            "a completed request needs at least one chunk"
+        )
 
     @property
     def completed(self) -> bool:
-        """Whether the whole answer came; the latencies are of such requests only."""
+        """Return whether the whole answer came. Only such requests have latencies."""
         return self.status == "completed"
 
     @property
     def late_s(self) -> float:
-        """From its scheduled start until it was sent."""
+        """Return the time from the scheduled start until it was sent."""
         return (self.sent_ns - self.scheduled_ns) / 1e9
 
     @property
     def ttft_s(self) -> float:
-        """To the first piece of the answer."""
+        """Return the time to the first chunk of the answer."""
         return (self.chunk_ns[0] - self.scheduled_ns) / 1e9
 
     @property
     def e2el_s(self) -> float:
-        """To its end."""
+        """Return the time to the end of the answer."""
         return (self.finished_ns - self.scheduled_ns) / 1e9
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first one; None of a single token."""
+        """Return the time per token after the first one, or None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Between pieces."""
+        """Return the gaps between chunks."""
         return [(b - a) / 1e9 for a, b in zip(self.chunk_ns, self.chunk_ns[1:], strict=False)]
 
 
@@ -89,7 +91,7 @@ METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """Milliseconds that a request's latencies may reach; None is no bound."""
+    """Bounds on a request's latencies in milliseconds; None is no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -97,7 +99,7 @@ class Slo:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Slo:
-        """Of `ttft:2000 tpot:50`.
+        """Parse words like `ttft:2000 tpot:50`.
 
         Raises:
             ConfigError: a word is no metric with a number.
@@ -117,7 +119,9 @@ class Slo:
         return any(bound is not None for bound in vars(self).values())
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request completed within all bounds; a single token has a TPOT of 0."""
+        """Return whether the request completed within all bounds; a single token has a TPOT of
+        0.
+        """
         if not record.completed:
             return False
         latencies = (record.ttft_s, record.tpot_s or 0.0, record.e2el_s)
@@ -128,7 +132,9 @@ class Slo:
         )
 
     def attainment(self, records: Iterable[RequestRecord]) -> float:
-        """Of all requests, those that failed or were cancelled included; 0 of none."""
+        """Return the share of requests within the bounds; failed and cancelled ones count. 0 for
+        none.
+        """
         met = [self.met_by(record) for record in records]
         return sum(met) / len(met) if met else 0.0
 
@@ -142,7 +148,7 @@ LATENCIES: dict[str, Callable[[RequestRecord], Iterable[float]]] = {
 """Seconds that a completed request adds to each distribution."""
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 DEFAULT_BUCKETS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-"""Upper bounds of prompt lengths that are reported apart."""
+"""Upper bounds of the prompt lengths that are reported separately."""
 ITL_QUANTILES = 200
 
 
@@ -151,7 +157,9 @@ def latency_fields(
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
     metrics: Iterable[str] = tuple(LATENCIES),
 ) -> dict[str, float]:
-    """`mean_ttft_ms`, `p99_itl_ms` and so on, of completed requests; absent where there is none."""
+    """Return `mean_ttft_ms`, `p99_itl_ms` and so on, over completed requests; absent without
+    data.
+    """
     fields: dict[str, float] = {}
     for metric in metrics:
         seconds = [s for record in records if record.completed for s in LATENCIES[metric](record)]
@@ -167,12 +175,14 @@ def _summary(metric: str, ms: np.ndarray, percentiles: Sequence[float]) -> dict[
 
 
 def normalized_fields(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """LoongServe's three: latency by tokens in and out, TTFT by tokens in, TPOT; means in ms."""
+    """Return means in ms of LoongServe's latencies: total by tokens in and out, TTFT by tokens in,
+    and TPOT.
+    """
     done = [record for record in records if record.completed]
     means = {
-        "total": [it.e2el_s / (it.input_tokens + it.output_tokens) for it in done],
-        "input": [it.ttft_s / it.input_tokens for it in done if it.input_tokens],
-        "output": [it.tpot_s for it in done if it.tpot_s is not None],
+        "total": [record.e2el_s / (record.input_tokens + record.output_tokens) for record in done],
+        "input": [record.ttft_s / record.input_tokens for record in done if record.input_tokens],
+        "output": [record.tpot_s for record in done if record.tpot_s is not None],
     }
     return {
         f"mean_normalized_{name}_latency_ms": round(1000 * float(np.mean(values)), 6)
@@ -184,17 +194,17 @@ def normalized_fields(records: Sequence[RequestRecord]) -> dict[str, float]:
 def by_input_length(
     records: Sequence[RequestRecord], bounds: Sequence[int] = DEFAULT_BUCKETS
 ) -> Iterator[tuple[str, list[RequestRecord]]]:
-    """Requests in buckets of prompt lengths, empty ones left out: (`1025-4096`, requests)."""
+    """Yield requests by range of prompt lengths, without empty ranges: (`1025-4096`, requests)."""
     edges = [0, *bounds]
-    places = np.searchsorted(bounds, [record.input_tokens for record in records])
-    for place in sorted(set(places.tolist())):
-        beyond = place == len(bounds)
-        name = f">{edges[-1]}" if beyond else f"{edges[place] + 1}-{bounds[place]}"
-        yield name, [it for it, its in zip(records, places, strict=True) if its == place]
+    buckets = np.searchsorted(bounds, [record.input_tokens for record in records])
+    for bucket in sorted(set(buckets.tolist())):
+        beyond = bucket == len(bounds)
+        name = f">{edges[-1]}" if beyond else f"{edges[bucket] + 1}-{bounds[bucket]}"
+        yield name, [record for record, own in zip(records, buckets, strict=True) if own == bucket]
 
 
 def itl_quantiles_ms(records: Sequence[RequestRecord]) -> list[float]:
-    """From the least gap to the greatest, evenly spaced in share; enough to draw a CDF."""
+    """Return quantiles of the gaps, evenly spaced in share, for a CDF."""
     seconds = [s for record in records if record.completed for s in record.itl_s]
     if not seconds:
         return []
@@ -203,10 +213,10 @@ def itl_quantiles_ms(records: Sequence[RequestRecord]) -> list[float]:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests that were under way at once."""
+    """Return the most requests that were under way at once."""
     events = [(record.sent_ns, 1) for record in records] + [
         (record.finished_ns, -1) for record in records
     ]
-    # Those that end come first: an interval does not contain its end.
+    # Ends sort before starts, because an interval does not contain its end.
     changes = [change for _, change in sorted(events)]
     return int(np.cumsum([0, *changes]).max())

@@ -1,11 +1,7 @@
-"""How a run went over time: counts in equal steps, for plots.
+"""The result of a run: one JSON object, written by load tests, the simulator and benchmarks.
 
-The result of a run: one JSON object, written by load tests, the simulator and benchmarks.
-
-`schema.json` beside this file describes it; `docs/load-testing.md` explains it. Field names are
+`schema.json` beside this file describes it, and `docs/load-testing.md` explains it. Field names are
 those of `vllm bench serve --save-detailed` where it has the field.
-
-Results in files.
 """
 
 from __future__ import annotations
@@ -41,17 +37,18 @@ _STEPS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.
 
 
 def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:
-    """Of each step: requests that arrived, finished, failed, were under way; pieces of answers.
+    """Return counts in equal time steps, for plots.
 
-    Under way is the mean over the step, from each request's scheduled start, so that it is what
-    Little's law speaks of.
+    The counts are requests that arrived, completed, failed and were under way, and chunks of
+    answers. Requests under way are a mean over the step from each request's scheduled start, as in
+    Little's law.
     """
-    step_s = next((it for it in _STEPS_S if duration_s / it <= MAX_STEPS), _STEPS_S[-1])
+    step_s = next((step_s for step_s in _STEPS_S if duration_s / step_s <= MAX_STEPS), _STEPS_S[-1])
     last_s = max([duration_s, *(record.finished_ns / 1e9 for record in records)])
     edges = step_s * np.arange(int(last_s / step_s) + 2)
 
     def counts(times_ns: Iterable[int]) -> list[int]:
-        return [int(it) for it in np.histogram(np.array(list(times_ns)) / 1e9, edges)[0]]
+        return [int(count) for count in np.histogram(np.array(list(times_ns)) / 1e9, edges)[0]]
 
     return {
         "step_s": step_s,
@@ -59,12 +56,12 @@ def series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any
         "completed": counts(record.finished_ns for record in records if record.completed),
         "failed": counts(record.finished_ns for record in records if record.status == "failed"),
         "chunks": counts(ns for record in records for ns in record.chunk_ns),
-        "running": [round(float(it), 3) for it in _running(records, edges) / step_s],
+        "running": [round(float(count), 3) for count in _running(records, edges) / step_s],
     }
 
 
 def _running(records: Sequence[RequestRecord], edges: np.ndarray) -> np.ndarray:
-    """Request-seconds in each step."""
+    """Return the request-seconds in each step."""
     begins, ends = (
         np.sort(np.array([getattr(record, name) for record in records]) / 1e9)
         for name in ("scheduled_ns", "finished_ns")
@@ -74,7 +71,7 @@ def _running(records: Sequence[RequestRecord], edges: np.ndarray) -> np.ndarray:
 
 
 def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The sum over all times before an edge of how long before."""
+    """Return, for each edge, the sum of (edge - time) over all earlier times."""
     passed = np.searchsorted(times, edges)
     sums = np.concatenate([[0.0], np.cumsum(times)])
     elapsed: np.ndarray = passed * edges - sums[passed]
@@ -83,42 +80,46 @@ def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 SCHEMA = "csps.results"
 SCHEMA_VERSION = 1
-"""Counts up when a field changes its meaning or goes; new fields do not change it."""
+"""Version of the schema. It rises when a field changes its meaning or goes, not for new fields."""
 LATE_S = 0.01
-"""A request that was sent later than this behind its schedule counts as late."""
+"""Seconds behind its schedule from which a request counts as late."""
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """What was run, for those who read its numbers later."""
+    """Description of a run for later readers of its numbers."""
 
     kind: Literal["live", "simulated"]
     label: str
-    """Names it in a report."""
+    """Name in a report."""
     model_id: str = ""
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None
     duration_s: float | None = None
-    """None: until the last request finished."""
+    """Duration of the run. None: until the last request finished."""
     slo: Slo = field(default_factory=Slo)
     percentiles: Sequence[float] = DEFAULT_PERCENTILES
     metrics: Sequence[str] = tuple(LATENCIES)
-    """Whose percentiles are reported; means of all are."""
+    """Metrics whose percentiles are reported. Means of all metrics are reported."""
     length_buckets: Sequence[int] = DEFAULT_BUCKETS
     detailed: bool = False
-    """Every gap and every text, besides the columns of requests."""
+    """Whether every gap and every text are stored, besides the columns of requests."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """More fields: workload, server, machine, what the user wants noted."""
+    """More fields: workload, server, machine, the user's notes."""
 
 
 def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
-    """All that is known of a run; `records` are in the order of their scheduled starts.
+    """Return the result of a run.
 
     Rates are over the whole duration. Shares (within SLO, right answers) are of all requests that
-    could count, so that failing fast does not make a server look better.
+    could count, so that failing fast does not improve them.
+
+    Args:
+        records: records in order of scheduled start.
+        run: the description of the run.
     """
     last_s = max((record.finished_ns for record in records), default=0) / 1e9
     duration_s = last_s if run.duration_s is None else run.duration_s
@@ -145,7 +146,7 @@ def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
             for name, part in by_input_length(records, run.length_buckets)
         ],
         "by_objective": [
-            {"objective": label, **_part(part, run), **_kept(part)}
+            {"objective": label, **_part(part, run), **_ttft_bound(part)}
             for label, part in _by_objective(records).items()
         ],
         "series": series(records, duration_s),
@@ -158,22 +159,22 @@ def summarize(records: Sequence[RequestRecord], run: RunDescription) -> Result:
 def _counts(records: Sequence[RequestRecord]) -> Result:
     statuses = Counter(record.status for record in records)
     done = [record for record in records if record.completed]
-    checked = [it.correct for it in done if it.correct is not None]
+    checked = [record.correct for record in done if record.correct is not None]
     return {
         "completed": statuses["completed"],
         "failed": statuses["failed"],
         "cancelled": statuses["cancelled"],
         "late": sum(record.late_s > LATE_S for record in records),
         "failed_by_reason": _reasons(records),
-        "total_input": sum(it.input_tokens for it in done),
-        "total_output": sum(it.output_tokens for it in done),
+        "total_input": sum(record.input_tokens for record in done),
+        "total_output": sum(record.output_tokens for record in done),
         "checked": len(checked),
         "accuracy": round(sum(checked) / len(checked), 6) if checked else None,
     }
 
 
 def _reasons(records: Sequence[RequestRecord]) -> dict[str, int]:
-    """Without what servers say about single requests, or every one would have its own reason."""
+    """Return the errors by reason, without the text that servers add to single requests."""
     return dict(
         Counter(record.error.partition(":")[0] for record in records if not record.completed)
     )
@@ -182,7 +183,7 @@ def _reasons(records: Sequence[RequestRecord]) -> dict[str, int]:
 def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Result:
     done = [record for record in records if record.completed]
     tokens_in, tokens_out = (
-        sum(getattr(it, name) for it in done) for name in ("input_tokens", "output_tokens")
+        sum(getattr(record, name) for record in done) for name in ("input_tokens", "output_tokens")
     )
     rates = {
         "request_throughput": len(done),
@@ -201,7 +202,7 @@ def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Res
 
 
 def _part(records: Sequence[RequestRecord], run: RunDescription) -> Result:
-    """Of some of the requests."""
+    """Return the statistics of some of the requests."""
     counts = _counts(records)
     return {
         "num_prompts": len(records),
@@ -219,8 +220,8 @@ def _by_objective(records: Sequence[RequestRecord]) -> dict[str, list[RequestRec
     return parts
 
 
-def _kept(records: Sequence[RequestRecord]) -> Result:
-    """Whether the bounds on TTFT that requests gave themselves were met."""
+def _ttft_bound(records: Sequence[RequestRecord]) -> Result:
+    """Return the share of requests that met their own bound on TTFT."""
     objective = records[0].objective
     assert objective is not None
     bound = Slo(ttft=objective.max_ttft_ms)
@@ -228,7 +229,7 @@ def _kept(records: Sequence[RequestRecord]) -> Result:
 
 
 def _columns(records: Sequence[RequestRecord]) -> Result:
-    """A number for each request; seconds, as in vLLM, null where it has none."""
+    """Return the columns with a value for each request: seconds, as in vLLM, or null."""
 
     def seconds(name: str) -> list[float | None]:
         values = [getattr(record, name) if record.completed else None for record in records]
@@ -256,21 +257,21 @@ def _details(records: Sequence[RequestRecord]) -> Result:
 
 
 def _finite(rate: float) -> float | str:
-    """JSON has no infinity; vLLM writes it as a word."""
+    """Return a rate as JSON, which has no infinity; vLLM writes it as a word."""
     return "inf" if math.isinf(rate) else rate
 
 
 def write_result(result: Result, path: Path) -> None:
-    """As one line of JSON."""
+    """Write a result as one line of JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> Result:
-    """What `write_result` wrote.
+    """Read a result that `write_result` wrote.
 
     Raises:
-        ConfigError: it is no result, or of a later release.
+        ConfigError: the file is no result, or of a later release.
     """
     try:
         data = json.loads(path.read_text())

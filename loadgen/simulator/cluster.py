@@ -1,4 +1,4 @@
-"""What a simulated cluster is: instances, links and latencies."""
+"""The model of a simulated cluster: instances, links and latencies."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class InstanceModel:
     """Rack-Server-GPU id of its first rank."""
     kv_slots: int
     cores: int | None = None
-    """Of its server, which all ranks there share; None: each rank has its own."""
+    """Cores of the server, which all its ranks share. None: each rank has its own."""
 
     @property
     def server(self) -> str:
-        """Rack and server of the id."""
+        """Return the server's id: rack and server."""
         return self.location.rpartition("-")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangModel:
-    """All instances with one permission."""
+    """All instances of one gang."""
 
     instances: tuple[InstanceModel, ...]
     tp: int
 
     @property
     def kv_slots(self) -> tuple[int, ...]:
-        """By instance."""
+        """Return the KV slots of each instance."""
         return tuple(instance.kv_slots for instance in self.instances)
 
 
@@ -46,8 +46,9 @@ class LinkModel:
     bytes_per_s: int
     latency_ns: int
     shared: bool
-    """One for all that use this kind (inside: of a server), or one for each pair of instances
-    (inside) or servers (between)."""
+    """One link for all transfers of its kind (inside: of a server). Otherwise each pair of
+    instances (inside) or servers (between) has its own link.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,64 +58,64 @@ class ClusterModel:
     name: str
     prefill: GangModel
     decode: GangModel
-    """The same as `prefill` where one elastic gang does both."""
+    """The decode gang; the same object as `prefill` if one elastic gang does both."""
     table: LatencyTable
     inside: LinkModel | None = None
-    """Between instances of one server; None: KV arrives at once."""
+    """Link between instances of one server. None: KV arrives at once."""
     between: LinkModel | None = None
-    """Between instances of two servers."""
+    """Link between instances of two servers. None: KV arrives at once."""
     kv_bytes_per_token: int = 0
     layers: int = 1
     receiving_backends: int | None = None
-    """Transfers that a decode instance takes at a time; None: all."""
+    """Transfers that a decode instance receives at a time. None: no limit."""
     max_positions: int = 1 << 20
     quantum_ns: int = 0
     step_gap_ns: int = 0
     iteration_gap_ns: int = 0
     notice_ns: int = 0
-    """From an event on a rank to the scheduler, and from a command to the ranks."""
+    """Delay of a message between a rank and the scheduler, either way."""
     front_ns: int = 0
-    """From a client to the scheduler and back."""
+    """Delay between a client and the scheduler, in both directions together."""
 
     @property
     def in_place(self) -> bool:
-        """One gang decodes what it prefills, where its KV lies."""
+        """Return whether one gang decodes where it prefills."""
         return self.prefill is self.decode
 
     @property
     def shares_cores(self) -> bool:
-        """Ranks slow each other down."""
+        """Return whether ranks slow each other down by sharing cores."""
         return any(instance.cores is not None for instance in self.decode.instances)
 
     @property
     def roles(self) -> tuple[GangRole, ...]:
-        """Of its gangs."""
+        """Return the roles of the cluster's gangs."""
         return ("elastic",) if self.in_place else ("prefill", "decode")
 
     def gang(self, role: GangRole) -> GangModel:
-        """The gang of a role."""
+        """Return the gang of a role."""
         return self.prefill if role == "prefill" else self.decode
 
     @cached_property
     def hybrid(self) -> HybridCost:
-        """What an iteration of the gang that decodes takes, with pieces of prompts.
+        """Return the cost of a decode iteration that also computes prompt chunks.
 
         Raises:
-            ConfigError: no steps were measured with its `tp`.
+            ConfigError: no steps were measured with the decode gang's `tp`.
         """
         return self.hybrid_of(len(self.decode.instances))
 
     def hybrid_of(self, instances: int) -> HybridCost:
-        """The same of a group of so many of its instances.
+        """Return the cost of such an iteration on a group of some decode instances.
 
         Raises:
-            ConfigError: as above.
+            ConfigError: no steps were measured with the decode gang's `tp`.
         """
         tp = self.decode.tp
         return HybridCost(step=self.table.step(1, tp), decode=self.table.iteration(instances, tp))
 
     def move_ns(self, tokens: int) -> int:
-        """What KV of so many tokens takes from one instance of a server to another."""
+        """Return how long a KV transfer takes between two instances of a server."""
         if self.inside is None:
             return 0
         size = tokens * self.kv_bytes_per_token
@@ -125,7 +126,10 @@ class ClusterModel:
         return frozenset(key.strategy for key, _ in self.table.steps if key.tp == self.prefill.tp)
 
     def step_ns(self, step: RunStep) -> int:
-        """What a step takes: by its strategy where that was measured, else by exact attention."""
+        """Return how long a step takes.
+
+        Unmeasured strategies are predicted as exact attention.
+        """
         strategy = step.strategy if step.strategy in self._strategies else ""
         cost = self.table.step(len(step.group), self.prefill.tp, strategy)
         rows = ((chunk.length, chunk.start) for chunk in step.chunks)

@@ -1,8 +1,7 @@
-"""Files that come with csps and have a name, or a user's own.
+"""Cluster files: the YAML description of a simulated cluster (`docs/simulator.md`).
 
-Cluster files: what a simulated cluster is made of, in YAML. `docs/simulator.md` has them all.
-
-Every model is frozen, and an unknown key is an error that names the nearest right one.
+A file is one that comes with csps, given by name, or a user's own. Every model is frozen, and an
+unknown key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from csps.protocols.gang.members import GangRole
 
 
 def read_named(name_or_path: str, folder: Path) -> tuple[Path, Any]:
-    """A YAML file of a folder, by its name without an ending, or any other: where it is, and what
-    it says.
+    """Return the path and content of a YAML file, given by its stem in a folder or by its path.
 
     Raises:
-        ConfigError: there is none, or it is no YAML; the message names it.
+        ConfigError: the file does not exist or is no YAML; the message names it.
     """
     named = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     path = named.get(name_or_path, Path(name_or_path))
@@ -59,7 +57,7 @@ Permission = Literal["prefill", "decode"]
 
 
 class Section(BaseModel):
-    """Base of all parts of a cluster file."""
+    """Base of all sections of a cluster file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -75,87 +73,89 @@ class Section(BaseModel):
 
 
 class Server(Section):
-    """Servers that are alike."""
+    """One or more identical servers."""
 
     rack: Annotated[int, Field(ge=0)] = 0
     count: Count = 1
-    """How many of them, numbered within the rack in the order of the file."""
+    """Number of servers, numbered within the rack in the order of the file."""
     instances: Count
-    """Copies of the weights on each."""
+    """Copies of the weights on each server."""
     tp: Count = 1
     """Ranks of each instance."""
     permissions: Annotated[tuple[Permission, ...], Field(min_length=1)]
     kv_slots: Count
     """Tokens that each rank of an instance can hold."""
     cores: Count | None = None
-    """Of each, which all of its ranks share; every rank has its own, where nothing is said."""
+    """Cores of each server, which all its ranks share. Not given: every rank has its own."""
 
 
 class LinkSection(Section):
     """A kind of link."""
 
     gbps: Annotated[float, Field(gt=0)]
-    """10^9 bits a second."""
+    """Bandwidth in 10^9 bits a second."""
     latency_us: Annotated[float, Field(ge=0)] = 0.0
     shared: bool = False
-    """One link for all: inside, of a server; between, of the whole cluster. Otherwise each pair of
-    instances (inside) or of servers (between) has its own."""
+    """One link for all (inside: of a server; between: of the whole cluster). Otherwise each pair of
+    instances (inside) or of servers (between) has its own.
+    """
 
 
 class Links(Section):
-    """Links that KV takes; without one it arrives at once."""
+    """Links that KV takes. KV arrives at once where no link is given."""
 
     inside: LinkSection | None = None
-    """Between instances of one server."""
+    """Link between instances of one server."""
     between: LinkSection | None = None
-    """Between servers."""
+    """Link between servers."""
 
 
 class DecodeSection(Section):
-    """Seconds of an iteration, A + B * context + C * batch, in two regimes."""
+    """Seconds of a decode iteration, A + B * context + C * batch, in two regimes."""
 
     small: tuple[Seconds, Seconds, Seconds]
     large: tuple[Seconds, Seconds, Seconds]
     tipping_batch: Count
-    """The largest batch of the first regime."""
+    """Largest batch of the first regime."""
 
 
 class Latency(Section):
-    """Where times come from: one of `steps`, `published`, `sib` and `table`."""
+    """Source of times: one of `steps`, `published`, `sib` and `table`."""
 
     steps: dict[Count, tuple[Seconds, Seconds, Seconds, Seconds]] | None = None
-    """Seconds of a step on `sp` instances, a + b L + c C L + d L^2 of L tokens after C others."""
+    """Seconds of a step on `sp` instances: a + b L + c C L + d L^2 for L tokens after C others."""
     published: str | None = None
-    """A table of a paper's steps, by name."""
+    """Name of a paper's table of steps."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
-    """By number of decode instances; in place of what `sib` or `table` says."""
+    """Decode costs by number of decode instances; they replace those of `sib` or `table`."""
     sib: str | None = None
-    """A scaling information base that `csps profile` has filled."""
+    """Path of a scaling information base that `csps profile` has filled."""
     table: str | None = None
-    """Of those beside the log of a live router: what it had learned from its own steps by then."""
+    """Path of a table beside a live router's log, with what the router learned from its steps."""
 
 
 class Kv(Section):
-    """Of the model."""
+    """KV sizes of the model."""
 
     bytes_per_token: Annotated[int, Field(ge=0)] = 0
-    """Keys and values of a token in all layers."""
+    """Bytes of keys and values of a token in all layers."""
     layers: Count = 1
-    """All but the last one's KV leaves while a step computes."""
+    """Number of layers. KV of all but the last one is sent while a step computes."""
 
 
 class Gaps(Section):
-    """Microseconds in which nothing is computed: papers leave them out, real machines have them."""
+    """Microseconds without computation. Papers leave them out, real machines have them."""
 
     step: Annotated[float, Field(ge=0)] = 0.0
-    """Before each step."""
+    """Gap before each step."""
     iteration: Annotated[float, Field(ge=0)] = 0.0
-    """Before each iteration of decoding."""
+    """Gap before each decode iteration."""
     notice: Annotated[float, Field(ge=0)] = 0.0
-    """A message between router and ranks."""
+    """Delay of a message between router and ranks."""
     front: Annotated[float, Field(ge=0)] = 0.0
-    """Of each request between client and scheduler: HTTP, reading it, its first token's way back.
-    It passes before the request is submitted."""
+    """Delay between client and scheduler of each request (HTTP, parsing, way back of the first
+    token). It passes before the request is submitted.
+    """
 
 
 class ClusterFile(Section):
@@ -166,32 +166,32 @@ class ClusterFile(Section):
     latency: Latency
     kv: Kv = Kv()
     receiving_backends: Count | None = None
-    """Transfers of KV that a decode instance takes at a time; all, where nothing is said."""
+    """KV transfers that a decode instance receives at a time. Not given: no limit."""
     max_positions: Count = 1 << 20
-    """Longest prompt and answer together."""
+    """Longest prompt and answer together, in tokens."""
     quantum_ms: Annotated[float, Field(ge=0)] = 0.0
-    """A long step can be interrupted so often; 0 is at any time."""
+    """Time between two yield points of a low-priority step; 0 means anywhere."""
     gaps_us: Gaps = Gaps()
     model: Any = None
     rank: Any = None
-    """These two are for `csps plan`."""
+    """`model` and `rank` are read by `csps plan` only."""
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:
-    """A cluster that comes with csps, by name, or one from a file.
+    """Return the model of a cluster that comes with csps, by name, or of a file.
 
     Raises:
-        ConfigError: there is none, or the file is wrong; the message names file and key.
+        ConfigError: the file does not exist or is invalid; the message names file and key.
     """
     path, data = read_named(name_or_path, CLUSTERS)
     return parse_cluster(data, name=path.stem, place=str(path))
 
 
 def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterModel:
-    """The model of what a cluster file says.
+    """Return the model of a cluster file's content.
 
     Raises:
-        ConfigError: it says something wrong.
+        ConfigError: the content is invalid.
     """
     try:
         file = ClusterFile.model_validate(data)
@@ -227,7 +227,7 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
 
 
 def _gangs(file: ClusterFile) -> tuple[GangModel, GangModel]:
-    """The two gangs, or twice the elastic one."""
+    """Return the prefill and decode gang; an elastic gang is returned as both."""
     both = [len(set(servers.permissions)) > 1 for servers in file.servers]
     if all(both):
         gang = _gang(file, "prefill", "elastic")
@@ -274,13 +274,13 @@ def _link(section: LinkSection | None) -> LinkModel | None:
 
 
 def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
-    """What policies predict of links: what the file says, in place of what was measured."""
+    """Replace measured link costs by those that the file gives."""
     given = {"inside": links.inside, "between": links.between}
     costs = dict(table.links)
-    for kind, it in given.items():
-        if it is not None:
-            s_per_byte = BITS_PER_BYTE / (it.gbps * 1e9)
-            costs[kind] = LinkCost.of_seconds(it.latency_us * 1e-6, s_per_byte)
+    for kind, link in given.items():
+        if link is not None:
+            s_per_byte = BITS_PER_BYTE / (link.gbps * 1e9)
+            costs[kind] = LinkCost.of_seconds(link.latency_us * 1e-6, s_per_byte)
     return replace(table, links=tuple(costs.items()))
 
 
@@ -298,8 +298,8 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
         table = LatencyTable(name=name, exact="exact", steps=steps)
     if latency.decode is not None:
         decode_costs = tuple(
-            (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(it))
-            for sp, it in latency.decode.items()
+            (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(triple))
+            for sp, triple in latency.decode.items()
         )
         table = replace(table, decode=decode_costs)
     table.step(len(prefill.instances), prefill.tp)
@@ -308,7 +308,11 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
 
 
 def _measured(path: Path) -> LatencyTable:
-    """What `csps profile` has fitted, on whichever machine it was."""
+    """Return the latencies that `csps profile` has fitted, on any machine.
+
+    Raises:
+        ConfigError: the file does not exist or has no fit.
+    """
     base = ScalingInformationBase.read(path, None)
     if base is None:
         raise ConfigError(f"latency: there is no {path}")

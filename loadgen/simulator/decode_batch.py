@@ -1,9 +1,9 @@
-"""Continuous batching on modelled time: a decode gang jumps to the next end of a request.
+"""Continuous batching on modeled time: a decode gang jumps to the next end of a request.
 
 Between two changes of the batch, iteration n of a jump takes `a + b * (C + n * B) + c * B` (batch
-B, context C at the start of the jump), so that the end of any iteration is a polynomial in n. All
-of it is integers in 2^-48 ns, so a jump ends exactly where iterating would. While requests ride,
-pieces of their prompts differ from iteration to iteration, and every one is a jump of its own.
+B, context C at the start of the jump). The end of any iteration is therefore a polynomial in n. All
+values are integers in 2^-48 ns, so a jump ends exactly where single iterations would. With
+piggybacked prefill, chunks differ from iteration to iteration, so each iteration is a jump.
 """
 
 from __future__ import annotations
@@ -20,76 +20,77 @@ from csps.protocols.sequencer.decode_batches import SequenceCursor, chunk_length
 
 
 def cursors(batch_members: Iterable[SimulatedMember]) -> list[SequenceCursor]:
-    """Of rows that take part in an iteration, for `chunk_lengths`; all that decode are alike."""
+    """Return the cursors of batch members for `chunk_lengths`."""
     return [
         SequenceCursor(
-            next=batch_member.computed,
-            prompt=batch_member.prompt,
-            stop=batch_member.prompt + 1,
-            master=batch_member.master,
+            next=member.computed,
+            prompt=member.prompt,
+            stop=member.prompt + 1,
+            master=member.master,
         )
-        for batch_member in batch_members
+        for member in batch_members
     ]
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedMember:
-    """A request in the batch."""
+    """A sequence of the batch."""
 
     sequence: int
     context: int
-    """Tokens that its next iteration attends to, on joining."""
+    """Tokens that its first iteration attends to."""
     tokens: int
-    """Still to be drawn, on joining."""
+    """Tokens left to generate when it joins."""
     joined: int = -1
     """Iterations of the batch before its first one; -1 until it has joined."""
     prompt: int = 0
-    """Of a rider: tokens that iterations compute before it draws the first one, which is not among
-    `tokens`."""
+    """Prompt tokens that iterations compute before its first token (piggybacked prefill). The first
+    token is not part of `tokens`.
+    """
     computed: int = 0
-    """How many of them are."""
+    """Prompt tokens computed so far."""
     first: int = 0
-    """How many of them were when it joined."""
+    """Prompt tokens that were computed when it joined."""
     master: int = 0
-    """Who computes what it needs."""
+    """Index of its master."""
     ranks: tuple[int, ...] = ()
-    """Instances that take part in its iterations; none named: all of the gang."""
+    """Instances that take part in its iterations. Empty: all of the gang."""
     ends: list[int] = field(default_factory=list)
-    """When iterations that it decoded in have ended, where groups iterate apart."""
+    """Ends of the iterations that it decoded in, where groups iterate independently."""
 
     def ends_ns(self, start: int, stop: int) -> list[int]:
-        """Of its own iterations [start, stop)."""
+        """Return the ends of its own iterations [start, stop)."""
         return self.ends[start:stop]
 
     @property
     def prefills(self) -> bool:
-        """It rides, and has not drawn its first token."""
+        """Return whether its prompt is still being computed."""
         return self.computed < self.prompt
 
     @property
     def begins(self) -> bool:
-        """It rides, and nothing of its prompt is computed that was not before."""
+        """Return whether no chunk of its prompt has been computed since it joined."""
         return self.computed == self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Iterations of one batch."""
+    """Consecutive iterations of an unchanged batch."""
 
     start_ns: int
     batch: int
     first: int
-    """What the first iteration takes, in 2^-48 ns."""
+    """Time of the first iteration, in 2^-48 ns."""
     growth: int
-    """By how much longer each one takes than the one before."""
+    """Growth of the time from one iteration to the next, in 2^-48 ns."""
 
     def end_ns(self, iterations: int) -> int:
-        """When so many iterations are over."""
+        """Return the end of the n-th iteration."""
         total = iterations * self.first + self.growth * (iterations * (iterations - 1) // 2)
         return self.start_ns + (total >> FRACTION_BITS)
 
     def iterations_until(self, t_ns: int, at_most: int) -> int:
-        """The fewest iterations, at least one, that end at `t_ns` or later."""
+        """Return the fewest iterations, at least one, that end at `t_ns` or later."""
         low, high = 1, at_most
         while low < high:
             middle = (low + high) // 2
@@ -108,12 +109,15 @@ def hybrid_iteration(
     context: int,
     gap_ns: int,
 ) -> Jump:
-    """One iteration, filled with pieces of prompts.
+    """Return a jump of one iteration that also computes prompt chunks.
 
     Args:
-        pieces: of whom, and how many tokens.
-        batch: rows that decode, which attend to so much `context` together.
-        gap_ns: after it.
+        start_ns: begin of the iteration.
+        cost: the cost of such iterations.
+        chunks: (member, tokens) of each chunk.
+        batch: members that decode.
+        context: tokens that these attend to together.
+        gap_ns: gap after the iteration.
     """
     by_master: dict[int, list[tuple[int, int]]] = {}
     for member, length in chunks:
@@ -123,37 +127,37 @@ def hybrid_iteration(
 
 
 class IterationLog:
-    """All iterations of a batch that are over, as the jumps that they were part of."""
+    """Finished iterations of a batch, stored as jumps."""
 
     def __init__(self) -> None:
         self._jumps: list[Jump] = []
         self._before: list[int] = [0]
-        """Iterations before each jump, and of all."""
+        """Iterations before each jump; the last entry is the total."""
 
     @property
     def iterations(self) -> int:
-        """How many there were."""
+        """Return the number of iterations."""
         return self._before[-1]
 
     def add(self, jump: Jump, iterations: int) -> None:
-        """The next jump has ended after so many."""
+        """Add a finished jump of so many iterations."""
         self._jumps.append(jump)
         self._before.append(self.iterations + iterations)
 
     def tokens(self) -> int:
-        """Drawn in all iterations."""
+        """Return the tokens generated in all iterations."""
         counts = zip(self._jumps, pairwise(self._before), strict=True)
         return sum(jump.batch * (stop - start) for jump, (start, stop) in counts)
 
     def ends_ns(self, start: int, stop: int) -> list[int]:
-        """When the iterations [start, stop) have ended."""
+        """Return the ends of the iterations [start, stop)."""
         ends: list[int] = []
         index = bisect.bisect_right(self._before, start) - 1
         while start < stop:
             before, after = self._before[index : index + 2]
             last = min(stop, after)
             jump = self._jumps[index]
-            ends.extend(jump.end_ns(it - before + 1) for it in range(start, last))
+            ends.extend(jump.end_ns(iteration - before + 1) for iteration in range(start, last))
             start, index = last, index + 1
         return ends
 
@@ -163,12 +167,12 @@ class SimulatedBatch:
 
     Args:
         timeline: the simulated time.
-        cost: of an iteration on this gang.
-        gap_ns: between two iterations.
-        finished: called with each row whose last token was drawn, at the end of the iteration.
-        hybrid: the cost of iterations with pieces of prompts; asked for when somebody rides.
-        started: called with each rider of whose prompt the first piece begins.
-        prefilled: called with each rider that has drawn its first token.
+        cost: the cost of an iteration on this gang.
+        gap_ns: gap between two iterations.
+        finished: called with each member at the end of the iteration of its last token.
+        hybrid: returns the cost of iterations with prompt chunks; called if any member prefills.
+        started: called with each piggybacked member when its first chunk begins.
+        prefilled: called with each piggybacked member after its first token.
     """
 
     def __init__(
@@ -187,14 +191,14 @@ class SimulatedBatch:
         self._started, self._prefilled = started, prefilled
         self.log = IterationLog()
         self._batch_members: dict[int, SimulatedMember] = {}
-        """Those that decode."""
+        """Members that decode."""
         self._prefilling: dict[int, SimulatedMember] = {}
-        """Those that prefill, in order of joining."""
+        """Members that prefill, in order of joining."""
         self._budget = 0
         self._chunks: list[tuple[SimulatedMember, int]] = []
-        """Of prompts, in the jump under way."""
+        """Prompt chunks of the jump under way."""
         self._ends: list[tuple[int, int, SimulatedMember]] = []
-        """(last iteration, order of joining, row)."""
+        """Heap of (last iteration, order of joining, member)."""
         self._joining: list[SimulatedMember] = []
         self._leaving: list[tuple[int, Callable[[], None]]] = []
         self._joined = 0
@@ -208,37 +212,37 @@ class SimulatedBatch:
         return len(self._batch_members) + len(self._prefilling)
 
     def join(self, member: SimulatedMember) -> None:
-        """Decode a request from the next iteration on."""
+        """Decode a sequence from the next iteration on."""
         self._joining.append(member)
         self._stop_soon()
 
     def piggyback(self, member: SimulatedMember, budget: int) -> None:
-        """Prefill a request from the next iteration on, and decode it then.
+        """Prefill a sequence from the next iteration on, then decode it.
 
         Args:
-            row: the request.
-            budget: tokens that an iteration may compute from now on.
+            member: the sequence.
+            budget: prompt tokens that an iteration may compute from now on.
         """
         self._budget = budget
         self.join(member)
 
     def leave(self, sequence: int, left: Callable[[], None]) -> None:
-        """Take a request out, if it is here, after the iteration under way; then call `left`."""
+        """Remove a sequence, if present, after the iteration under way; then call `left`."""
         self._leaving.append((sequence, left))
         self._stop_soon()
 
     def generated_by(self, member: SimulatedMember) -> int:
-        """Tokens that a row has drawn by now."""
+        """Return the tokens that a member has generated by now."""
         if member.joined < 0:
             return 0
         return min(member.tokens, self.log.iterations + self._under_way() - member.joined)
 
     def ends_of(self, member: SimulatedMember, tokens: int) -> tuple[IterationLog, int, int]:
-        """Where in the log of iterations they are."""
+        """Return the log and the range of a member's first iterations in it."""
         return self.log, member.joined, member.joined + tokens
 
     def _under_way(self) -> int:
-        """Iterations of the present jump that are over."""
+        """Return the finished iterations of the present jump."""
         if self._jump is None:
             return 0
         over = self._jump.iterations_until(self._timeline.now_ns, self._length)
@@ -304,7 +308,7 @@ class SimulatedBatch:
         self._chunks = []
 
     def _add(self, member: SimulatedMember) -> None:
-        assert member.tokens > 0, "a request without tokens to draw joins"
+        assert member.tokens > 0, f"sequence {member.sequence} joins without tokens to generate"
         member.joined = self.log.iterations
         self._batch_members[member.sequence] = member
         self._context += member.context
@@ -317,17 +321,17 @@ class SimulatedBatch:
             self._context -= member.context + self.log.iterations - member.joined
 
     def _begin_hybrid(self) -> None:
-        """One iteration, filled with pieces of prompts."""
+        """Begin one iteration that also computes prompt chunks."""
         batch = len(self._batch_members)
         prefilling = list(self._prefilling.values())
         lengths = chunk_lengths(
             cursors((*self._batch_members.values(), *prefilling)), self._budget
         )[batch:]
-        self._chunks = [it for it in zip(prefilling, lengths, strict=True) if it[1]]
+        self._chunks = [chunk for chunk in zip(prefilling, lengths, strict=True) if chunk[1]]
         for member, _ in self._chunks:
             if member.begins:
                 self._started(member)
-        assert self._hybrid is not None, "nobody rides here"
+        assert self._hybrid is not None, "piggybacked prefill without a hybrid cost"
         now_ns, cost = self._timeline.now_ns, self._hybrid()
         self._jump = hybrid_iteration(
             now_ns, cost, self._chunks, batch, self._context, self._gap_ns

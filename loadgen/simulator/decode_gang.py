@@ -1,8 +1,6 @@
-"""The sequences of a simulated gang that decodes: whose KV has slots there, and until when.
+"""A decode gang on modeled time: its sequences with their slots, its batch and its moves.
 
-Rows of a simulated elastic gang that go on elsewhere.
-
-A gang that decodes, on modelled time: the rows of its batch, and the sequences that they are.
+On an elastic gang, `SequenceMoves` moves the KV of decoded sequences between instances.
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ from csps.services.scheduling.state.ledger import decode_slots
 
 
 def incoming(sequence_id: SequenceId) -> tuple[str, SequenceId]:
-    """Who owns the slots of KV of a sequence that is on its way to other instances."""
+    """Return the owner of the slots that a moving sequence takes at its destination."""
     return "move", sequence_id
 
 
 class DecodeSequences:
-    """Those of one incarnation of a gang.
+    """Sequences of one incarnation of a gang.
 
     Args:
-        gang: which.
-        slots: of its instances.
-        listener: is told what has landed and what is free.
+        gang: id of the gang.
+        slots: slots of its instances.
+        listener: is notified of received KV and freed slots.
     """
 
     def __init__(self, gang: GangId, slots: Slots, listener: GangListener) -> None:
@@ -70,25 +68,23 @@ class DecodeSequences:
         return iter(self._sequences.values())
 
     def get(self, sequence_id: SequenceId) -> SimulatedSequence | None:
-        """One of them, if it is here."""
+        """Return a sequence, or None."""
         return self._sequences.get(sequence_id)
 
     def __getitem__(self, sequence_id: SequenceId) -> SimulatedSequence:
         return self._sequences[sequence_id]
 
     def clear(self) -> None:
-        """The gang is gone."""
+        """Drop all sequences of a dead gang."""
         self._sequences.clear()
 
-    # --- coming --------------------------------------------------------------------------------
-
     def reserve(self, command: Reserve, *, before: int, left: int) -> None:
-        """Set slots aside.
+        """Reserve slots for a sequence.
 
         Args:
-            command: the scheduler's.
-            before: tokens that earlier sequences have drawn.
-            left: tokens that the request still draws; the scheduler does not know.
+            command: the scheduler's command.
+            before: tokens that earlier sequences have generated.
+            left: tokens that the request still generates; the scheduler does not know.
         """
         sequence = SimulatedSequence(
             sequence=command.sequence_id,
@@ -103,27 +99,31 @@ class DecodeSequences:
             retain=command.retain,
         )
         sequence.missing = {} if command.piggybacked else sequence.slots
-        # What is to be kept when an iteration has ended lies here already.
+        # KV of a sequence that is still decoding is reused before it is retained.
         reused = [kv_slice for kv_slice in command.slices if kv_slice.source not in self._sequences]
-        assert self.prefix_cache.has(reused), "reuses what is not kept"
+        assert self.prefix_cache.has(reused), (
+            f"sequence {command.sequence_id} reuses KV that is not in the prefix cache"
+        )
         slots = decode_slots(command, command.output_tokens)
         if slots:
-            self.slots.take(command.sequence_id, {index_of(it): n for it, n in slots.items()})
+            self.slots.take(
+                command.sequence_id, {index_of(instance): n for instance, n in slots.items()}
+            )
         self._sequences[command.sequence_id] = sequence
 
     def not_reserved(self, command: Reserve) -> None:
-        """Nobody waits for the request any more, of which the scheduler had not heard."""
+        """Answer a reservation for a request that has already ended."""
         named = decode_slots(command, command.output_tokens)
         self.notify_freed(command.sequence_id, map(index_of, named))
 
     def arrived(self, sequence_id: SequenceId, instance: InstanceId, tokens: int) -> bool:
-        """KV has come that was expected; whether that was all of it."""
+        """Count KV that has arrived; return whether the instance has all of it."""
         missing = self._sequences[sequence_id].missing
         missing[instance] -= tokens
         return not missing[instance]
 
     def received(self, sequence_id: SequenceId, instance: InstanceId) -> None:
-        """All that an instance expects of a sequence has come."""
+        """Notify that an instance has received all its KV of a sequence."""
         sequence = self._sequences[sequence_id]
         del sequence.missing[instance]
         if not sequence.over:
@@ -132,39 +132,37 @@ class DecodeSequences:
                 KvReceived(sequence_id=sequence_id, instance=instance, tokens=tokens)
             )
 
-    # --- going ---------------------------------------------------------------------------------
-
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """A sequence serves its request no more."""
+        """Mark a sequence as no longer serving its request."""
         if (sequence := self._sequences.get(sequence_id)) is not None:
             sequence.over = True
-            if not sequence.slices:  # nothing of it lies here
+            if not sequence.slices:  # it holds no slots here
                 del self._sequences[sequence_id]
 
     def end_request(self, request: RequestId) -> None:
-        """The client is gone: nothing is drawn for it any more."""
+        """Mark all sequences of a request as over."""
         for sequence in self:
             if sequence.request == request:
                 sequence.over = True
 
     def free(self, sequence_id: SequenceId) -> None:
-        """No iteration needs a sequence's KV any more."""
+        """Free a sequence's slots after its last iteration."""
         if self._sequences.pop(sequence_id, None) is None:
             return
         resident = self.slots.instances_of(sequence_id)
         for index in resident:
             self.slots.release(sequence_id, index)
         still = self.slots.instances_of(incoming(sequence_id))
-        self.notify_freed(sequence_id, [it for it in resident if it not in still])
+        self.notify_freed(sequence_id, [index for index in resident if index not in still])
 
     def notify_freed(self, sequence_id: SequenceId, indices: Iterable[int]) -> None:
-        """Instances hold nothing of a sequence."""
+        """Notify that these instances hold nothing of a sequence."""
         for index in indices:
             instance = instance_id(self.gang, index)
             self._listener.post_rank_event(Freed(sequence_id=sequence_id, instance=instance))
 
-    def keep(self, command: Retain) -> None:
-        """No iteration needs a sequence's KV any more, some of which stays."""
+    def retain(self, command: Retain) -> None:
+        """Free a sequence's slots after its last iteration, except for retained KV."""
         sequence = self._sequences.pop(command.sequence_id, None)
         if sequence is None:
             return
@@ -176,13 +174,13 @@ class DecodeSequences:
         )
         self.prefix_cache.add(command.sequence_id, (*own(sequence.slices), *answer))
         self._apply(command)
-        for later in sequence.releases:
+        for later in sequence.evictions:
             self._apply(later)
 
-    def release(self, command: Evict) -> None:
-        """Free some of what was kept, or is going to be when its last iteration has ended."""
+    def evict(self, command: Evict) -> None:
+        """Evict retained KV, or note it until the sequence's last iteration has ended."""
         if (sequence := self._sequences.get(command.sequence_id)) is not None:
-            sequence.releases.append(command)
+            sequence.evictions.append(command)
         else:
             self._apply(command)
 
@@ -192,23 +190,23 @@ class DecodeSequences:
 
 
 class SequenceMoves:
-    """Those of one incarnation of a gang.
+    """Moves of decoded sequences on one incarnation of an elastic gang.
 
     Args:
-        held: the sequences that it decodes.
-        ranks: that it has.
-        move_ns: what KV of so many tokens takes.
-        listener: is told of the end.
+        sequences: the sequences that it decodes.
+        ranks: its ranks.
+        move_ns: returns how long the KV of so many tokens takes.
+        listener: is notified of the end.
     """
 
     def __init__(
         self,
-        resident: DecodeSequences,
+        sequences: DecodeSequences,
         ranks: SequencedRanks,
         move_ns: Callable[[int], int],
         listener: GangListener,
     ) -> None:
-        self._sequences, self._ranks = resident, ranks
+        self._sequences, self._ranks = sequences, ranks
         self._move_ns, self._listener = move_ns, listener
         self._under_way: dict[SequenceId, None] = {}
 
@@ -216,15 +214,14 @@ class SequenceMoves:
         return len(self._under_way)
 
     def clear(self) -> None:
-        """The gang is gone."""
+        """Drop all moves of a dead gang."""
         self._under_way.clear()
 
     def begin(self, command: MoveKv) -> None:
-        """Move KV of a sequence, inside of whatever its instances compute; then go on there."""
+        """Move the KV of a sequence inside of running steps; then decode it at its new place."""
         sequence = self._sequences.get(command.sequence_id)
-        if (
-            sequence is None or sequence.member is None
-        ):  # over, of which the scheduler had not heard
+        # The scheduler may command a move before it learns of the sequence's end.
+        if sequence is None or sequence.member is None:
             self._not_moved(command)
             return
         self._under_way[command.sequence_id] = None
@@ -244,20 +241,24 @@ class SequenceMoves:
     def _take_slots(self, command: MoveKv) -> None:
         resident = self._sequences.slots.counts(command.sequence_id)
         there = _slots_there(command)
-        more = {it: n - resident.get(it, 0) for it, n in there.items() if n > resident.get(it, 0)}
+        more = {
+            index: n - resident.get(index, 0)
+            for index, n in there.items()
+            if n > resident.get(index, 0)
+        }
         self._sequences.slots.assign(incoming(command.sequence_id), more)
 
     def _moving_tokens(self, sequence: SimulatedSequence, command: MoveKv) -> int:
-        """KV that has to travel."""
-        assert sequence.member is not None, "checked before"
+        """Return the number of KV tokens to transfer."""
+        assert sequence.member is not None, "the sequence is not decoding"
         generated = Span(0, sequence.prompt_tokens + self._ranks.generated_by(sequence.member))
         now = tokens_on(within((*sequence.slices, *sequence.answer), generated))
         then = tokens_on(within((*command.slices, *command.answer), generated))
-        return sum(max(0, n - now.get(it, 0)) for it, n in then.items())
+        return sum(max(0, n - now.get(index, 0)) for index, n in then.items())
 
     def _ended(self, sequence: SimulatedSequence, command: MoveKv, task: SimulatedStep) -> None:
         sequence_id, slots = command.sequence_id, self._sequences.slots
-        if sequence_id not in self._under_way:  # nor is the gang
+        if sequence_id not in self._under_way:  # the gang has died
             return
         del self._under_way[sequence_id]
         for index in slots.instances_of(incoming(sequence_id)):
@@ -266,11 +267,11 @@ class SequenceMoves:
             self._not_moved(command)
             return
         there = _slots_there(command)
-        left = [it for it in slots.instances_of(sequence_id) if it not in there]
+        left = [index for index in slots.instances_of(sequence_id) if index not in there]
         slots.change(sequence_id, there)
         sequence.slices, sequence.answer = command.slices, command.answer
         sequence.master = command.master
-        assert sequence.member is not None, "moved, and no row"
+        assert sequence.member is not None, f"sequence {sequence_id} moved without a batch member"
         sequence.member.master = index_of(command.master)
         if sequence.over:
             self._sequences.notify_freed(sequence_id, left)
@@ -278,21 +279,21 @@ class SequenceMoves:
             self._listener.post_rank_event(Moved(sequence_id=sequence_id))
 
     def _not_moved(self, command: MoveKv) -> None:
-        """Those that hold nothing of the sequence have nothing to free."""
+        """Notify that instances without KV of the sequence have nothing to free."""
         resident = self._sequences.slots.instances_of(command.sequence_id)
         named = map(index_of, decode_slots(command, 0))
         self._sequences.notify_freed(
-            command.sequence_id, [it for it in named if it not in resident]
+            command.sequence_id, [index for index in named if index not in resident]
         )
 
 
 def _slots_there(command: MoveKv) -> dict[int, int]:
-    """By index of the instance, once it has moved."""
-    return {index_of(it): n for it, n in decode_slots(command, 0).items()}
+    """Return the slots by index of the instance after the move."""
+    return {index_of(instance): n for instance, n in decode_slots(command, 0).items()}
 
 
 def _members(command: MoveKv) -> tuple[int, ...]:
-    """Indices of the instances that take part in decoding then."""
+    """Return the indices of the instances that take part in decoding after the move."""
     named = {
         command.master,
         *(kv_slice.instance for kv_slice in (*command.slices, *command.answer)),
@@ -301,13 +302,13 @@ def _members(command: MoveKv) -> tuple[int, ...]:
 
 
 class DecodeGang:
-    """One incarnation of a gang.
+    """One incarnation of a decode gang.
 
     Args:
-        gang: which.
+        gang: id of the gang.
         timeline: the simulated time.
-        cluster: what it is made of.
-        listener: is told what happens.
+        cluster: the model of the cluster.
+        listener: is notified of what happens.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class DecodeGang:
         self._cluster, self._listener = cluster, listener
         self.sequences = DecodeSequences(gang, Slots(cluster.decode.kv_slots), listener)
         self.ranks: SequencedRanks | None = None
-        """Of an elastic gang, which steps share with the batch."""
+        """The ranks of an elastic gang, which steps and the batch share."""
         self._moves: SequenceMoves | None = None
         self._batch: SimulatedBatch | SequencedRanks
         if cluster.in_place:
@@ -354,11 +355,11 @@ class DecodeGang:
 
     @property
     def busy(self) -> bool:
-        """Something is held or on its way."""
+        """Return whether a sequence or a move is left."""
         return bool(self.sequences or self._moves)
 
     def die(self) -> None:
-        """It is gone with all that it held. Answers go on with the next token."""
+        """Drop everything; requests continue elsewhere at their next token."""
         generated_tokens = []
         for sequence in self.sequences:
             member = sequence.member
@@ -375,21 +376,23 @@ class DecodeGang:
     # --- commands ------------------------------------------------------------------------------
 
     def join(self, command: SetGroup) -> None:
-        """Decode these from the next iteration on."""
+        """Decode sequences from the next iteration on."""
         for sequence_id in command.joined:
             sequence = self.sequences[sequence_id]
             if sequence.over:
                 continue
-            assert not sequence.missing, f"sequence {sequence_id} joins before its KV has landed"
+            assert not sequence.missing, (
+                f"sequence {sequence_id} joins before all its KV was received"
+            )
             sequence.member = _member(sequence)
             if self._cluster.in_place:
                 sequence.member.ranks = sequence.instances
             self._batch.join(sequence.member)
 
     def piggyback(self, command: Piggyback) -> None:
-        """Compute the prompt of a sequence in the iterations to come."""
+        """Compute the prompt of a sequence in decode iterations."""
         sequence = self.sequences.get(command.sequence_id)
-        if sequence is None or sequence.over:  # of which the scheduler had not heard
+        if sequence is None or sequence.over:  # the scheduler does not know yet
             return
         member = sequence.member = _member(sequence)
         member.prompt = sequence.prompt_tokens
@@ -397,18 +400,18 @@ class DecodeGang:
         self._batch.piggyback(member, command.budget)
 
     def move(self, command: MoveKv) -> None:
-        """Move KV of a sequence, and go on there."""
+        """Move the KV of a sequence and decode it at its new place."""
         if self._moves is not None:
             self._moves.begin(command)
 
     def cancel(self, sequence_id: SequenceId) -> None:
-        """Stop decoding a sequence and free what it holds."""
+        """Stop decoding a sequence and free its slots."""
         self._batch.leave(sequence_id, partial(self.sequences.free, sequence_id))
 
-    def keep(self, command: Retain) -> None:
-        """End a sequence, and keep some of its KV."""
+    def retain(self, command: Retain) -> None:
+        """End a sequence and retain some of its KV."""
         self.sequences.end_sequence(command.sequence_id)
-        self._batch.leave(command.sequence_id, partial(self.sequences.keep, command))
+        self._batch.leave(command.sequence_id, partial(self.sequences.retain, command))
 
     # --- what happens in the batch -------------------------------------------------------------
 

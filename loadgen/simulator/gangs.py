@@ -1,4 +1,4 @@
-"""The gangs of a simulated cluster: which live, and which of them a command is for."""
+"""The living gangs of a simulated cluster, and the routing of commands to them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ from csps.services.scheduling.events.events import (
 )
 
 GENERATION = 1
-"""Of the one router that a simulation has."""
+"""Generation of the simulation's only router."""
 RESET_NS = 1_000_000_000
-"""From hanging up on a gang until it is attached again."""
+"""Time from disconnecting a gang until it is attached again."""
 
 
 class SimulatedGangs:
-    """A prefill and a decode gang, or an elastic one whose ranks do both in the order of its
-    conductor, dead or alive.
+    """A prefill and a decode gang, or one elastic gang that does both in its sequencer's order.
 
     Args:
         timeline: the simulated time.
-        cluster: what they are made of.
-        listener: is told what happens.
+        cluster: the model of the gangs.
+        listener: receives what happens.
     """
 
     def __init__(
@@ -61,21 +60,21 @@ class SimulatedGangs:
         self._network = SimulatedNetwork(timeline, cluster)
         self._gangs = 0
         self._ids: dict[GangRole, GangId] = {}
-        """Of the living gangs, by role."""
+        """Ids of the living gangs, by role."""
         self._prefill: PrefillGang | None = None
         self._decode: DecodeGang | None = None
         self.logs: list[IterationLog] = []
-        """Of all decode gangs that there were."""
+        """Iteration logs of all decode gangs so far."""
 
     @property
     def busy(self) -> bool:
-        """Something is under way or held."""
+        """Return whether any step, sequence or move is under way."""
         computing = self._prefill is not None and self._prefill.steps > 0
         return computing or (self._decode is not None and self._decode.busy)
 
     @property
     def instances(self) -> tuple[InstanceId, ...]:
-        """Of all living gangs."""
+        """Return the instances of all living gangs."""
         return tuple(
             instance_id(gang, index)
             for role, gang in self._ids.items()
@@ -83,23 +82,21 @@ class SimulatedGangs:
         )
 
     def check_idle(self) -> None:
-        """Assert that every slot has come back and nothing is on the way."""
-        assert not self.busy, "something is still under way"
+        """Assert that every slot is free again and nothing is under way."""
+        assert not self.busy, "work is still under way"
         decode = None if self._decode is None else self._decode.sequences
-        pools = [it for it in (self._prefill, decode) if it is not None]
+        pools = [gang for gang in (self._prefill, decode) if gang is not None]
         for pool in pools:
             pool.slots.check_integrity()
         if self._prefill is not None:
             self._prefill.receiving_slots.check_idle()
         cached = sum(pool.prefix_cache.tokens for pool in pools)
-        used = sum(it.used for it in {id(pool.slots): pool.slots for pool in pools}.values())
-        assert used == cached, f"{used - cached} slots have not come back"
-
-    # --- coming and going ----------------------------------------------------------------------
+        used = sum(slots.used for slots in {id(pool.slots): pool.slots for pool in pools}.values())
+        assert used == cached, f"{used - cached} slots were not freed"
 
     def up(self, role: GangRole) -> None:
-        """A gang was attached."""
-        assert role not in self._ids, f"there is a {role} gang already"
+        """Attach a gang."""
+        assert role not in self._ids, f"a {role} gang is attached already"
         self._gangs += 1
         gang = self._ids[role] = self._gangs
         model = self._cluster.gang(role)
@@ -147,7 +144,7 @@ class SimulatedGangs:
         )
 
     def down(self, role: GangRole, reason: str = "killed") -> None:
-        """A gang is gone with all that it held."""
+        """Remove a gang with everything on it."""
         gang = self._ids.pop(role)
         if role != "decode":
             self._prefill = None
@@ -157,62 +154,62 @@ class SimulatedGangs:
         self._listener.post_event(GangDown(gang=gang, reason=reason))
 
     def reset(self, gang: GangId, reason: str) -> None:
-        """Hang up on a gang and attach to it again."""
+        """Disconnect a gang and attach it again later."""
         for role, living in list(self._ids.items()):
             if living == gang:
                 self.down(role, reason)
                 self._timeline.at(self._timeline.now_ns + RESET_NS, partial(self.up, role))
 
     def prefilling(self, gang: GangId) -> PrefillGang | None:
-        """The living gang that prefills, if it is this one."""
+        """Return the living prefill gang if it has this id."""
         living = self._ids.get("elastic", self._ids.get("prefill"))
         return self._prefill if living == gang else None
 
     def decoding(self, gang: GangId) -> DecodeGang | None:
-        """The living gang that decodes, if it is this one."""
+        """Return the living decode gang if it has this id."""
         living = self._ids.get("elastic", self._ids.get("decode"))
         return self._decode if living == gang else None
 
     def sequence(self, sequence_id: SequenceId) -> SimulatedSequence | None:
-        """One that the living gang decodes, or is to decode."""
+        """Return a sequence of the living decode gang."""
         return None if self._decode is None else self._decode.sequences.get(sequence_id)
 
-    # --- commands ------------------------------------------------------------------------------
-
     def reserve(self, command: Reserve, *, before: int, left: int) -> None:
-        """Set slots aside where a sequence is decoded; see `DecodeSequences.reserve`."""
+        """Reserve slots where a sequence is decoded; see `DecodeSequences.reserve`."""
         if decode := self.decoding(gang_of(command.master)):
             decode.sequences.reserve(command, before=before, left=left)
 
     def not_reserved(self, command: Reserve) -> None:
-        """Nobody waits for the request any more, of which the scheduler had not heard."""
+        """Answer a reservation for a request that has already ended."""
         if decode := self.decoding(gang_of(command.master)):
             decode.sequences.not_reserved(command)
 
     def run_step(self, command: RunStep) -> None:
-        """Put a step in line."""
+        """Queue a step."""
         if prefill := self.prefilling(gang_of(command.group[0])):
-            wanted = [self.sequence(chunk.sequence_id) for chunk in command.chunks]
-            slices = {it.sequence: it.slices for it in wanted if it is not None}
+            sequences = [self.sequence(chunk.sequence_id) for chunk in command.chunks]
+            slices = {
+                sequence.sequence: sequence.slices for sequence in sequences if sequence is not None
+            }
             prefill.run(command, slices)
 
     def join(self, command: SetGroup) -> None:
-        """Decode these from the next iteration on."""
+        """Decode sequences from the next iteration on."""
         if decode := self.decoding(command.gang):
             decode.join(command)
 
     def piggyback(self, command: Piggyback) -> None:
-        """Compute the prompt of a sequence in the iterations to come."""
+        """Compute the prompt of a sequence in decode iterations."""
         if decode := self.decoding(command.gang):
             decode.piggyback(command)
 
     def move(self, command: MoveKv) -> None:
-        """Move KV of a sequence, and go on there."""
+        """Move the KV of a sequence and decode it at its new place."""
         if decode := self.decoding(command.gang):
             decode.move(command)
 
     def cancel(self, command: Cancel) -> None:
-        """Stop working for a sequence and free what it holds."""
+        """Stop computing for a sequence and free its slots."""
         self.end_sequence(command.sequence_id)
         for gang in command.gangs:
             if prefill := self.prefilling(gang):
@@ -220,32 +217,32 @@ class SimulatedGangs:
             if decode := self.decoding(gang):
                 decode.cancel(command.sequence_id)
 
-    def keep(self, command: Retain) -> None:
-        """End a sequence where it is decoded, and keep some of its KV."""
+    def retain(self, command: Retain) -> None:
+        """End a decoded sequence and retain some of its KV."""
         if decode := self.decoding(command.gang):
-            decode.keep(command)
+            decode.retain(command)
 
-    def release(self, command: Evict) -> None:
-        """Free some of what was kept."""
+    def evict(self, command: Evict) -> None:
+        """Evict retained KV."""
         if decode := self.decoding(command.gang):
-            decode.sequences.release(command)
+            decode.sequences.evict(command)
         elif prefill := self.prefilling(command.gang):
             for event in prefill.prefix_cache.apply(command):
                 self._listener.post_rank_event(event)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """A sequence serves its request no more."""
+        """Mark a sequence as no longer serving its request."""
         if self._decode is not None:
             self._decode.sequences.end_sequence(sequence_id)
 
     def end_request(self, request: RequestId) -> None:
-        """The client is gone: nothing is drawn for it any more."""
+        """Mark all sequences of a request as over."""
         if self._decode is not None:
             self._decode.sequences.end_request(request)
 
 
 class _PrefillNotifications:
-    """What one incarnation of the gang that prefills tells, as long as it lives."""
+    """Forwards what a prefill gang reports, as long as that gang lives."""
 
     def __init__(self, gangs: SimulatedGangs, gang: GangId, listener: GangListener) -> None:
         self._gangs, self._gang, self._listener = gangs, gang, listener

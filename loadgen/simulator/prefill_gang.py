@@ -1,6 +1,6 @@
-"""Transfers of KV that take turns at the instances that receive it, as on the ranks.
+"""A prefill gang on modeled time: steps in order, and the KV that is sent while they compute.
 
-A prefill gang on modelled time: steps in order, and the KV that leaves while they compute.
+Decode instances limit the transfers that they receive at a time, as on real ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from csps.services.scheduling.events.slices import own
 
 
 class ReceivingSlots:
-    """The backends of all instances that receive from one gang.
+    """Transfer slots of all instances that receive from one gang.
 
     Args:
-        backends: of each instance; None: as many as there are transfers.
+        backends: transfer slots of each instance. None: no limit.
     """
 
     def __init__(self, backends: int | None) -> None:
@@ -35,13 +35,13 @@ class ReceivingSlots:
 
     @property
     def limited(self) -> bool:
-        """Transfers may have to wait."""
+        """Return whether transfers may have to wait."""
         return self._backends is not None
 
     def request(
         self, instance: InstanceId, transfer: ChunkTransfer, begin: Callable[[], None]
     ) -> None:
-        """Begin when its turn comes."""
+        """Call `begin` when the transfer has a slot."""
         if self._backends is None:
             return begin()
         if instance not in self._instances:
@@ -50,32 +50,36 @@ class ReceivingSlots:
         return self._begin(instance, self._instances[instance].handshake(transfer))
 
     def end(self, instance: InstanceId, transfer: ChunkTransfer) -> None:
-        """It is over, or nobody wants it any more."""
+        """End a transfer that is over or cancelled."""
         if (backends := self._instances.get(instance)) is not None:
             self._waiting.pop((instance, transfer), None)
             self._begin(instance, backends.received(transfer))
 
     def release(self, sequence: SequenceId, instance: InstanceId) -> None:
-        """All KV of a sequence has landed there, or nobody wants it any more."""
+        """Free the slot of a sequence whose KV was received or is no longer needed."""
         if (backends := self._instances.get(instance)) is None:
             return
-        # Nobody would say that these may begin: whoever receives does not want them.
-        unblocked = [self._waiting.pop((instance, it)) for it in backends.waiting_of(sequence)]
+        # The receiver grants no slot for a sequence that it has dropped, so these begin at once.
+        unblocked = [
+            self._waiting.pop((instance, source)) for source in backends.waiting_of(sequence)
+        ]
         self._begin(instance, backends.release(sequence))
         for begin in unblocked:
             begin()
 
     def discard(self, sequence: SequenceId) -> None:
-        """Nobody wants it, wherever it was to go."""
+        """Free the slots of a cancelled sequence on all instances."""
         for instance in list(self._instances):
             self.release(sequence, instance)
 
     def check_idle(self) -> None:
-        """Assert that every backend has come back."""
-        assert not self._waiting, "transfers that never begin"
+        """Assert that every transfer slot is free."""
+        assert not self._waiting, "transfers are still waiting for a slot"
         for backends in self._instances.values():
             backends.check_integrity()
-            assert backends.free == backends.total, "a backend was lost"
+            assert backends.free == backends.total, (
+                f"{backends.total - backends.free} transfer slots were not freed"
+            )
 
     def _begin(self, instance: InstanceId, granted: Iterable[ChunkTransfer]) -> None:
         for transfer in granted:
@@ -86,30 +90,30 @@ class PrefillListener(Protocol):
     """Callbacks at simulated times."""
 
     def started(self, step: RunStep) -> None:
-        """A step has begun to compute."""
+        """Report that a step began to compute."""
 
     def computed(self, step: RunStep) -> None:
-        """All of a step is computed: tokens can be drawn."""
+        """Report that a step is computed: tokens can be sampled."""
 
     def arrived(self, sequence: SequenceId, instance: InstanceId, tokens: int) -> None:
-        """KV of a sequence has arrived at a decode instance."""
+        """Report that KV of a sequence has arrived at a decode instance."""
 
     def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
-        """An instance has computed its part, sent its KV and freed it."""
+        """Report that an instance has computed its part, sent its KV and freed it."""
 
 
 class Order(Protocol):
-    """Who computes what next (`StepOrder`)."""
+    """The order in which steps are computed: `StepOrder` or `SequencedRanks`."""
 
     def submit(self, task: SimulatedStep) -> None:
-        """Put a step in line."""
+        """Queue a step."""
 
     def cancel_step(self, task: SimulatedStep) -> None:
-        """End a step that nobody wants any more."""
+        """End a cancelled step."""
 
 
 Route = Callable[[InstanceId, InstanceId], "Link | None"]
-"""The link from a prefill to a decode instance; None takes no time."""
+"""Function that returns the link from a prefill to a decode instance. None: no transfer time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,17 +125,17 @@ class _Flow:
     tokens: dict[SequenceId, int] = field(default_factory=dict)
     sources: dict[InstanceId, None] = field(default_factory=dict)
     missing: int = 0
-    """Parts that have not arrived: all layers but the last, and the last."""
+    """Sends that have not arrived."""
     due: list[int] = field(default_factory=list)
-    """Parts in bytes that are computed, and wait for the flow's turn."""
+    """Sizes in bytes that are computed and wait for the flow to begin."""
     transfer: ChunkTransfer | None = None
-    """What the flow is to the instance that receives it, where it has to wait for its turn."""
+    """The transfer that the receiving instance grants a slot to, if slots are limited."""
     begun: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _StepRun:
-    """A step from the command until all its instances are done."""
+    """A step from its command until all its instances are done."""
 
     step: RunStep
     flows: list[_Flow]
@@ -141,22 +145,22 @@ class _StepRun:
     task: SimulatedStep | None = None
     computed: bool = False
     ending: bool = False
-    """Its end is being dealt with."""
+    """Whether `_ended` is running for this step."""
 
 
 class PrefillGang:
-    """One incarnation of a gang.
+    """One incarnation of a prefill gang.
 
     Args:
-        order: of its steps.
-        slots: of its instances.
-        work_ns: what a step takes.
-        route: links to the decode gang.
-        kv_bytes_per_token: of all layers.
-        layers: KV of all but the last leaves while a step computes.
-        in_place: what is computed has slots where it is decoded, and no others.
-        receiving_backends: transfers that a decode instance takes at a time; None: all.
-        listener: is told what happens.
+        order: the order of its steps.
+        slots: slots of its instances.
+        work_ns: returns the time of a step.
+        route: returns the link to a decode instance.
+        kv_bytes_per_token: size in all layers.
+        layers: layers; KV of all but the last one is sent while a step computes.
+        in_place: whether KV is computed in the slots where it is decoded.
+        receiving_backends: transfers that a decode instance receives at a time; None: no limit.
+        listener: is notified of what happens.
     """
 
     def __init__(
@@ -182,22 +186,26 @@ class PrefillGang:
 
     @property
     def steps(self) -> int:
-        """Not done yet."""
+        """Return the number of steps that are not done."""
         return len(self._runs)
 
     def run(
         self, step: RunStep, destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]]
     ) -> None:
-        """Put a step in line.
+        """Queue a step.
 
         Args:
             step: the scheduler's command.
             destinations: where the KV of each sequence goes.
         """
         if not self._in_place:
-            assert all(map(self.prefix_cache.has, step.history)), "reuses what is not kept"
+            assert all(map(self.prefix_cache.has, step.history)), (
+                f"step {step.step_id} reuses KV that is not in the prefix cache"
+            )
             slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
-            self.slots.take(("step", step.step_id), {index_of(it): n for it, n in slots.items()})
+            self.slots.take(
+                ("step", step.step_id), {index_of(instance): n for instance, n in slots.items()}
+            )
         flows = list(_flows(step, destinations, self._route, single=self.receiving_slots.limited))
         taking_part = Counter(source for flow in flows for source in flow.sources)
         run = _StepRun(
@@ -218,9 +226,9 @@ class PrefillGang:
         self._order.submit(run.task)
 
     def cancel(self, sequence: SequenceId) -> None:
-        """A step ends when none of its sequences is wanted any more. Until then the rows of the
-        others stay where they are, so that it takes as long as ever."""
+        """Cancel a sequence; a step ends early when all its sequences are cancelled."""
         self.receiving_slots.discard(sequence)
+        # Other sequences keep their place in the step, so its time does not change.
         for run in list(self._runs.values()):
             run.wanted.discard(sequence)
             if not run.wanted and not run.computed and run.task is not None:
@@ -234,7 +242,7 @@ class PrefillGang:
             self._request_slot(run, flow)
 
     def _request_slot(self, run: _StepRun, flow: _Flow) -> None:
-        """Let the flow begin when its turn comes."""
+        """Let the flow begin when it has a transfer slot."""
 
         def begin() -> None:
             flow.begun = True
@@ -269,7 +277,7 @@ class PrefillGang:
         return sum(flow.tokens.values()) * self._kv_bytes_per_token
 
     def _send(self, run: _StepRun, flow: _Flow) -> None:
-        """What is computed and not sent, if it is the flow's turn."""
+        """Send what is computed and unsent, if the flow has begun."""
         if not (flow.begun and flow.due):
             return
         size = sum(flow.due)
@@ -289,7 +297,7 @@ class PrefillGang:
             self._listener.arrived(sequence, flow.destination, tokens)
         for instance in flow.sources:
             run.unsent[instance] -= 1
-            # While the step's end is dealt with, `_ended` looks for those that have nothing left.
+            # `_ended` itself finishes instances without flows left.
             if not run.unsent[instance] and not run.ending:
                 self._instance_done(run, instance)
 
@@ -323,25 +331,27 @@ def _flows(
     *,
     single: bool,
 ) -> Iterator[_Flow]:
-    """The step's KV by link and decode instance, in order of pieces, shares and group.
+    """Yield the step's KV by link and decode instance, in order of chunks, slices and group.
 
     Args:
-        single: each sequence and each instance that sends it apart, because they take turns.
+        single: separate flows for each sequence and sending instance, because they take slots.
     """
     flows: dict[tuple[object, ...], _Flow] = {}
     for chunk, rows, history in zip(step.chunks, rows_of(step), step.history, strict=True):
-        begins = all(kv_slice.source for kv_slice in history)
-        rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
-        for share in own(destinations.get(chunk.sequence_id, ())):  # the rest is there already
+        begins = all(reused.source for reused in history)
+        rows = (*rows, *history) if begins else rows  # reused KV is sent as well
+        for kv_slice in own(
+            destinations.get(chunk.sequence_id, ())
+        ):  # reused slices are there already
             span = span_of(chunk)
-            wanted = share.span.intersection(Span(0, span.stop) if begins else span)
+            wanted = kv_slice.span.intersection(Span(0, span.stop) if begins else span)
             for row in rows:
                 tokens = row.span.intersection(wanted).length
                 if not tokens:
                     continue
-                link = route(row.instance, share.instance)
-                key: tuple[object, ...] = (link, share.instance)
-                flow = _Flow(link, share.instance)
+                link = route(row.instance, kv_slice.instance)
+                key: tuple[object, ...] = (link, kv_slice.instance)
+                flow = _Flow(link, kv_slice.instance)
                 if single:
                     key = (*key, chunk.sequence_id, row.instance)
                     flow.transfer = ChunkTransfer(chunk.sequence_id, step.step_id, row.instance)

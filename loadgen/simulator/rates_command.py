@@ -1,11 +1,9 @@
-"""Which rate of improvement is best at which load: Tetris' offline profile (§5.1).
+"""The command `csps rates`: find Tetris' rate of improvement for each load (§5.1).
 
-Prompts are planned one after the other, each on the times at which the ones before it leave the
-instances, which needs neither scheduler nor events: what the simulator finds for prefill alone, a
-hundred times as fast. The rate with the least mean time to the first token wins; of rates that
-differ by less than noise does, the lowest, which serves a lull best.
-
-`csps rates`: find Tetris' rates of improvement for a cluster and its prompts, by simulation.
+Prompts are planned one after the other, each on the times at which earlier prompts leave the
+instances. This needs neither scheduler nor events, gives the same times as the simulator for
+prefill alone, and is a hundred times as fast. The rate with the least mean TTFT wins. Among rates
+that differ by less than noise, the lowest wins, because it serves a lull best.
 """
 
 from __future__ import annotations
@@ -37,22 +35,21 @@ LOAD_STEP = 0.5
 """Requests per second from one record to the next."""
 REQUESTS = 1000
 OVERLOADED = 25.0
-"""Mean time to the first token, in multiples of that at the least load, beyond which there is no
-need to look: all rates lose then."""
+"""Mean TTFT, relative to that at the least load, at which the profile ends. All rates lose then."""
 MOST_LOAD = 100.0
-"""Where to stop if nothing is too much, as of a trace of a few requests."""
+"""Load at which the profile ends if no load is too much, as with a trace of a few requests."""
 NOISE = 0.01
 
 Prompts = Sequence[tuple[int, int]]
 """(time of arrival, tokens), ascending."""
 PromptSampler = Callable[[float], Prompts]
-"""Prompts at so many requests per second."""
+"""Function that returns prompts at so many requests per second."""
 
 
 def profile(
     planner: Cdsp, sampler: PromptSampler, rates: Sequence[float] = RATES
 ) -> list[tuple[float, float]]:
-    """(requests per second, best rate), from a light load to one that is too much."""
+    """Return (requests per second, best rate), from a light load to an overload."""
     records: list[tuple[float, float]] = []
     light: float | None = None
     while True:
@@ -72,7 +69,7 @@ def profile(
 def sampler_of(
     workload: Workload, cluster: ClusterModel, *, requests: int = REQUESTS, seed: int = 0
 ) -> PromptSampler:
-    """Prompts of a workload, the same at all loads."""
+    """Return a sampler of a workload's prompts, the same ones at all loads."""
 
     def draw(load: float) -> Prompts:
         fitted = generate(
@@ -88,9 +85,12 @@ def sampler_of(
 
 
 def planner_of(cluster: ClusterModel, min_chunk: int, *, chunked: bool = True) -> Cdsp:
-    """For the prefill instances of a cluster."""
+    """Return a planner for the prefill instances of a cluster."""
     places = sorted(Location.parse(instance.location) for instance in cluster.prefill.instances)
-    servers = [sum(1 for _ in it) for _, it in groupby(places, key=lambda it: it.server_id)]
+    servers = [
+        sum(1 for _ in members)
+        for _, members in groupby(places, key=lambda instance: instance.server_id)
+    ]
     costs = {
         size: cluster.table.step(size, cluster.prefill.tp) for size in group_sizes(len(places))
     }
@@ -98,7 +98,7 @@ def planner_of(cluster: ClusterModel, min_chunk: int, *, chunked: bool = True) -
 
 
 def ttfts_ns(planner: Cdsp, prompts: Prompts, rate: float) -> list[int]:
-    """Time to the first token of each prompt."""
+    """Return the time to the first token of each prompt."""
     free_ns = [0] * planner.instances
     ttfts = []
     for at_ns, tokens in prompts:
@@ -112,7 +112,7 @@ def ttfts_ns(planner: Cdsp, prompts: Prompts, rate: float) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     arguments = _arguments(argv)
     cluster = load_cluster(arguments.cluster)
     records = profile(planner_of(cluster, arguments.min_chunk), _sampler(arguments, cluster))
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"  - [{load:g}, {rate:g}]")
     if arguments.sib is not None:
         _store(arguments.sib, records)
-        print(f"kept in {arguments.sib}")
+        print(f"stored in {arguments.sib}")
 
 
 def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSampler:

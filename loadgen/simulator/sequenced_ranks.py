@@ -1,9 +1,9 @@
-"""The ranks of an elastic gang on modelled time, as the gang's conductor orders them.
+"""The ranks of an elastic gang on modeled time, in the order of the gang's sequencer.
 
-Steps and the stream of rows share these ranks. Who computes when is decided by the state machine
-that orders real ranks (`protocols.sequencer`): its log is executed here, every entry when it has
-come to the head of the line of all its ranks. Entries and reports take no time on their way. Rows
-that name no common instance are iterated apart, in groups of their own (`protocols.conducting`).
+Steps and the decode batch share these ranks. The state machine that orders real ranks
+(`protocols.sequencer`) decides who computes when. Its log is executed here: each entry runs when it
+is at the head of the queues of all its ranks. Entries and reports arrive without delay. Members
+that share no instance are iterated independently, in groups of their own.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ from csps.protocols.sequencer.sequencer import Sequencer
 from csps.protocols.sequencer.steps import StepSpec
 
 Compute = Callable[[Sequence[int], int, Callable[[], None]], None]
-"""Has instances compute what takes so long alone, and calls back at its end (`cores`)."""
+"""Function that lets instances compute work of a given time alone, and calls back at its end
+(`Cores.compute`).
+"""
 BATCH, OWNER = 0, 0
 YIELD_POINT_NS = 2_000_000
-"""A step can stand still about so often: a block of a layer."""
+"""Least time between two yield points of a step, about a block of a layer."""
 QUANTUM_YIELD_POINTS = 64
-"""Or so often in a quantum, where that is longer: no step stands still within a long one."""
+"""Most yield points per quantum. Long quanta have no finer ones, because no step pauses there."""
 
 
 @dataclass(eq=False, slots=True)
 class _QueuedEntry:
-    """An entry in the lines of its ranks."""
+    """A log entry in the queues of its ranks."""
 
     entry: Entry
     ranks: tuple[int, ...]
     begun: bool = False
     done: set[int] = field(default_factory=set)
-    """Of a change: ranks that have executed it."""
+    """Ranks that have executed a `Change`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Grant:
-    """Iterations under way."""
+    """A multi-step decode grant under way."""
 
     work: _QueuedEntry
     op: Iterate
@@ -66,19 +68,19 @@ class _Grant:
 
 
 class SequencedRanks:
-    """Steps as a `StepOrder` takes them, and rows as a `SimulatedBatch` does, on the same instances.
+    """Ranks that run steps like `StepOrder` and a decode batch like `SimulatedBatch`.
 
     Args:
         timeline: the simulated time.
-        instances: how many there are.
-        hybrid: what iterations of so many instances take.
-        quantum_ns: a step computes for about so long before a row has its turn.
-        gap_ns: between two iterations.
-        compute: how long that takes beside what others compute; None: as long as alone.
-        finished: called with each row whose last token was drawn, at the end of the iteration.
-        started: called with each rider of whose prompt the first piece begins.
-        prefilled: called with each rider that has drawn its first token.
-        drawn: called with the rows that an iteration has drawn tokens for, before they go on.
+        instances: number of instances.
+        hybrid: returns the cost of iterations on so many instances.
+        quantum_ns: time that a step computes before a decode iteration may run.
+        gap_ns: gap between two iterations.
+        compute: runs work that shares cores; None: work takes as long as alone.
+        finished: called with each member at the end of the iteration of its last token.
+        started: called with each piggybacked member when its first chunk begins.
+        prefilled: called with each piggybacked member after its first token.
+        sampled: called with the members that an iteration sampled tokens for.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class SequencedRanks:
         self._tasks: dict[int, SimulatedStep] = {}
         self._steps = 0
         self._known: dict[int, SimulatedMember] = {}
-        """Rows that have joined and neither finished nor left."""
+        """Members that have joined and neither finished nor left."""
         self._logged: dict[int, None] = {}
-        """Those of them whose joining is in the log."""
+        """Known members whose joining is in the log."""
         self._batch_members: dict[int, SimulatedMember] = {}
-        """Those of them whose joining was executed."""
+        """Known members whose joining was executed."""
         self._leaving: dict[int, tuple[SimulatedMember, Callable[[], None]]] = {}
         self._budget = 0
         self._awake = False
@@ -123,7 +125,7 @@ class SequencedRanks:
     # --- steps ---
 
     def submit(self, task: SimulatedStep) -> None:
-        """A step is to be run; its slots are taken."""
+        """Queue a step whose slots are taken."""
         self._steps += 1
         self._tasks[self._steps] = task
         self._sequencer.submit(
@@ -142,7 +144,7 @@ class SequencedRanks:
         self._wake()
 
     def cancel_step(self, task: SimulatedStep) -> None:
-        """Nobody wants a step any more: `ended` is called when all its members know."""
+        """Cancel a step; `ended` is called when all its members know."""
         for sequence in task.sequences:
             self._sequencer.cancel(sequence)
         self._wake()
@@ -150,18 +152,18 @@ class SequencedRanks:
     # --- rows ---
 
     def join(self, member: SimulatedMember) -> None:
-        """Iterate a request from one of the next leases on."""
+        """Decode a sequence from one of the next grants on."""
         self._known[member.sequence] = member
         self._sequencer.join(BATCH, member.sequence, 0, OWNER, ranks=member.ranks)
         self._wake()
 
     def piggyback(self, member: SimulatedMember, budget: int) -> None:
-        """The same for one whose prompt is not computed."""
+        """Prefill a sequence in decode iterations, then decode it."""
         self._budget = budget
         self.join(member)
 
     def leave(self, sequence: int, left: Callable[[], None]) -> None:
-        """Take a request out, if it is here; call `left` when no rank iterates it any more."""
+        """Remove a sequence, if present; call `left` when no rank iterates it any more."""
         member = self._known.pop(sequence, None)
         self._sequencer.cancel(sequence)
         self._wake()
@@ -171,17 +173,17 @@ class SequencedRanks:
             left()
 
     def generated_by(self, member: SimulatedMember) -> int:
-        """Tokens that a row has drawn by iterations that decode."""
+        """Return the tokens that a member has generated in decode iterations."""
         return len(member.ends)
 
     def ends_of(self, member: SimulatedMember, tokens: int) -> tuple[SimulatedMember, int, int]:
-        """Where in its own log they are."""
+        """Return the member and the range of its first iterations in its own log."""
         return member, 0, tokens
 
     # --- the log ---
 
     def _wake(self) -> None:
-        """Look at what the conductor has appended, when all that happens now has happened."""
+        """Read the sequencer's new entries after all other events of this instant."""
         if not self._awake:
             self._awake = True
             self._timeline.at(self._timeline.now_ns, self._read)
@@ -198,20 +200,21 @@ class SequencedRanks:
             pass
 
     def _begin(self, rank: int) -> bool:
-        """Execute the next entry of a rank, if it is the next one of all its ranks; whether that
-        is done already."""
+        """Begin the next entry of a rank if it is next on all its ranks; return whether it is
+        over.
+        """
         queue = self._queues[rank]
         if not queue or queue[0].begun:
             return False
         work = queue[0]
-        match work.entry.op:  # nobody waits for others
+        match work.entry.op:  # these do not wait for other ranks
             case Change() as change:
                 self._change(queue.popleft(), change, rank)
                 return True
             case PlaceSequence() as place:
                 self._place(queue.popleft(), place, rank)
                 return True
-        if any(self._queues[it][0] is not work for it in work.ranks):
+        if any(self._queues[rank][0] is not work for rank in work.ranks):
             return False
         work.begun = True
         match work.entry.op:
@@ -275,7 +278,7 @@ class SequencedRanks:
         return max(1, task.work_ns // self._yield_point_ns)
 
     def _change(self, work: _QueuedEntry, change: Change, rank: int) -> None:
-        """A rank executes it; a row joins, or has left, when all that it concerns have."""
+        """Execute a change on a rank; it takes effect when all concerned ranks have executed it."""
         work.done.add(rank)
         for sequence in change.left:
             if (leaving := self._leaving.get(sequence)) is None:
@@ -297,7 +300,7 @@ class SequencedRanks:
                     member.joined = 0
 
     def _place(self, work: _QueuedEntry, place: PlaceSequence, rank: int) -> None:
-        """Whoever has moved the KV comes to it with all others that have."""
+        """Execute a placement on a rank that has moved the KV."""
         member = self._known.get(place.sequence)
         if member is not None and rank in {*member.ranks, *place.ranks}:
             member.ranks = place.ranks
@@ -305,7 +308,7 @@ class SequencedRanks:
     # --- iterations ---
 
     def _iterate(self, grant: _Grant, left: int) -> None:
-        """The next iteration of a lease; its end, if it has none or no rows any more."""
+        """Run the next iteration of a grant, or end it if no iteration or member is left."""
         batch_members = list(grant.members.values())
         if not left or not batch_members:
             took_ns = self._timeline.now_ns - grant.began_ns
@@ -315,12 +318,12 @@ class SequencedRanks:
             self._sequencer.iterated(leader, seq, BATCH, took_ns, finished)
             self._wake()
             return
-        decoding = [batch_member for batch_member in batch_members if not batch_member.prefills]
+        decoding = [member for member in batch_members if not member.prefills]
         chunks = self._fill(batch_members) if len(decoding) < len(batch_members) else []
         for member, _ in chunks:
             if member.begins:
                 self._started(member)
-        context = sum(it.context + len(it.ends) for it in decoding)
+        context = sum(member.context + len(member.ends) for member in decoding)
         cost = self._hybrid(len(grant.work.ranks))
         now_ns = self._timeline.now_ns
         jump = hybrid_iteration(now_ns, cost, chunks, len(decoding), context, self._gap_ns)
@@ -331,7 +334,7 @@ class SequencedRanks:
         )
 
     def _fill(self, batch_members: list[SimulatedMember]) -> list[tuple[SimulatedMember, int]]:
-        """Pieces of prompts in the next iteration."""
+        """Return the prompt chunks of the next iteration."""
         lengths = zip(
             batch_members, chunk_lengths(cursors(batch_members), self._budget), strict=True
         )

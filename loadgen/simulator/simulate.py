@@ -1,4 +1,4 @@
-"""`csps simulate`: a policy on a cluster that need not be there."""
+"""The command `csps simulate`: run a scheduling policy on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from csps.services.scheduling.policies.registry import check_pairing, make_polic
 
 DEFAULT_REQUESTS = 1000
 UNLIMITED = 1 << 40
-"""A simulated line may be as long as it likes: refusals would make a policy look good."""
+"""Queue limit of the simulated scheduler. Rejections would flatter a policy's latencies."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; status 1 if no request completed."""
+    """Run the command; return 1 if no request completed."""
     arguments = parse(argv)
     cluster = load_cluster(arguments.cluster)
     requests = chosen(arguments, cluster)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command."""
+    """Parse the command's arguments."""
     clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     parser = argparse.ArgumentParser(
         prog="csps simulate",
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """Of `NAME=VALUE`; values as YAML has them.
+    """Return the options of `NAME=VALUE` words, with values in YAML.
 
     Raises:
         ConfigError: a word has no value.
@@ -105,10 +105,10 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> FittedRequests:
-    """The requests that the arguments ask for, cut to what the cluster's model can take.
+    """Return the requests that the arguments ask for, cut to the model's positions.
 
     Raises:
-        ConfigError: there is no such workload, or the trace is wrong or empty.
+        ConfigError: the workload is unknown, or the trace is malformed or empty.
     """
     if arguments.trace is None:
         return generate(
@@ -128,7 +128,7 @@ def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> FittedReques
 
 
 def share(word: str) -> float:
-    """From 0 to 1."""
+    """Return a number from 0 to 1."""
     value = float(word)
     if not 0 <= value <= 1:
         raise ValueError(word)
@@ -136,7 +136,7 @@ def share(word: str) -> float:
 
 
 def reuse_of(max_share: float | None) -> ReuseSettings:
-    """Of KV, in blocks as traces have them; None: not at all."""
+    """Return the prefix cache settings, in blocks as traces have them. None: no cache."""
     if max_share is None:
         return ReuseSettings()
     return ReuseSettings(enabled=True, max_share=max_share, block_tokens=HASH_BLOCK_TOKENS)
@@ -148,33 +148,33 @@ def scheduler_of(
     options: dict[str, Any],
     reuse: ReuseSettings | None = None,
 ) -> Scheduler:
-    """The live router's scheduler, with the cluster's latencies for its predictions.
+    """Return the live router's scheduler, which predicts with the cluster's latencies.
 
     Raises:
-        ConfigError: there is no such policy or option, the policy cannot use such gangs, or ends of
-            prompts are to ride where nothing is kept or nobody has measured what rides.
+        ConfigError: the policy or option is unknown, the policy cannot use such gangs, or
+            piggybacked prefill lacks a prefix cache or measured latencies.
     """
     made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
-    rides = options.get("prefill_tokens_max")
-    if rides and (reuse is None or not reuse.enabled):
-        kept = ReuseSettings().max_share
+    piggyback_tokens = options.get("prefill_tokens_max")
+    if piggyback_tokens and (reuse is None or not reuse.enabled):
+        max_share = ReuseSettings().max_share
         raise ConfigError(
-            f"--option prefill_tokens_max={rides}: only ends of prompts ride whose beginning was "
-            f"kept, and nothing is kept without --kv-reuse; try `--kv-reuse {kept}`"
+            f"--option prefill_tokens_max={piggyback_tokens} needs --kv-reuse: only prompts with a "
+            f"cached prefix are piggybacked; try `--kv-reuse {max_share}`"
         )
-    if policy == "chunked_prefill" or rides:
-        _ = cluster.hybrid  # what a rider would meet with in the middle of the run
+    if policy == "chunked_prefill" or piggyback_tokens:
+        _ = cluster.hybrid  # fail now rather than in the middle of the run
     return made
 
 
 def scheduler_with(
     costs: Costs, policy: str, options: dict[str, Any], reuse: ReuseSettings | None = None
 ) -> Scheduler:
-    """A scheduler that compares by `costs` and refuses nobody for the length of the line.
+    """Return a scheduler that predicts with `costs` and has no queue limits.
 
     Raises:
-        ConfigError: there is no such policy or option.
+        ConfigError: the policy or option is unknown.
     """
     limits = QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED)
     return Scheduler(make_policy(policy, options), costs, limits=limits, reuse=reuse)
@@ -187,10 +187,10 @@ def simulate(
     requests: FittedRequests,
     reuse: ReuseSettings | None = None,
 ) -> SimulationResult:
-    """One run.
+    """Run one simulation.
 
     Raises:
-        ConfigError: there is no such policy or option.
+        ConfigError: the policy or option is unknown.
     """
     scheduler = scheduler_of(cluster, policy, options, reuse)
     simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
@@ -206,7 +206,7 @@ def result_of(
     requests: FittedRequests,
     found: SimulationResult,
 ) -> Result:
-    """The run as load tests write theirs."""
+    """Return the result in the format of load tests."""
     source = arguments.workload or arguments.trace.name
     facts = {
         "policy": arguments.policy,
@@ -220,7 +220,7 @@ def result_of(
     }
     run = RunDescription(
         kind="simulated",
-        label=f"{arguments.policy} {source}",  # one line of a report over all rates
+        label=f"{arguments.policy} {source}",  # a report draws one curve per label, over all rates
         model_id=cluster.name,
         request_rate=arguments.rate or math.inf,
         facts=facts,
@@ -233,7 +233,7 @@ _ROWS = {
     "Completed": "completed",
     "Failed": "failed",
     "Prompts cut to fit": "prompts_cut",
-    "Prompt tokens from kept KV": "cached_tokens",
+    "Prompt tokens from cached KV": "cached_tokens",
     "Duration (s)": "duration",
     "Throughput (requests/s)": "request_throughput",
     "Prompt and answer tokens/s": "total_token_throughput",
@@ -248,7 +248,7 @@ _ROWS = {
 
 
 def lines(result: Result) -> Iterator[str]:
-    """A summary for people."""
+    """Yield the lines of a printed summary."""
     rate = result["request_rate"]
     load = "its own rate" if isinstance(rate, str) else f"{rate:g} requests/s"
     yield f"{result['label']} at {load} on {result['cluster']} (seed {result['seed']})"

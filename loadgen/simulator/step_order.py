@@ -1,10 +1,10 @@
-"""Who computes what next: a gang's steps in one order, and urgent ones inside long ones.
+"""The order of a prefill gang's steps, with high-priority steps inside low-priority ones.
 
-Much as conductors have it (`protocols/sequencer/sequencer.py`), but without streams: every instance takes the
-steps that it is a member of in the order in which they were sent, and a step starts when all its
-members have come to it. Urgent steps have an order of their own; they run before whatever has not
-started, and inside a long step that has: all members of it stand still at the end of the quantum
-under way, because each of its exchanges needs them all. Nothing here knows what a step contains.
+It follows the sequencer of real ranks (`protocols/sequencer/sequencer.py`) without decode batches.
+Every instance takes its steps in the order in which they were sent. A step starts when all its
+members have come to it. High-priority steps have a queue of their own: they run before every step
+that has not started, and preempt a running low-priority step. All members of that step pause at the
+end of the quantum under way, because each of its exchanges needs them all.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class SimulatedStep:
     members: tuple[int, ...]
     """Indices of instances."""
     work_ns: int
-    """What it takes if nothing interrupts it."""
+    """Time that the step takes without interruption."""
     high_priority: bool
     started: Callable[[], None]
     ended: Callable[[], None]
     sequences: tuple[int, ...] = ()
-    """Whose tokens it computes, or whose KV it moves."""
+    """Sequences whose tokens it computes or whose KV it moves."""
     places: tuple[int, ...] = ()
-    """Of a move: indices of the instances that take part in decoding from then on."""
+    """Indices of the instances that decode the sequence after a move."""
     started_ns: int = -1
     done_ns: int = 0
-    """Work done up to `resumed_ns`, or for good while it stands."""
+    """Work done up to `resumed_ns`, or up to the pause."""
     slowdown_ns: int = 0
-    """By how much it took longer, as others computed on the same cores."""
+    """Extra time because other ranks computed on the same cores."""
     resumed_ns: int = -1
-    """Since when it runs; -1 while it stands."""
+    """Time since which it runs; -1 while it is paused."""
     version: int = 0
-    """Version of its next end or halt: earlier ones on the timeline are out of date."""
+    """Version of its next end or pause. Earlier ones on the timeline are obsolete."""
     preemptors: set[SimulatedStep] = field(default_factory=set)
-    """Of a long step: urgent ones that run inside it or wait for it to stand; never iterated."""
+    """High-priority steps that run inside this step or wait for its pause; never iterated."""
     preempted: list[SimulatedStep] = field(default_factory=list)
-    """Of an urgent step: those that it runs inside of."""
+    """Low-priority steps that this step preempts."""
     awaited: int = 0
-    """Of an urgent step: hosts that do not stand yet."""
+    """Preempted steps that have not paused yet."""
     over: bool = False
 
 
@@ -54,8 +54,8 @@ class StepOrder:
 
     Args:
         timeline: the simulated time.
-        instances: how many there are.
-        quantum_ns: work between two points at which a long step can be interrupted; 0 is anywhere.
+        instances: number of instances.
+        quantum_ns: work between two yield points of a low-priority step; 0 means anywhere.
     """
 
     def __init__(self, timeline: EventTimeline, instances: int, quantum_ns: int = 0) -> None:
@@ -63,26 +63,26 @@ class StepOrder:
         self._low_priority: list[deque[SimulatedStep]] = [deque() for _ in range(instances)]
         self._high_priority: list[deque[SimulatedStep]] = [deque() for _ in range(instances)]
         self._running: list[SimulatedStep | None] = [None] * instances
-        """Long step under way, standing or not."""
+        """Low-priority step under way or paused, by instance."""
         self._preempting: list[SimulatedStep | None] = [None] * instances
-        """Urgent step that runs, or waits for its hosts to stand."""
+        """High-priority step that runs or waits for a pause, by instance."""
 
     def busy(self, instance: int) -> bool:
-        """The instance computes something now."""
+        """Return whether the instance computes something now."""
         inside, running = self._preempting[instance], self._running[instance]
         return (inside is not None and inside.resumed_ns >= 0) or (
             running is not None and running.resumed_ns >= 0
         )
 
     def submit(self, task: SimulatedStep) -> None:
-        """Put a step in line; the order of these calls is the gang's order."""
+        """Queue a step; the order of these calls is the gang's order."""
         queues = self._high_priority if task.high_priority else self._low_priority
         for member in task.members:
             queues[member].append(task)
         self._start_ready(task.members)
 
     def cancel_step(self, task: SimulatedStep) -> None:
-        """End a step that nobody wants any more, now: `ended` is called as ever."""
+        """End a cancelled step now; `ended` is called as usual."""
         if task.over:
             return
         if task.started_ns < 0 and task not in map(self._preempting.__getitem__, task.members):
@@ -92,10 +92,8 @@ class StepOrder:
                 )
         self._end(task)
 
-    # --- starting ---
-
     def _start_ready(self, members: Sequence[int]) -> None:
-        """Start whatever can start on these instances."""
+        """Start every step that can start on these instances."""
         for member in members:
             self._start_high_priority(member)
         for member in members:
@@ -107,14 +105,14 @@ class StepOrder:
             return
         task = queue[0]
         if not all(
-            self._preempting[it] is None and self._high_priority[it][0] is task
-            for it in task.members
+            self._preempting[index] is None and self._high_priority[index][0] is task
+            for index in task.members
         ):
             return
-        for it in task.members:
-            self._high_priority[it].popleft()
-            self._preempting[it] = task
-            if (victim := self._running[it]) is not None and victim not in task.preempted:
+        for index in task.members:
+            self._high_priority[index].popleft()
+            self._preempting[index] = task
+            if (victim := self._running[index]) is not None and victim not in task.preempted:
                 task.preempted.append(victim)
         for victim in task.preempted:
             victim.preemptors.add(task)
@@ -127,17 +125,17 @@ class StepOrder:
         if not queue:
             return
         task = queue[0]
-        for it in task.members:
-            free = self._running[it] is None and self._preempting[it] is None
-            if not free or self._low_priority[it][0] is not task:
+        for index in task.members:
+            free = self._running[index] is None and self._preempting[index] is None
+            if not free or self._low_priority[index][0] is not task:
                 return
-        for it in task.members:
-            self._low_priority[it].popleft()
-            self._running[it] = task
+        for index in task.members:
+            self._low_priority[index].popleft()
+            self._running[index] = task
         self._run(task)
 
     def _run(self, task: SimulatedStep) -> None:
-        """Begin, or go on."""
+        """Start or resume a step."""
         now_ns = self._timeline.now_ns
         task.resumed_ns = now_ns
         task.version += 1
@@ -147,14 +145,12 @@ class StepOrder:
             task.started()
         self._timeline.at(end_ns, lambda: self._end(task) if version == task.version else None)
 
-    # --- standing still ---
-
     def _request_pause(self, victim: SimulatedStep) -> bool:
-        """Make a long step stand at the end of its quantum; true if that is still to come."""
+        """Request a pause at the next yield point; return whether that is still to come."""
         if victim.resumed_ns < 0:
             return False
         if len(victim.preemptors) > 1:
-            return True  # somebody has asked already
+            return True  # an earlier preemptor has requested the pause
         done_ns = victim.done_ns + self._timeline.now_ns - victim.resumed_ns
         quantum_ns = self._quantum_ns
         left_ns = -done_ns % quantum_ns if quantum_ns else 0
@@ -178,19 +174,17 @@ class StepOrder:
     def _pause(self, victim: SimulatedStep) -> None:
         self._halt(victim)
         self._start_preemptors(victim)
-        if not victim.preemptors:  # whoever has asked was withdrawn meanwhile
+        if not victim.preemptors:  # all preemptors were cancelled meanwhile
             self._run(victim)
 
     def _start_preemptors(self, victim: SimulatedStep) -> None:
-        """Those who have waited for `victim` to stand, or to end, wait for it no more."""
+        """Start the preemptors that waited for `victim` to pause or end."""
         waiting = dict.fromkeys(self._preempting[member] for member in victim.members)
         for task in waiting:
             if task is not None and task in victim.preemptors and task.started_ns < 0:
                 task.awaited -= 1
                 if not task.awaited:
                     self._run(task)
-
-    # --- ending ---
 
     def _end(self, task: SimulatedStep) -> None:
         task.over = True

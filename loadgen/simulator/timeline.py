@@ -1,10 +1,7 @@
-"""Simulated time: a heap ordered by (time, order of insertion), so that ties are no accident.
+"""Simulated time, and the links and cores that simulated work shares on it.
 
-Links that transfers share equally (processor sharing).
-
-The links between a prefill and a decode gang.
-
-Cores that the ranks of a server share equally (processor sharing).
+Events are ordered by (time, order of insertion), so that ties are deterministic. Transfers of a
+link, and ranks on a server's cores, share them equally (processor sharing).
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ Action = Callable[[], object]
 
 
 class EventTimeline:
-    """What will happen, and when."""
+    """A heap of future actions."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -30,23 +27,26 @@ class EventTimeline:
         self._inserted = 0
 
     def at(self, t_ns: int, action: Action) -> None:
-        """Call `action` then. Nothing is ever taken out: who changes its mind ignores the call."""
-        assert t_ns >= self.now_ns, f"{t_ns} ns is over, it is {self.now_ns}"
+        """Call `action` at a time.
+
+        Nothing is ever removed: a caller whose action is obsolete ignores the call.
+        """
+        assert t_ns >= self.now_ns, f"action at {t_ns} ns is in the past, now is {self.now_ns} ns"
         heapq.heappush(self._heap, (t_ns, self._inserted, action))
         self._inserted += 1
 
     @property
     def empty(self) -> bool:
-        """Nothing will happen any more."""
+        """Return whether nothing is left to happen."""
         return not self._heap
 
     @property
     def next_ns(self) -> int:
-        """When something happens next; only if it is not empty."""
+        """Return the time of the next action. The timeline must not be empty."""
         return self._heap[0][0]
 
     def step(self) -> int:
-        """Go to the next time at which something happens and do all of it; returns that time."""
+        """Go to the next time with actions, call them all, and return that time."""
         self.now_ns = now_ns = self.next_ns
         while self._heap and self._heap[0][0] == now_ns:
             heapq.heappop(self._heap)[2]()
@@ -59,18 +59,18 @@ NS_PER_S = 1_000_000_000
 class Link:
     """A link on which each of n transfers gets 1/n of the bandwidth.
 
-    Every transfer under way has had the same service since it began, so one counter of service is
-    enough: a transfer of so many bytes ends when the counter has grown by so many. The counter is
-    an integer, in billionths of a byte.
+    All transfers under way have received the same service since they began. One counter of service
+    is therefore enough: a transfer ends when the counter has grown by its size. The counter is an
+    integer, in billionths of a byte.
 
     Args:
         timeline: the simulated time.
-        bytes_per_s: of the whole link.
-        latency_ns: from the last byte that leaves to its arrival; it takes no bandwidth.
+        bytes_per_s: bandwidth of the whole link.
+        latency_ns: time from the last byte's departure to its arrival; it takes no bandwidth.
     """
 
     def __init__(self, timeline: EventTimeline, *, bytes_per_s: int, latency_ns: int = 0) -> None:
-        assert bytes_per_s > 0, "a link without bandwidth"
+        assert bytes_per_s > 0, f"link bandwidth must be positive, got {bytes_per_s}"
         self._timeline = timeline
         self._bytes_per_s, self._latency_ns = bytes_per_s, latency_ns
         self._served = 0
@@ -78,15 +78,15 @@ class Link:
         self._ending: list[tuple[int, int, Callable[[], None]]] = []
         self._begun = 0
         self._version = 0
-        """Version of the next end: earlier ones on the timeline are out of date."""
+        """Version of the next end. Earlier ends on the timeline are obsolete."""
 
     @property
     def transfers(self) -> int:
-        """Under way now."""
+        """Return the number of transfers under way."""
         return len(self._ending)
 
     def send(self, size: int, arrived: Callable[[], None]) -> None:
-        """Begin to send `size` bytes now; `arrived` is called when the last one is there."""
+        """Begin to send `size` bytes; `arrived` is called when the last one has arrived."""
         self._serve()
         end = self._served + size * NS_PER_S
         heapq.heappush(self._ending, (end, self._begun, arrived))
@@ -94,14 +94,14 @@ class Link:
         self._schedule_end()
 
     def _serve(self) -> None:
-        """Bring the counter up to the present."""
+        """Advance the service counter to the present."""
         now_ns = self._timeline.now_ns
         if self._ending:
             self._served += self._bytes_per_s * (now_ns - self._served_at_ns) // self.transfers
         self._served_at_ns = now_ns
 
     def _schedule_end(self) -> None:
-        """Put the end that comes next on the timeline."""
+        """Put the next end on the timeline."""
         self._version += 1
         if not self._ending:
             return
@@ -135,7 +135,7 @@ class SimulatedNetwork:
         self._routes: dict[tuple[InstanceId, InstanceId], Link | None] = {}
 
     def route(self, source: InstanceId, destination: InstanceId) -> Link | None:
-        """The link from where KV is computed to where it is decoded; None takes no time."""
+        """Return the link from a prefill to a decode instance. None: no transfer time."""
         key = (source, destination)
         if key not in self._routes:
             self._routes[key] = self._find(source, destination)
@@ -143,7 +143,7 @@ class SimulatedNetwork:
 
     def _find(self, source: InstanceId, destination: InstanceId) -> Link | None:
         cluster = self._cluster
-        if source == destination:  # of an elastic gang
+        if source == destination:  # an elastic gang decodes where it prefills
             return None
         sender = cluster.prefill.instances[index_of(source)]
         receiver = cluster.decode.instances[index_of(destination)]
@@ -168,32 +168,32 @@ class SimulatedNetwork:
 
     @property
     def transfers(self) -> int:
-        """Under way on all links."""
+        """Return the transfers under way on all links."""
         return sum(link.transfers for link in self._links.values())
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """Work of a group."""
+    """Work of a group of instances."""
 
     ranks: Counter[str]
-    """By server."""
+    """Number of ranks, by server."""
     left_ns: Fraction
-    """What it would still take if nobody else computed."""
+    """Time that the work would still take alone."""
     done: Callable[[], None]
 
 
 class Cores:
-    """The cores under a gang's ranks.
+    """The cores that a gang's ranks share.
 
-    A group's work is given as what it takes alone, which is how it was profiled: a group of more
-    ranks than cores has had its share of them then. Each of B ranks that compute has min(1, cores
-    / B) of a core, so that a group of n goes on at max(cores, n) / max(cores, B) of that speed;
-    over several servers, as fast as on the slowest of them.
+    A group's work is given as its time alone, as it was profiled. A group with more ranks than
+    cores shared them during profiling already. Each of B computing ranks has min(1, cores / B) of a
+    core, so a group of n runs at max(cores, n) / max(cores, B) of its profiled speed. Over several
+    servers the slowest one counts.
 
     Args:
         timeline: the simulated time.
-        gang: its instances, each rank of which computes in one thread.
+        gang: the gang; each rank of its instances computes in one thread.
     """
 
     def __init__(self, timeline: EventTimeline, gang: GangModel) -> None:
@@ -205,13 +205,13 @@ class Cores:
         }
         self._jobs: list[_Job] = []
         self._computing: Counter[str] = Counter()
-        """Ranks, by server."""
+        """Computing ranks, by server."""
         self._served_at_ns = 0
         self._version = 0
-        """Version of the next end: earlier ones on the timeline are out of date."""
+        """Version of the next end. Earlier ends on the timeline are obsolete."""
 
     def compute(self, instances: Sequence[int], work_ns: int, done: Callable[[], None]) -> None:
-        """Begin work now that takes the group so long alone; `done` is called at its end."""
+        """Begin work that takes the group `work_ns` alone; `done` is called at its end."""
         self._serve()
         ranks: Counter[str] = Counter()
         for instance in instances:
@@ -221,20 +221,22 @@ class Cores:
         self._schedule_end()
 
     def _speed(self, job: _Job) -> Fraction:
-        """Compared with being alone."""
-        shared = [(self._cores.get(it), n, self._computing[it]) for it, n in job.ranks.items()]
+        """Return the speed relative to running alone."""
+        shared = [
+            (self._cores.get(server), n, self._computing[server]) for server, n in job.ranks.items()
+        ]
         speeds = [Fraction(max(cores, n), max(cores, of)) for cores, n, of in shared if cores]
         return min(speeds, default=Fraction(1))
 
     def _serve(self) -> None:
-        """Bring what is left up to the present."""
+        """Advance the remaining work to the present."""
         passed_ns = self._timeline.now_ns - self._served_at_ns
         self._served_at_ns = self._timeline.now_ns
         for job in self._jobs:
             job.left_ns -= passed_ns * self._speed(job)
 
     def _schedule_end(self) -> None:
-        """Put the end that comes next on the timeline."""
+        """Put the next end on the timeline."""
         self._version += 1
         if not self._jobs:
             return

@@ -1,11 +1,10 @@
-"""When requests arrive: Poisson, bursty or even, at a constant or a rising rate.
+"""Generated workloads: arrivals (Poisson, bursty or even, at a constant or changing rate) with
+sampled lengths.
 
-Arrivals are drawn at rate 1 and then moved onto the time axis by the inverse of the expected number
-of arrivals so far (time rescaling), so that a ramp of Poisson arrivals is an exact inhomogeneous
-Poisson process. They are not stretched afterwards to end at a round time, as some generators do:
-that would make them more regular than they claim to be.
-
-A workload's lengths and an arrival process become requests.
+Arrivals are sampled at rate 1 and then moved onto the time axis by the inverse of the expected
+number of arrivals so far (time rescaling). A ramp of Poisson arrivals is thus an exact
+inhomogeneous Poisson process. Arrivals are not stretched afterwards to end at a round time, as some
+generators do, because this would make them more regular than stated.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Nanoseconds = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A rate that changes over the run, and stays at its last value should the run go on."""
+    """A rate that changes over the run and stays at its last value afterwards."""
 
     strategy: Literal["linear", "exponential"]
-    """In time: so many requests per second more each second, or so many percent."""
+    """Growth over time: by requests per second each second, or by percent each second."""
     start_rps: float
     end_rps: float
 
@@ -43,13 +42,14 @@ class Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How requests arrive."""
+    """The arrival process of a workload."""
 
     rate: float = math.inf
-    """Requests per second; infinite: all at once. Unused where there is a ramp."""
+    """Requests per second; infinite: all at once. Ignored with a ramp."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier, infinite is
-    evenly spaced. The coefficient of variation is burstiness ** -0.5."""
+    evenly spaced. The coefficient of variation is burstiness ** -0.5.
+    """
     ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Arrivals:
             raise ValueError(f"rate and burstiness must be above 0: {self}")
 
     def draw(self, requests: int, rng: np.random.Generator) -> Nanoseconds:
-        """Ascending times from the start, in nanoseconds."""
+        """Return ascending arrival times from the start, int64 nanoseconds."""
         if self.ramp is None and math.isinf(self.rate):
             return np.zeros(requests, np.int64)
         expected = np.cumsum(self._gaps(requests, rng))
@@ -65,14 +65,14 @@ class Arrivals:
         return np.rint(seconds * NS).astype(np.int64)
 
     def _gaps(self, requests: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Between arrivals at rate 1."""
+        """Return the gaps between arrivals at rate 1."""
         if math.isinf(self.burstiness):
             return np.ones(requests)
         return rng.gamma(self.burstiness, 1 / self.burstiness, requests)
 
 
 def _ramped(ramp: Ramp, expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds until so many arrivals are expected; the ramp ends with the last of them."""
+    """Return the seconds until so many arrivals are expected; the ramp ends with the last one."""
     requests, start, end = len(expected), ramp.start_rps, ramp.end_rps
     inside = np.minimum(expected, requests)
     if math.isclose(start, end):
@@ -90,17 +90,16 @@ def _ramped(ramp: Ramp, expected: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How a workload is made to fit a server that is smaller than the papers'."""
+    """Scaling of a workload for a server that is smaller than the papers'."""
 
     longest_input: int | None = None
-    """Scale all prompts by one factor, so that the workload's longest becomes this long. None:
-    as published."""
+    """Longest prompt after scaling all prompts by one factor. None: as published."""
     shortest_input: int = 1
-    """Of scaled prompts."""
+    """Shortest prompt after scaling."""
     longest_output: int | None = None
-    """Scale all answers over this length down to it. None: as published."""
+    """Longest answer; longer answers are shortened to it. None: as published."""
     positions: int | None = None
-    """Of the model: longer prompts are cut, after scaling. None: no limit."""
+    """Positions of the model; longer prompts are cut after scaling. None: no limit."""
 
 
 def generate(
@@ -111,15 +110,15 @@ def generate(
     seed: int = 0,
     size: Size | None = None,
 ) -> FittedRequests:
-    """Draw requests; the same arguments give the same requests.
+    """Return sampled requests; the same arguments give the same requests.
 
-    Arrivals and lengths have streams of random numbers of their own: another rate leaves the
-    lengths as they are.
+    Arrivals and lengths have random generators of their own, so another rate leaves the lengths
+    unchanged.
 
     Args:
-        requests: how many.
-        arrivals: when they come.
-        seed: of both streams.
+        requests: number of requests.
+        arrivals: the arrival process.
+        seed: seed of both generators.
         size: fits the workload to a smaller server.
 
     Raises:

@@ -1,9 +1,7 @@
-"""Distributions of lengths in tokens, set by what is published about a data set.
+"""The workloads of the papers, by name, sampled from published facts about their lengths.
 
-The workloads of the papers, by name, drawn from what is published about their lengths.
-
-The data sets themselves are not here: their licences and sizes forbid it, and a server's speed
-depends on lengths. `source` says what is published and what had to be assumed.
+The data sets themselves are not included: their licenses and sizes forbid it, and a server's speed
+depends on lengths. `source` says what is published and what is assumed.
 """
 
 from __future__ import annotations
@@ -28,43 +26,48 @@ _Z99 = _NORMAL.inv_cdf(0.99)
 
 
 class Lengths(Protocol):
-    """A distribution of lengths. One uniform number makes one length, so that a longer workload
-    begins with the shorter one of the same seed."""
+    """A distribution of lengths.
+
+    One uniform number makes one length, so that a longer workload begins with the shorter one of
+    the same seed.
+    """
 
     @property
     def longest(self) -> int: ...
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """Lengths that these shares of all lengths, in [0, 1), do not exceed."""
+        """Return the lengths at these quantiles in [0, 1)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """Every length the same."""
+    """A single length."""
 
     longest: int
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """As `Lengths`."""
+        """See `Lengths`."""
         return np.full(len(shares_n), self.longest, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogUniform:
-    """Every doubling as likely as any other."""
+    """Lengths for which every doubling is equally likely."""
 
     shortest: int
     longest: int
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """As `Lengths`."""
+        """See `Lengths`."""
         return _whole(self.shortest * (self.longest / self.shortest) ** shares_n)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLognormal:
-    """A lognormal whose tail is gathered at the longest length, so that its quantiles stay."""
+    """A lognormal whose tail is moved to the longest length, which preserves the other
+    quantiles.
+    """
 
     median: float
     sigma: float
@@ -72,21 +75,21 @@ class ClippedLognormal:
 
     @classmethod
     def with_quantiles(cls, *, median: float, p99: float, longest: int) -> ClippedLognormal:
-        """By its median and its 99th percentile."""
+        """Return the distribution with this median and 99th percentile."""
         return cls(median=median, sigma=math.log(p99 / median) / _Z99, longest=longest)
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """As `Lengths`."""
+        """See `Lengths`."""
         lengths_n = self.median * np.exp(self.sigma * _normal_quantiles(shares_n))
         return np.clip(_whole(lengths_n), 1, self.longest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedLognormal:
-    """A lognormal of which only the part between two lengths is drawn."""
+    """A lognormal that is sampled between two lengths only."""
 
     median: float
-    """Of the lognormal before it is truncated."""
+    """Median of the lognormal before truncation."""
     sigma: float
     shortest: int
     longest: int
@@ -95,7 +98,7 @@ class TruncatedLognormal:
     def with_mean(
         cls, *, mean: float, sigma: float, shortest: int, longest: int
     ) -> TruncatedLognormal:
-        """By its mean after truncation, which grows with the median.
+        """Return the distribution with this mean after truncation, which grows with the median.
 
         Raises:
             ValueError: no median gives this mean.
@@ -111,7 +114,7 @@ class TruncatedLognormal:
 
     @property
     def mean(self) -> float:
-        """After truncation, in closed form."""
+        """Return the mean after truncation, in closed form."""
         low, high = self._bounds
         mass = _mass(low, high)
         if mass <= 0:  # all of it lies beyond one end
@@ -121,14 +124,14 @@ class TruncatedLognormal:
 
     @cached_property
     def _bounds(self) -> tuple[float, float]:
-        """Shortest and longest in standard deviations from the median."""
+        """Return shortest and longest in standard deviations from the median."""
         return (
             math.log(self.shortest / self.median) / self.sigma,
             math.log(self.longest / self.median) / self.sigma,
         )
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """As `Lengths`."""
+        """See `Lengths`."""
         low, high = map(_NORMAL.cdf, self._bounds)
         lengths_n = self.median * np.exp(
             self.sigma * _normal_quantiles(low + shares_n * (high - low))
@@ -138,7 +141,7 @@ class TruncatedLognormal:
 
 @dataclass(frozen=True, kw_only=True)
 class Zipf:
-    """Length x with a weight of x ** -alpha."""
+    """Lengths x with weight x ** -alpha."""
 
     alpha: float
     shortest: int
@@ -151,13 +154,13 @@ class Zipf:
         return cumulated
 
     def at(self, shares_n: NDArray[np.float64]) -> Tokens:
-        """As `Lengths`."""
+        """See `Lengths`."""
         places = np.searchsorted(self._cumulated, shares_n, side="right")
         return np.minimum(self.shortest + places, self.longest).astype(np.int64)
 
 
 def _mass(low: float, high: float) -> float:
-    """Of the standard normal distribution between two bounds, from whichever tail is nearer."""
+    """Return the mass of the standard normal between two bounds, computed from the nearer tail."""
     if low > 0:
         low, high = -high, -low
     # erfc, because statistics.NormalDist.cdf is 0 beyond 8 standard deviations
@@ -180,7 +183,7 @@ Pairs = tuple[Tokens, Tokens]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Lengths of prompts and answers that belong together."""
+    """A distribution of prompt and answer lengths that belong together."""
 
     name: str
     source: str
@@ -189,10 +192,10 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """By name; `zipf:1.2` is Zipf with an alpha of 1.2.
+    """Return a workload by name; `zipf:1.2` is Zipf with an alpha of 1.2.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the name is unknown.
     """
     if match := re.fullmatch(r"zipf[:(]?([0-9.]+)\)?", name):
         return zipf(float(match[1]))
@@ -202,7 +205,7 @@ def workload(name: str) -> Workload:
 
 
 def independent(name: str, prompts: Lengths, answers: Lengths, source: str) -> Workload:
-    """Answers as long as they are whatever the prompt."""
+    """Return a workload whose answers do not depend on the prompt's length."""
 
     def draw(requests: int, rng: np.random.Generator) -> Pairs:
         shares = rng.random((requests, 2))
@@ -212,7 +215,7 @@ def independent(name: str, prompts: Lengths, answers: Lengths, source: str) -> W
 
 
 def random_lengths(input_length: int, output_length: int) -> Workload:
-    """Every request of one size."""
+    """Return a workload whose requests all have one size."""
     return independent(
         "random",
         Constant(longest=input_length),
@@ -222,7 +225,7 @@ def random_lengths(input_length: int, output_length: int) -> Workload:
 
 
 def _mixed(name: str, parts: tuple[Workload, ...], source: str) -> Workload:
-    """Each request from one of several workloads, all equally likely."""
+    """Return a workload that takes each request from one of several, all equally likely."""
 
     def draw(requests: int, rng: np.random.Generator) -> Pairs:
         chosen = rng.integers(len(parts), size=requests)
@@ -235,7 +238,7 @@ def _mixed(name: str, parts: tuple[Workload, ...], source: str) -> Workload:
 
 
 def zipf(alpha: float) -> Workload:
-    """Prompts of LoongServe's Fig. 12, many short ones and few of up to 200K tokens."""
+    """Return the workload of LoongServe's Fig. 12: many short prompts, few of up to 200K tokens."""
     prompts = Zipf(alpha=alpha, shortest=10, longest=199_999)
 
     def draw(requests: int, rng: np.random.Generator) -> Pairs:
@@ -308,8 +311,8 @@ def _tetris(name: str, mean: float, shortest: int, longest: int) -> Workload:
 
 
 WORKLOADS = {
-    it.name: it
-    for it in (
+    named.name: named
+    for named in (
         _NEEDLEBENCH,
         _BOOKCORPUS,
         _SHAREGPT,
@@ -321,4 +324,4 @@ WORKLOADS = {
         _tetris("long", 50.1, 16, 190),
     )
 }
-"""By name; Zipf has a number in its name and is not listed, see `workload`."""
+"""Workloads by name. Zipf is missing because its name contains a number; see `workload`."""

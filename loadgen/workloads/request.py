@@ -1,6 +1,6 @@
-"""One request of a workload, as load tests and the simulator read it.
+"""Requests of a workload, as load tests and the simulator read them, and conversations.
 
-Conversations of several turns, each of which starts with all that was said before.
+Each turn of a conversation begins with the text of all turns before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HASH_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class RequestObjective:
-    """What a request wants made the best of, as in the `csps` object of the API."""
+    """The objective of a request, as in the `csps` object of the API."""
 
     objective: str | None = None
     """`ttft` or `accuracy`."""
@@ -23,12 +23,12 @@ class RequestObjective:
     max_ttft_ms: float | None = None
 
     def body(self) -> dict[str, str | float]:
-        """The fields that are set."""
+        """Return the fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def label(self) -> str:
-        """Names it in results: `ttft max_accuracy_loss=0.01`."""
+        """Return the name in results: `ttft max_accuracy_loss=0.01`."""
         bounds = [f"{name}={value:g}" for name, value in vars(self).items() if _number(value)]
         return " ".join([self.objective or "default", *bounds])
 
@@ -39,27 +39,29 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRequest:
-    """What is asked, and when."""
+    """A request of a workload and its arrival time."""
 
     arrival_ns: int
-    """Nanoseconds from the start of the run. Of a later turn of a conversation: no earlier."""
+    """Nanoseconds from the start of the run. A later turn of a conversation comes no earlier."""
     input_length: int
-    """Tokens of the prompt, special tokens not counted."""
+    """Tokens of the prompt without special tokens."""
     output_length: int
-    """Tokens of the answer: at most, or exactly where end-of-sequence tokens are ignored."""
+    """Tokens of the answer: at most, or exactly if end-of-sequence tokens are ignored."""
     hash_ids: tuple[int, ...] = ()
-    """One for every `HASH_BLOCK_TOKENS` tokens of the prompt; equal ids at the start of two prompts
-    are equal text. Empty: unlike every other prompt."""
+    """One id for every `HASH_BLOCK_TOKENS` tokens of the prompt. Equal ids at the start of two
+    prompts are equal text. Empty: the prompt shares no text.
+    """
     prompt: str | None = None
-    """Text. Of a later turn of a conversation: what is added to the turn before and its answer."""
+    """Text of the prompt. A later turn of a conversation has only its added text."""
     answer: str | None = None
-    """The one right answer, where the prompt has one."""
+    """The one right answer, if the prompt has one."""
     objective: RequestObjective | None = None
     conversation: str | None = None
-    """Turns of one conversation follow each other: each prompt starts with the one before and its
-    answer, and `input_length` counts them too."""
+    """Name of the conversation. Its turns follow each other: each prompt starts with the one before
+    and its answer, and `input_length` counts them too.
+    """
     delay_ns: int = 0
-    """Of a later turn: nanoseconds from the end of the turn before to this one."""
+    """Nanoseconds from the end of the turn before to this one."""
 
     def __post_init__(self) -> None:
         if min(self.arrival_ns, self.delay_ns) < 0:
@@ -71,18 +73,18 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedRequests:
-    """Requests that all fit into a model's positions."""
+    """Requests that fit into a model's positions."""
 
     requests: tuple[WorkloadRequest, ...]
     cut: int
-    """Requests whose prompt had to be cut."""
+    """Number of requests whose prompt was cut."""
 
 
 def fit(requests: Sequence[WorkloadRequest], positions: int) -> FittedRequests:
     """Cut prompts so that prompt and answer fit; answers keep their length.
 
-    A prompt that has text is left alone, since nobody here knows where its tokens end: give the
-    requests text after fitting them.
+    A prompt with text is not cut, because its token boundaries are unknown here. Give the requests
+    text after fitting them.
 
     Raises:
         ValueError: an answer alone takes all positions, or a text does not fit.
@@ -104,27 +106,29 @@ def _fit(request: WorkloadRequest, positions: int) -> WorkloadRequest:
 
 
 _BLOCKS_OF_ONE = 1 << 32
-"""Hash ids that a conversation has for itself."""
+"""Range of hash ids for each conversation."""
 _PARTIAL = 1 << 31
-"""Ids of last blocks, which the next turn fills up and so has under another id."""
+"""Offset of the ids of partial last blocks. The next turn fills such a block, which then has
+another id.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationTurns:
-    """What follows the first turn."""
+    """Later turns of a conversation."""
 
     count: int = 1
-    """Of a conversation, the first one included."""
+    """Turns of a conversation, the first one included."""
     added_tokens: int = 128
-    """Of each later turn's own text."""
+    """Tokens of each later turn's own text."""
     delay_ns: int = 1_000_000_000
-    """From the end of an answer to the next turn."""
+    """Time from the end of an answer to the next turn."""
 
 
 def converse(
     first_turns: Sequence[WorkloadRequest], turns: ConversationTurns
 ) -> list[WorkloadRequest]:
-    """Each request becomes the first turn of a conversation."""
+    """Make each request the first turn of a conversation."""
     if turns.count == 1:
         return list(first_turns)
     return [

@@ -1,6 +1,6 @@
-"""Prompts for requests that have none: filler with facts hidden in it, and a question to check.
+"""Prompts for requests that have none: filler text with hidden facts and a question to check.
 
-Prompts that share `hash_ids` share the text of those blocks. Too short a prompt has no question.
+Prompts that share `hash_ids` share the text of those blocks. Very short prompts have no question.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from csps.models.needle_prompts.prompt import NeedleConfig, generate
 from csps.models.needle_prompts.words import NOUNS, Count, count_words
 
 _QUESTION_TOKENS, _FACT_TOKENS = 13, 7
-"""Of `What is the password of Oslo?` with its heads, and of the fact, where a word is a token."""
+"""Tokens of `What is the password of Oslo?` with its heads, and of the fact, if a word is a
+token.
+"""
 _CACHED_BLOCKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """How prompts are written."""
+    """Writes prompts for requests."""
 
     seed: int = 0
     needles: int = 4
-    """Facts in a prompt, one of which is asked for; fewer in short prompts."""
+    """Facts in a prompt, one of which is asked for; short prompts have fewer."""
     chat: bool = False
-    """The question ends a user's message, without a completion prompt's cue."""
+    """Whether the question ends a user's message, without a completion prompt's cue."""
     count: Count | None = None
-    """Tokens of a text; None: words, which are the included model's tokens."""
+    """Function that counts the tokens of a text. None: words, the included model's tokens."""
 
     def write(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-        """The requests with prompts, in order; those that have one keep it."""
-        said: dict[str, int] = {}
+        """Yield the requests with prompts, in order; existing prompts stay."""
+        spoken_tokens: dict[str, int] = {}
         for number, request in enumerate(requests):
-            before = said.get(request.conversation or "", 0)
+            before = spoken_tokens.get(request.conversation or "", 0)
             if request.conversation is not None:
-                said[request.conversation] = request.input_length + request.output_length
+                spoken_tokens[request.conversation] = request.input_length + request.output_length
             if request.prompt is not None:
                 yield request
             elif request.hash_ids and request.conversation is None:
@@ -71,7 +73,9 @@ class Writer:
         return replace(request, prompt=text, answer=prompt.answer)
 
     def _of_blocks(self, request: WorkloadRequest) -> WorkloadRequest:
-        """Whole blocks as their ids say, the last one with a question to one of them."""
+        """Return a request with one text for each hash id and a question about one block at its
+        end.
+        """
         *whole, last = request.hash_ids
         rest = request.input_length - HASH_BLOCK_TOKENS * len(whole)
         blocks = [_block(number, self.count) for number in whole]
@@ -93,13 +97,13 @@ def _block(number: int, count: Count | None) -> tuple[Fact, str]:
 
 
 def _question(rng: random.Random, facts: list[Fact]) -> Question | None:
-    """For a fact whose key only one block has."""
+    """Return a question about a fact whose key only one block has."""
     keys = Counter(fact.key for fact in facts)
     clear = [fact for fact in facts if keys[fact.key] == 1]
     if not clear:
         return None
-    bare = build_haystack(rng, 2 * _FACT_TOKENS, [rng.choice(clear)])
-    return ask(Haystack(words=(), needles=bare.needles, tokens=0), "multi_key", [0])
+    haystack = build_haystack(rng, 2 * _FACT_TOKENS, [rng.choice(clear)])
+    return ask(Haystack(words=(), needles=haystack.needles, tokens=0), "multi_key", [0])
 
 
 def _filler(rng: random.Random, tokens: int, count: Count | None) -> str:

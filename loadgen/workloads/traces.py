@@ -1,8 +1,8 @@
-"""Mooncake's JSONL in and out: one request a line.
+"""Traces in Mooncake's JSONL format: one request a line.
 
-`timestamp` (ms), `input_length`, `output_length`, `hash_ids`, as in Mooncake's published traces;
-beside them `prompt`, `answer`, `csps` (the request's objective), and for conversations, as Dynamo
-writes them, `session_id` and `delay` (ms after the answer to the turn before).
+The fields are `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as in Mooncake's
+published traces. Further fields are `prompt`, `answer` and `csps` (the request's objective), and
+for conversations, as in Dynamo, `session_id` and `delay` (ms after the answer to the turn before).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OBJECTIVE_FIELDS = {field.name for field in fields(RequestObjective)}
 
 
 def read_trace(path: Path, *, speedup: float = 1.0) -> list[WorkloadRequest]:
-    """All requests of a file, in the order of their arrival.
+    """Return all requests of a file in order of arrival.
 
     Args:
         path: the file; empty lines are skipped, unknown fields ignored.
-        speedup: divides times of arrival and delays.
+        speedup: divisor of arrival times and delays.
 
     Raises:
-        ConfigError: what is wrong, with file and line.
+        ConfigError: the file is malformed; the message names file and line.
     """
     requests: list[WorkloadRequest] = []
     try:
@@ -38,18 +38,18 @@ def read_trace(path: Path, *, speedup: float = 1.0) -> list[WorkloadRequest]:
                     requests.append(_read(line, f"{path}:{number}", speedup))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    # Stable: turns of a conversation without times of their own stay in the order of the file.
+    # The sort is stable: turns of a conversation without times stay in the order of the file.
     return sorted(requests, key=lambda request: request.arrival_ns)
 
 
 def write_trace(requests: Iterable[WorkloadRequest], path: Path) -> None:
-    """What `read_trace` reads back equal, but for fractions of a nanosecond."""
+    """Write requests; `read_trace` reads them back equal, except for fractions of a nanosecond."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(dict(_row(request))) + "\n" for request in requests)
 
 
 def at_rate(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
-    """The same requests, their times stretched to so many requests per second on average."""
+    """Return the requests with times stretched to an average rate in requests per second."""
     span_ns = requests[-1].arrival_ns - requests[0].arrival_ns if requests else 0
     if span_ns == 0:
         return requests
@@ -63,7 +63,7 @@ def _read(line: str, place: str, speedup: float) -> WorkloadRequest:
         if not isinstance(row, dict):
             raise ValueError(f"expected an object, got {abridged(row)}")
         prompt = row.get("prompt")
-        # A file with text only: tokens are counted by the server, or by a tokenizer before.
+        # A file with text only: the server or a tokenizer counts the tokens later.
         input_length = row.get("input_length", max(1, len(str(prompt).split())) if prompt else None)
         return WorkloadRequest(
             arrival_ns=round(_number(row.get("timestamp", 0), "timestamp") * NS_PER_MS / speedup),
@@ -112,5 +112,5 @@ def _row(request: WorkloadRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _milliseconds(ns: int) -> int | float:
-    """Whole where it is, as Mooncake writes it."""
+    """Return milliseconds, as an int if whole, like Mooncake."""
     return ns // NS_PER_MS if ns % NS_PER_MS == 0 else ns / NS_PER_MS

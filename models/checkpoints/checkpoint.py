@@ -1,11 +1,4 @@
-"""A checksum of a tensor's bytes, against accidents and not against attackers.
-
-CRC-32 because it is twice as fast as the fastest cryptographic hash of the standard library
-(BLAKE2b), and who compares it reads gigabytes; a change goes unnoticed once in four billion times.
-
-Which weights these are, without reading all of them.
-
-Reading parts of tensors out of a checkpoint's safetensors files.
+"""Read parts of tensors, checksums and a digest from a checkpoint's safetensors files.
 
 Pickled checkpoints (`*.bin`, `*.pt`) are not read: unpickling runs whatever the file says.
 """
@@ -34,11 +27,13 @@ from csps.models.network.parameters import Place, TensorBlock
 
 
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
-    """CRC-32 of a tensor in host memory, row by row. Other threads run meanwhile.
+    """Return the CRC-32 of a tensor in host memory, row by row. Other threads run meanwhile.
 
     Args:
-        start: of the bytes before it, if they are to count as well.
+        start: the CRC-32 of the bytes before the tensor, to continue from.
     """
+    # CRC-32 guards against accidents, not attackers: one change in four billion passes. The fastest
+    # cryptographic hash of the standard library (BLAKE2b) takes twice as long over gigabytes.
     bytes_n = tensor.contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(bytes_n.numpy().data, start)
 
@@ -48,11 +43,10 @@ SAMPLE_BYTES = 65_536
 
 
 def weights_digest(model_dir: Path) -> str:
-    """Digest of a checkpoint's configuration and weights, hexadecimal.
+    """Return the digest of a checkpoint's configuration and weights, hexadecimal.
 
-    Of each weight file it takes name, size, and 64 KiB at 16 places from its header, which names
-    all tensors, to its end. Training changes every tensor, so two checkpoints of one architecture
-    differ there; reading a hundred gigabytes to be sure would delay every start by minutes.
+    Of each weight file it covers the name, the size, and 64 KiB at 16 places from the header, which
+    names all tensors, to the end.
 
     Args:
         model_dir: a directory with `config.json` and `*.safetensors`.
@@ -60,6 +54,8 @@ def weights_digest(model_dir: Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
+    # Training changes every tensor, so samples differ between two checkpoints of one architecture.
+    # Reading all of a hundred gigabytes would delay every start by minutes.
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
         size = path.stat().st_size
@@ -83,7 +79,7 @@ class Checkpoint:
     """Tensor name to the open file that holds it."""
 
     def read(self, place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """The blocks of a place, stacked by rows. Only their bytes are read.
+        """Read the blocks of a place, stacked by rows, and no other bytes.
 
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
@@ -101,7 +97,7 @@ class Checkpoint:
         return stacked
 
     def count(self, place: Place) -> int:
-        """Elements of a place, by the files' headers; raises what `read` would raise."""
+        """Count the elements of a place by the files' headers; raise what `read` would raise."""
         for block in place:
             self._slice(block)
         return sum(
@@ -110,24 +106,24 @@ class Checkpoint:
         )
 
     def checksum(self, tensor: str) -> int:
-        """63 bits that stand for a stored tensor: name, type, shape and every byte.
+        """Return 63 bits that stand for a stored tensor: name, type, shape and every byte.
 
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
         """
         stored: Tensor = self._file(tensor).get_tensor(tensor)
-        what = (tensor, str(stored.dtype), tuple(stored.shape), tensor_checksum(stored))
-        digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+        identity = (tensor, str(stored.dtype), tuple(stored.shape), tensor_checksum(stored))
+        digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
     def _read_block(self, block: TensorBlock) -> Tensor:
         stored = self._slice(block)
         rows = slice(block.rows.start, block.rows.stop)
         if block.columns is None:
-            part: Tensor = stored[rows]
+            values: Tensor = stored[rows]
         else:
-            part = stored[rows, block.columns.start : block.columns.stop]
-        return part
+            values = stored[rows, block.columns.start : block.columns.stop]
+        return values
 
     def _slice(self, block: TensorBlock) -> Any:
         stored = self._file(block.tensor).get_slice(block.tensor)
@@ -146,13 +142,13 @@ class Checkpoint:
 
     def _file(self, tensor: str) -> Any:
         if tensor not in self.files:
-            raise MissingTensorError(f"{self.model_dir}: the weights have no {tensor}")
+            raise MissingTensorError(f"{self.model_dir}: the weight files have no tensor {tensor}")
         return self.files[tensor]
 
 
 @contextmanager
 def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
-    """Opens the weights of a model directory, one file or many.
+    """Open the weights of a model directory, one file or many.
 
     Raises:
         CheckpointError: there are none, or a file is damaged.

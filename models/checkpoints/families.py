@@ -1,11 +1,8 @@
-"""Where Llama, Mistral, Qwen2 and Qwen3 checkpoints keep their tensors.
+"""List where each model family keeps its tensors in a checkpoint.
 
-Where GLM-4 checkpoints (`GlmForCausalLM`) keep their tensors: as Llama, but with the gates and
-ups of the MLP in one tensor.
-
-Where InternLM2 checkpoints keep their tensors.
-
-`wqkv` is grouped by KV head: the query heads that share it, then its key, then its value.
+Llama, Mistral, Qwen2 and Qwen3 share one layout. GLM-4 (`GlmForCausalLM`) differs from it only in
+the MLP, whose gates and ups lie in one tensor. InternLM2 has names of its own and one tensor
+`wqkv`, grouped by KV head: the query heads that share it, then its key, then its value.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from csps.models.network.spec import ModelSpec, TpShard
 
 
 def llama_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
-    """The places of every parameter that a rank with this share needs."""
+    """Return the places of every parameter that a rank with this shard needs."""
     return ModelParameters(
         embedding=whole("model.embed_tokens.weight", spec.vocab, spec.hidden),
         layers=tuple(llama_layer_places(spec, shard, layer) for layer in range(spec.layers)),
@@ -34,7 +31,7 @@ def llama_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
 
 
 def llama_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
-    """The places of one layer's parameters."""
+    """Return the places of one layer's parameters."""
     prefix = f"model.layers.{layer}."
     attention, mlp, hidden = prefix + "self_attn.", prefix + "mlp.", spec.hidden
     query_dims = head_dims(shard.query_heads, spec.head_dim)
@@ -57,7 +54,7 @@ def llama_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerPara
 
 
 def head_dims(heads: range, head_dim: int) -> range:
-    """The rows (or columns) that belong to neighbouring heads."""
+    """Return the rows (or columns) that belong to neighbouring heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
@@ -90,7 +87,7 @@ def _gate_up(
 
 
 def glm_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
-    """The places of every parameter that a rank with this share needs."""
+    """Return the places of every parameter that a rank with this shard needs."""
     layers = tuple(_glm_layer_places(spec, shard, layer) for layer in range(spec.layers))
     return replace(llama_places(spec, shard), layers=layers)
 
@@ -104,7 +101,7 @@ def _glm_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParam
 
 
 def internlm2_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
-    """The places of every parameter that a rank with this share needs."""
+    """Return the places of every parameter that a rank with this shard needs."""
     return ModelParameters(
         embedding=whole("model.tok_embeddings.weight", spec.vocab, spec.hidden),
         layers=tuple(_internlm2_layer_places(spec, shard, layer) for layer in range(spec.layers)),

@@ -1,4 +1,4 @@
-"""From a model directory to a network that can compute."""
+"""Load a network from a model directory."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -6,21 +6,19 @@ from pathlib import Path
 
 import torch
 
-from csps.models.checkpoints import families as glm
-from csps.models.checkpoints import families as internlm2
-from csps.models.checkpoints import families as llama
 from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from csps.models.checkpoints.families import glm_places, internlm2_places, llama_places
 from csps.models.network.network import AllReduce, Network
 from csps.models.network.parameters import ModelParameters, Place
 from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
 
 _PLACES: Mapping[str, Callable[[ModelSpec, TpShard], ModelParameters[Place]]] = {
-    "llama": llama.llama_places,
-    "mistral": llama.llama_places,
-    "qwen2": llama.llama_places,
-    "qwen3": llama.llama_places,
-    "glm": glm.glm_places,
-    "internlm2": internlm2.internlm2_places,
+    "llama": llama_places,
+    "mistral": llama_places,
+    "qwen2": llama_places,
+    "qwen3": llama_places,
+    "glm": glm_places,
+    "internlm2": internlm2_places,
 }
 
 
@@ -33,13 +31,13 @@ def load_network(
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
 ) -> Network:
-    """Loads one tensor-parallel rank's share of a Hugging Face checkpoint, tensor by tensor.
+    """Load one tensor-parallel rank's shard of a Hugging Face checkpoint, tensor by tensor.
 
     Args:
         model_dir: holds config.json and safetensors.
-        dtype: what the weights are converted to while they are read.
+        dtype: the type of the weights in memory; each is converted as it is read.
         all_reduce: sums a tensor over the tensor-parallel group, in place or not, and returns the
-            sum; needed when `tp_size` > 1. A callable, so that this room knows no collectives.
+            sum; needed when `tp_size` > 1. A callable keeps collectives out of this package.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not supported.
@@ -66,9 +64,11 @@ def read_network(
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
 ) -> Network:
-    """`load_network` from a checkpoint that is open already."""
+    """Load a network as `load_network` does, from a checkpoint that is open already."""
     if tp_size > 1 and all_reduce is None:
-        raise ValueError("tensor parallelism needs an all_reduce")
+        raise ValueError(
+            f"read_network: tp_size {tp_size} needs an all_reduce; only tp_size 1 does without"
+        )
     spec = read_spec(checkpoint.model_dir)
     shard = tp_shard_of(spec, tp_rank, tp_size)
     parameters = _PLACES[spec.family](spec, shard).map(
@@ -80,12 +80,13 @@ def read_network(
 def weights_checksum(
     checkpoint: Checkpoint, *, part: int = 0, parts: int = 1, threads: int = 1
 ) -> int:
-    """63 bits that stand for all weights that a network is loaded from, as they are stored.
+    """Return 63 bits that stand for all weights a network is loaded from, as they are stored.
 
-    Of whole stored tensors, so that it does not depend on how a network is cut. The ranks of an
-    instance share the work: the sum of all parts, modulo 2**63, is the whole's checksum.
+    The ranks of an instance divide the work: the sum of all parts, modulo 2**63, is the checksum of
+    the whole.
     """
     spec = read_spec(checkpoint.model_dir)
+    # Whole stored tensors: the sum must not depend on the tensor parallelism of the network.
     places = _PLACES[spec.family](spec, tp_shard_of(spec, 0, 1))
     names = sorted({block.tensor for place in places for block in place})[part::parts]
     with ThreadPoolExecutor(threads) as pool:
@@ -93,14 +94,14 @@ def weights_checksum(
 
 
 def count_parameters(model_dir: Path, *, tp_size: int = 1) -> int:
-    """Parameters that the first of `tp_size` ranks would load; no weight is read.
+    """Count the parameters that the first of `tp_size` ranks would load; read no weight.
 
-    Every tensor is looked up in the headers of the weight files, so whatever `load_network` would
-    find wrong with the checkpoint is found here, in the time that it takes to open the files.
+    Every tensor is looked up in the headers of the weight files. Whatever `load_network` would
+    reject is rejected here as well, in the time that it takes to open the files.
 
     Raises:
         CheckpointError: as `load_network`.
-        ValueError: the model cannot be cut into `tp_size` shares.
+        ValueError: the model cannot be split over `tp_size` ranks.
     """
     spec = read_spec(model_dir)
     places = _PLACES[spec.family](spec, tp_shard_of(spec, 0, tp_size))

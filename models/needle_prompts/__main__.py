@@ -15,7 +15,7 @@ from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, genera
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` instead of the process's own arguments."""
+    """Print a prompt; `argv` replaces the process's own arguments."""
     arguments = _parse(argv)
     prompt = generate(
         NeedleConfig(
@@ -59,7 +59,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _described(prompt: NeedlePrompt) -> dict[str, object]:
-    """A JSON-ready description with the positions of the needles asked for."""
+    """Return a JSON-ready description with the positions of the needles asked for."""
     return {
         "prompt": prompt.text,
         "answer": prompt.answer,

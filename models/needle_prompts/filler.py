@@ -1,12 +1,10 @@
-"""Text in which needles are hidden: generated sentences, or any text cut into sentences.
+"""Generate the text in which needles are hidden: sentences, or any text cut into sentences.
 
-A filler is an endless stream of sentences. A sentence is a list of words that join to its text, and
-begins with the space that parts it from the one before.
+A filler is an endless stream of sentences. A sentence is a list of words that join to its text; it
+begins with the space that separates it from the sentence before.
 
-Kinds of filler by name; those of real text are read from Python itself.
-
-Every Python brings its language reference and its library's sources along, so that real text needs
-no download, and the included model has not been trained on it.
+Real text comes from Python itself: every Python ships its language reference and its library's
+sources, so it needs no download, and the included model was not trained on it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from csps.models.needle_prompts.words import (
 
 Sentence = list[str]
 Filler = Callable[[random.Random], Iterator[Sentence]]
-"""Draws a stream of sentences."""
+"""Function that yields a stream of random sentences."""
 
 _TEMPLATES = (
     "The A N V the N .",
@@ -52,13 +50,13 @@ _TEMPLATES = (
     "When the N V the N , the A N R V it .",
     "The N was A , and the N was A .",
 )
-"""Capitals stand for a word of their class, see `WORD_CLASSES`."""
+"""Sentences in which capitals stand for a word of their class, see `WORD_CLASSES`."""
 
 SHORTEST_SENTENCE = 4
-"""Words."""
+"""Length in words."""
 _PARAGRAPH_PROBABILITY = 1 / 8
 _NAMES_SHARE = 0.4
-"""Of the nouns, in `names`."""
+"""Fraction of the nouns that `names` replaces."""
 _LONGEST_PIECE = 120
 """Characters between two places in a real text where a needle may be put."""
 
@@ -68,10 +66,10 @@ _SHUFFLED: Final = [word for word in vocabulary() if word.startswith(" ")] + lis
 
 
 def filler_sentence(rng: random.Random, *, paragraphs: bool = True) -> Sentence:
-    """One random sentence; now and then it starts a new paragraph if it may."""
+    """Return one random sentence; now and then it starts a new paragraph, if allowed."""
     words: list[str] = []
-    for item in rng.choice(_TEMPLATES).split():
-        word = rng.choice(WORD_CLASSES[item]) if item in WORD_CLASSES else item
+    for symbol in rng.choice(_TEMPLATES).split():
+        word = rng.choice(WORD_CLASSES[symbol]) if symbol in WORD_CLASSES else symbol
         words.append(word if word in ".," else f" {word}")
     if paragraphs and rng.random() < _PARAGRAPH_PROBABILITY:
         words[0:1] = ["\n", words[0].lstrip()]
@@ -79,13 +77,13 @@ def filler_sentence(rng: random.Random, *, paragraphs: bool = True) -> Sentence:
 
 
 def sentences(rng: random.Random) -> Iterator[Sentence]:
-    """English-like sentences that say nothing."""
+    """Yield English-like sentences that say nothing."""
     for number in count_up():
         yield filler_sentence(rng, paragraphs=number > 0)
 
 
 def names(rng: random.Random) -> Iterator[Sentence]:
-    """The same, but about keys and values: *Lisbon* and *falcon* occur in them everywhere."""
+    """Yield `sentences` about keys and values: *Lisbon* and *falcon* occur in them everywhere."""
     for sentence in sentences(rng):
         yield [
             rng.choice(_NAMES) if word in _NOUNS and rng.random() < _NAMES_SHARE else word
@@ -94,14 +92,14 @@ def names(rng: random.Random) -> Iterator[Sentence]:
 
 
 def shuffled(rng: random.Random) -> Iterator[Sentence]:
-    """Random words of the vocabulary, those of needles and questions included."""
+    """Yield random words of the vocabulary, including those of needles and questions."""
     yield [f" {rng.choice(SENTENCE_STARTS)}", *rng.choices(_SHUFFLED, k=10), "."]
     while True:
         yield [*rng.choices(_SHUFFLED, k=rng.randint(SHORTEST_SENTENCE, 20)), "."]
 
 
 def real_text(text: str) -> Filler:
-    """A text from a random place on, and from its beginning when it is over.
+    """Return a filler that starts at a random place of a text and wraps around at its end.
 
     Raises:
         ValueError: it is empty.
@@ -119,7 +117,7 @@ def real_text(text: str) -> Filler:
 
 
 def _pieces(text: str) -> list[str]:
-    """Sentences and paragraphs with the white space before them; long ones in several."""
+    """Return sentences and paragraphs with the white space before them; split long ones."""
     # A piece without space before it, like the text's first, would stick to the needle before it.
     spaced = text if text[:1].isspace() else f"\n{text}"
     found = re.split(r"(?<=[.!?:;])(?=\s)|(?=\n\s*\n)", spaced.rstrip())
@@ -127,7 +125,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _shortened(piece: str) -> list[str]:
-    """Cut before white space, each part at most `_LONGEST_PIECE` long where that can be."""
+    """Split before white space, into parts of at most `_LONGEST_PIECE` where possible."""
     cuts = [0]
     for space in re.finditer(r"(?<=\S)\s", piece):
         if space.start() - cuts[-1] >= _LONGEST_PIECE:
@@ -136,7 +134,7 @@ def _shortened(piece: str) -> list[str]:
 
 
 def _padding_sentence(rng: random.Random, length: int) -> Sentence:
-    """A sentence of exactly ``length`` words: ``The small old … pilot returned .``"""
+    """Return a sentence of exactly ``length`` words: ``The small old … pilot returned .``"""
     adjectives = [f" {rng.choice(ADJECTIVES)}" for _ in range(length - SHORTEST_SENTENCE)]
     verb = rng.choice(("answered", "moved", "remembered", "returned", "studied", "understood"))
     return [" The", *adjectives, f" {rng.choice(NOUNS)}", f" {verb}", "."]
@@ -145,7 +143,7 @@ def _padding_sentence(rng: random.Random, length: int) -> Sentence:
 def filler_sentences(
     rng: random.Random, tokens: int, count: Count | None, filler: Filler = sentences
 ) -> list[Sentence]:
-    """Sentences with ``tokens`` tokens in total: exactly so when words are tokens."""
+    """Return sentences with ``tokens`` tokens in total: exactly so if words are tokens."""
     chosen: list[Sentence] = []
     left = tokens
     stream = filler(rng)
@@ -164,7 +162,7 @@ def filler_sentences(
 
 
 def _beginning(sentence: Sentence, tokens: int, count: Count) -> Sentence:
-    """As many of its words as fit into so many tokens."""
+    """Return as many of a sentence's words as fit into ``tokens`` tokens."""
     return sentence[
         : bisect_right(
             range(1, len(sentence) + 1), tokens, key=lambda words: _size(sentence[:words], count)
@@ -188,7 +186,7 @@ _PROGRAMS = ("argparse", "ast", "datetime", "doctest", "inspect", "ipaddress", "
 
 @cache
 def filler_of(kind: str) -> Filler:
-    """A kind's, or of a text file by its path.
+    """Return the filler of a kind, or of a text file by its path.
 
     Raises:
         OSError: the file cannot be read.
@@ -206,7 +204,7 @@ def filler_of(kind: str) -> Filler:
         case "code":
             return real_text(_library_sources())
         case "bytes":
-            # In letters of which the tokenizer knows none, so that each is two tokens.
+            # The tokenizer has no token for these letters, so each of them becomes two.
             return real_text(_language_reference().translate(CYRILLIC))
         case path:
             return real_text(Path(path).read_text(encoding="utf-8"))

@@ -1,11 +1,9 @@
-"""Needles hidden in filler, at chosen depths.
+"""Hide needles in filler at chosen depths, and ask questions about them.
 
 A needle is a sentence of one fixed form, ``The password of Lisbon is falcon.``: *Lisbon* is its
 key, *falcon* its value.
 
-Questions that ask for needles, and what counts as their answer.
-
-Four kinds (compare NeedleBench and RULER):
+Questions have four kinds (compare NeedleBench and RULER):
 
 ============  ==================================================  ==========================
 kind          question                                            answer
@@ -29,16 +27,16 @@ from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words, s
 
 
 class Fact(NamedTuple):
-    """What is to be hidden, and where."""
+    """A key, its value and the depth at which to hide them."""
 
     key: str
     value: str
     depth: float
-    """0 is the start of the text, 1 its end."""
+    """Depth: 0 is the start of the text, 1 its end."""
 
     @property
     def words(self) -> list[str]:
-        """The sentence that tells it."""
+        """The sentence that states the fact, as words."""
         return [" The", " password", " of", f" {self.key}", " is", f" {self.value}", "."]
 
 
@@ -54,7 +52,7 @@ class Needle:
     """The sentence is ``text[start:end]``, the space before it included."""
     words: tuple[int, int]
     """The sentence is ``words[start:end]``. In generated text these are token positions in the
-    default model's tokenizer, not counting a beginning-of-text token."""
+    default model's tokenizer, without a beginning-of-text token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +61,20 @@ class Haystack:
 
     words: tuple[str, ...]
     needles: tuple[Needle, ...]
-    """In the order in which the facts were given."""
+    """Needles in the order in which the facts were given."""
     tokens: int
     """Length by the count function in use."""
 
     @property
     def text(self) -> str:
-        """What is read."""
+        """The words, joined."""
         return "".join(self.words)
 
 
 def draw_facts(
     rng: random.Random, needles: int, *, depths: Sequence[float] = (), hops: int = 0
 ) -> list[Fact]:
-    """Distinct keys with distinct values; the first ``hops`` facts lead to the ``hops`` next ones.
+    """Draw distinct keys with distinct values; the first ``hops`` facts lead to the next ones.
 
     The first facts lie at the given depths, all others anywhere.
     """
@@ -96,7 +94,7 @@ def build_haystack(
 ) -> Haystack:
     """Hide facts in filler, ``tokens`` tokens in all.
 
-    With a count function, in as many as its counts of the sentences add up to, or a few fewer.
+    With a count function, the length is the sum of its counts of the sentences, or a few fewer.
 
     Raises:
         ValueError: the facts alone are longer.
@@ -146,7 +144,7 @@ Kind = Literal["single", "multi", "multi_key", "two_hop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Order = Literal["first", "last"]
-"""Where a question stands: before its text or behind it."""
+"""Position of a question: before its text or behind it."""
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 PHRASINGS = (
@@ -178,7 +176,7 @@ class Question:
         return self.text + "".join(ANSWER_HEAD)
 
     def around(self, order: Order) -> tuple[str, str]:
-        """What stands before the text and what behind it, in a completion prompt."""
+        """Return the text before the haystack and behind it, in a completion prompt."""
         if order == "first":
             return self.text.lstrip() + "\n", "".join(ANSWER_HEAD)
         return "", self.completion_text
@@ -209,5 +207,5 @@ def ask(haystack: Haystack, kind: Kind, needles: Sequence[int], *, phrasing: int
 
 
 def is_correct(answer: str, reply: str) -> bool:
-    """Whether a reply is the answer: the same words, whatever the spacing around them."""
+    """Return True if a reply is the answer: the same words, whatever the spacing around them."""
     return split_words(answer.strip()) == split_words(reply.strip())

@@ -1,4 +1,4 @@
-"""One prompt, drawn from its configuration alone."""
+"""Generate one prompt from its configuration alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class NeedleConfig:
     needles: int = 4
     """Needles in the haystack: those asked for and the distractors. ``single`` has just one."""
     depth: float | None = None
-    """Where the (first) needle asked for lies: 0 is the start of the text, 1 its end. None: random.
+    """Depth of the (first) needle asked for: 0 is the start of the text, 1 its end, None random.
     All other needles lie at random depths."""
     filler: str = "sentences"
-    """A kind (`filler_kinds`), or the path of a text file."""
+    """Kind (`filler.FILLER_KINDS`), or the path of a text file."""
     order: Order = "last"
-    """Where the question stands: before the text or behind it."""
+    """Position of the question: before the text or behind it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class NeedleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedlePrompt:
-    """A haystack with one question: what is sent to a model, and what it should answer."""
+    """A haystack with one question: the text for a model, and the answer it should give."""
 
     config: NeedleConfig
     haystack: Haystack
@@ -68,13 +68,13 @@ class NeedlePrompt:
 
     @property
     def text(self) -> str:
-        """For /v1/completions."""
+        """Prompt for /v1/completions."""
         before, behind = self.question.around(self.config.order)
         return before + self.haystack.text + behind
 
     @property
     def chat_text(self) -> str:
-        """For the content of a user message in /v1/chat/completions."""
+        """Content of a user message for /v1/chat/completions."""
         before, _ = self.question.around(self.config.order)
         return before + self.haystack.text + ("" if before else self.question.text)
 
@@ -85,12 +85,12 @@ class NeedlePrompt:
 
     @property
     def asked(self) -> tuple[Needle, ...]:
-        """The needles that the answer needs, in the order of the answer."""
+        """Needles that the answer needs, in the order of the answer."""
         return tuple(self.haystack.needles[i] for i in self.question.needles)
 
 
 def generate(config: NeedleConfig, count: Count | None = None) -> NeedlePrompt:
-    """The prompt that a config describes; never longer than asked for.
+    """Generate the prompt that a config describes; never longer than asked for.
 
     Raises:
         OSError: the filler is a file that cannot be read.
@@ -98,14 +98,14 @@ def generate(config: NeedleConfig, count: Count | None = None) -> NeedlePrompt:
     """
     aim = config.length
     while True:
-        prompt = _draw(config, aim, count)
+        prompt = _generate(config, aim, count)
         if prompt.tokens <= config.length:
             return prompt
         # A tokenizer may count more for a text than for its sentences.
         aim -= prompt.tokens - config.length
 
 
-def _draw(config: NeedleConfig, length: int, count: Count | None) -> NeedlePrompt:
+def _generate(config: NeedleConfig, length: int, count: Count | None) -> NeedlePrompt:
     rng = random.Random(repr(config))
     needles = 1 if config.kind == "single" else config.needles
     hops = int(config.kind == "two_hop")
@@ -128,7 +128,7 @@ def _draw(config: NeedleConfig, length: int, count: Count | None) -> NeedlePromp
 
 
 def _bare(facts: Sequence[Fact]) -> Haystack:
-    """A haystack of needles only: enough to phrase a question, and to know its length."""
+    """Return a haystack of needles only: enough to phrase a question, and to know its length."""
     needles = [Needle(**fact._asdict(), chars=(0, 0), words=(0, 0)) for fact in facts]
     return Haystack(words=(), needles=tuple(needles), tokens=0)
 
@@ -136,7 +136,7 @@ def _bare(facts: Sequence[Fact]) -> Haystack:
 def grid(
     base: NeedleConfig, *, lengths: Sequence[int], depths: int, repeats: int
 ) -> Iterator[NeedleConfig]:
-    """Depth x length grid: every length at ``depths`` evenly spread depths, ``repeats`` times each.
+    """Yield a depth x length grid: every length at ``depths`` even depths, ``repeats`` times each.
 
     Seeds count up from the base's, so no two cells share a text.
     """

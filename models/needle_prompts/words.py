@@ -1,9 +1,9 @@
-"""All words of generated text, and how a text is cut into them.
+"""List all words of generated text, and split a text into them.
 
-Keys, values and filler have disjoint lists, so a reader sees at once what is hidden where and a
+Keys, values and filler have disjoint lists, so a reader sees at once what is hidden where, and a
 wrong answer is wrong beyond doubt. A *word* is a word with the space before it, or a punctuation
-mark. Each is exactly one token of the default model's tokenizer, so the length of a text in tokens
-is known without a tokenizer. For another tokenizer, pass its count function.
+mark. Each is exactly one token of the default model's tokenizer, so a text's length in tokens is
+known without a tokenizer. For another tokenizer, pass its count function.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ WORD_CLASSES = {
     "R": ADVERBS,
     "T": TIMES,
 }
-"""Of filler."""
+"""Word classes of filler, by their symbol in a template."""
 
 SENTENCE_STARTS = ("The", "In", "Every", "When", *TIMES)
 """The only words that ever stand at the start of a line."""
@@ -138,17 +138,17 @@ _WORD = re.compile(r" ?[A-Za-z]+|[^A-Za-z]")
 
 
 def split_words(text: str) -> list[str]:
-    """Cut a generated text into its words; every other text into pieces that join to it."""
+    """Split a generated text into its words, and every other text into pieces that join to it."""
     return _WORD.findall(text)
 
 
 def count_words(text: str) -> int:
-    """Tokens of a generated text in the default model's tokenizer."""
+    """Count the tokens of a generated text in the default model's tokenizer."""
     return len(split_words(text))
 
 
 def vocabulary() -> list[str]:
-    """All words of generated text as they occur in it, with the space before them.
+    """Return all words of generated text with the space before them.
 
     Their order is that of the default model's token ids.
     """

@@ -1,12 +1,12 @@
-"""What can be wrong with a model directory.
+"""Read a checkpoint's JSON files with typed values, and define what can be wrong with them.
 
-ValueError
-└── CheckpointError            the directory cannot be served
-    ├── UnsupportedModelError  a well-formed checkpoint of a kind this server does not know
-    └── MissingTensorError     the weights lack a tensor that the architecture needs
-InvalidTextError (ValueError)  text that no tokenizer can take
+    ValueError
+    ├── CheckpointError            the directory cannot be served
+    │   ├── UnsupportedModelError  a well-formed checkpoint of a kind this server does not know
+    │   └── MissingTensorError     the weights lack a tensor that the architecture needs
+    └── InvalidTextError           text that no tokenizer can take
 
-Reading a checkpoint's JSON files: each value typed, each mistake named with file and key.
+Every error names the file and the key.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class InvalidTextError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointJson:
-    """One JSON object out of a model directory. A key that is absent and one that is null are the
-    same, as they are to transformers."""
+    """One JSON object of a model directory. A null value counts as absent, as it does for
+    transformers."""
 
     path: Path
     values: dict[str, Any]
@@ -66,16 +66,16 @@ class CheckpointJson:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty when the key is absent."""
+        """Return a list of strings; empty if the key is absent."""
         value = self.values.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise self._wrong(key, "a list of strings")
         return tuple(value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty when the key is absent."""
+        """Return one token id or a list of them as a tuple; empty if the key is absent."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -83,7 +83,7 @@ class CheckpointJson:
         return tuple(ids)
 
     def object(self, key: str) -> CheckpointJson:
-        """A nested object; empty when the key is absent."""
+        """Return a nested object; empty if the key is absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, "an object")
@@ -105,7 +105,7 @@ class CheckpointJson:
 
 
 def read_json(path: Path) -> CheckpointJson:
-    """Reads a file that has to exist and hold a JSON object.
+    """Read a file that must exist and hold a JSON object.
 
     Raises:
         CheckpointError: there is no such file, or it holds something else.
@@ -122,5 +122,5 @@ def read_json(path: Path) -> CheckpointJson:
 
 
 def read_json_if_present(path: Path) -> CheckpointJson:
-    """Like `read_json`, but a file that does not exist reads as an empty object."""
+    """Read a file as `read_json` does; return an empty object if there is no such file."""
     return read_json(path) if path.exists() else CheckpointJson(path=path, values={})

@@ -1,4 +1,4 @@
-"""The forward pass, without attention: that is the caller's, who decides where keys lie.
+"""Compute the forward pass, except attention: the caller knows where keys lie.
 
     rotary = network.rotary(positions_t)
     x_td = network.embed(token_ids_t)
@@ -7,9 +7,8 @@
         x_td = layer.finish(x_td, attention(q_thd, k_thd, v_thd, ...))
     logits_tv = network.logits(x_td[-1:])
 
-Tensors are plain and inference only: call under `torch.inference_mode()`. Tokens of any number of
-sequences are laid end to end. Long inputs are worked off in blocks of tokens, which keeps the
-temporaries of a block in cache and the memory of a long prefill at its inputs and outputs.
+Call it under `torch.inference_mode()`. Tokens of any number of sequences lie end to end. Blocks of
+tokens keep the temporaries of long inputs small.
 
 Shape suffixes: t tokens, d model or head dim, h heads of this rank, v vocabulary.
 """
@@ -26,12 +25,12 @@ from csps.models.network.rope import Rotary, rotary_at, rotate
 from csps.models.network.spec import ModelSpec, TpShard
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the tensor-parallel group and returns the sum."""
+"""Function that sums a tensor over the tensor-parallel group and returns the sum."""
 
 CPU_BLOCK_TOKENS = 1024
 """Fastest of 256 to 8192 for the MLP on one core, by 20 % over no blocks."""
 GPU_BLOCK_TOKENS = 16_384
-"""A GPU wants large products; the block only bounds memory."""
+"""Large, because a GPU wants large products; the block only bounds memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Layer:
     all_reduce: AllReduce | None
 
     def qkv(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, rotated to their positions.
+        """Compute queries, keys and values of this rank's heads, rotated to their positions.
 
         Args:
             x_td: the residual stream.
@@ -67,14 +66,14 @@ class Layer:
         return q_thd, k_thd, v_thd
 
     def finish(self, x_td: Tensor, attention_thd: Tensor) -> Tensor:
-        """The rest of the layer, from attention's result to the next layer's input."""
+        """Compute the rest of the layer, from attention's result to the next layer's input."""
         return self.mlp(self.attention_output(x_td, attention_thd))
 
     def attention_output(self, x_td: Tensor, attention_thd: Tensor) -> Tensor:
-        """Projects attention's result back and adds the residual; summed over the TP group.
+        """Project attention's result back, add the residual, and sum over the TP group.
 
         Args:
-            attention_thd: of this rank's query heads, in any floating dtype.
+            attention_thd: attention of this rank's query heads, in any floating dtype.
         """
         attended = attention_thd.flatten(1).to(x_td.dtype)
         out_td = torch.empty_like(x_td)
@@ -82,16 +81,16 @@ class Layer:
         return self._reduced(x_td, out_td, self.weights.output_bias)
 
     def keys_and_values(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """`qkv` without queries, for rows whose attention is computed elsewhere."""
+        """Compute `qkv` without queries, for rows whose attention is computed elsewhere."""
         layer = self.of_heads(slice(0, 0), slice(0, len(self.shard.kv_heads)))
         _, k_thd, v_thd = layer.qkv(x_td, rotary)
         return k_thd, v_thd
 
     def of_heads(self, queries: slice, keys: slice) -> "Layer":
-        """This layer's attention with some of its heads, for work that is shared out by heads.
+        """Return this layer's attention with some of its heads, for work divided by heads.
 
-        `qkv` then computes these heads and `output_part` takes them. Their projection is copied,
-        so keep the result for one layer's work and not for the life of the model.
+        `qkv` then computes these heads and `output_part` takes them. The result copies their
+        projection: use it for one layer's work and do not store it.
 
         Args:
             queries, keys: heads of this rank, counted from its first one.
@@ -114,16 +113,17 @@ class Layer:
         )
 
     def output_part(self, attention_thd: Tensor) -> Tensor:
-        """These heads' contribution to the output projection, (t, hidden); see `add_output`."""
+        """Return these heads' contribution to the output projection, (t, hidden); see
+        `add_output`."""
         return F.linear(attention_thd.flatten(1).to(self.weights.output.dtype), self.weights.output)
 
     def add_output(self, x_td: Tensor, sum_td: Tensor) -> Tensor:
-        """Residual and bias on top of the sum of all heads' `output_part`."""
+        """Add residual and bias to the sum of all heads' `output_part`."""
         out_td, bias_d = x_td + sum_td, self.weights.output_bias
         return out_td if bias_d is None else out_td.add_(bias_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
-        """Norm, SwiGLU MLP and residual; summed over the TP group."""
+        """Compute norm, SwiGLU MLP and residual; sum over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
         for block in _blocks(x_td):
             normed_td = rms_norm(x_td[block], weights.mlp_norm, self.spec.rms_eps)
@@ -133,7 +133,7 @@ class Layer:
         return self._reduced(x_td, out_td, weights.down_bias)
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Rows of the fused weight, or entries of its bias."""
+        """Return these heads' rows of the fused weight, or entries of its bias."""
         dim, heads = self.spec.head_dim, len(self.shard.query_heads)
         kv_heads = len(self.shard.kv_heads)
         parts = [(0, queries), (heads, keys), (heads + kv_heads, keys)]
@@ -149,15 +149,15 @@ class Layer:
         return x_thd if weight_d is None else rms_norm(x_thd, weight_d, self.spec.rms_eps)
 
     def _add_product(self, x_td: Tensor, inputs: Tensor, weight: Tensor, out_td: Tensor) -> None:
-        """Writes this rank's part of a row-parallel product; without TP the residual is added
-        by the same call, which saves a pass over memory."""
+        """Write this rank's part of a row-parallel product; without TP, with the residual added."""
         if self.all_reduce is None:
+            # One call for product and residual saves a pass over memory.
             torch.addmm(x_td, inputs, weight.T, out=out_td)
         else:
             torch.mm(inputs, weight.T, out=out_td)
 
     def _reduced(self, x_td: Tensor, out_td: Tensor, bias_d: Tensor | None) -> Tensor:
-        """Sums the parts of the group; residual and bias are added once, after the sum."""
+        """Sum the parts of the group, then add residual and bias once."""
         if self.all_reduce is not None:
             out_td = self.all_reduce(out_td).add_(x_td)
         return out_td if bias_d is None else out_td.add_(bias_d)
@@ -165,7 +165,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """One tensor-parallel rank's share of a model."""
+    """One tensor-parallel rank's shard of a model."""
 
     spec: ModelSpec
     layers: tuple[Layer, ...]
@@ -181,7 +181,7 @@ class Network:
         parameters: ModelParameters[Tensor],
         all_reduce: AllReduce | None = None,
     ) -> "Network":
-        """A network that computes with these parameters."""
+        """Return a network that computes with these parameters."""
         head = parameters.embedding if parameters.head is None else parameters.head
         return cls(
             spec=spec,
@@ -195,33 +195,30 @@ class Network:
         )
 
     def rotary(self, positions_t: Tensor) -> Rotary:
-        """The rotation of tokens at these positions, for all layers of one forward pass."""
+        """Return the rotation of tokens at these positions, for all layers of one forward pass."""
         return rotary_at(self.spec.rope, positions_t, self.embedding_vd.dtype)
 
     def embed(self, token_ids_t: Tensor) -> Tensor:
-        """The residual stream before the first layer, (t, hidden)."""
+        """Return the residual stream before the first layer, (t, hidden)."""
         return F.embedding(token_ids_t, self.embedding_vd)
 
     def logits(self, x_td: Tensor) -> Tensor:
-        """Final norm and head: fp32 logits over the whole vocabulary, on every rank."""
+        """Apply final norm and head: fp32 logits over the whole vocabulary, on every rank."""
         normed_td = rms_norm(x_td, self.norm_d, self.spec.rms_eps)
         return F.linear(normed_td, self.head_vd).float()
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim, computed in fp32.
-
-    On CPU in fp32 the mean is taken by a vector norm, which needs no square of `x` in memory:
-    half the time of `F.rms_norm` there.
-    """
+    """Apply a root-mean-square norm over the last dim, computed in fp32."""
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return F.rms_norm(x, weight_d.shape, weight_d, eps)
+    # The vector norm needs no square of `x` in memory: half the time of `F.rms_norm` on a CPU.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale: Tensor = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight_d)
 
 
 def _blocks(x_td: Tensor) -> Iterator[slice]:
-    """Slices that cut the tokens into blocks for one product."""
+    """Yield slices that divide the tokens into blocks for one product."""
     size = CPU_BLOCK_TOKENS if x_td.device.type == "cpu" else GPU_BLOCK_TOKENS
     return (slice(start, start + size) for start in range(0, x_td.shape[0], size))

@@ -1,7 +1,7 @@
-"""The list of a network's parameters, kept once: first as places in a checkpoint, then as tensors.
+"""List a network's parameters once, for places in a checkpoint and for tensors alike.
 
-A family (`families/`) fills it with `Place`s, the loader turns each into a tensor, and the
-network computes with the result. None of the three has a list of its own.
+A family (`checkpoints/families.py`) fills the list with `Place`s, the loader turns each into a
+tensor, and the network computes with the result.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ class TensorBlock:
 
     tensor: str
     shape: tuple[int, ...]
-    """What the whole stored tensor has to measure."""
+    """Shape that the whole stored tensor must have."""
     rows: range
     columns: range | None = None
 
 
 Place = tuple[TensorBlock, ...]
-"""Where a parameter lies: blocks to be stacked by rows."""
+"""Location of a parameter: blocks to be stacked by rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class LayerParameters(Generic[T]):
     key_norm: T | None = None
 
     def map(self, convert: Callable[[T], U]) -> "LayerParameters[U]":
-        """The same list with each entry converted."""
+        """Return the same list with each entry converted."""
         entries: dict[str, T | None] = {f.name: getattr(self, f.name) for f in fields(self)}
         converted: dict[str, Any] = {
             name: None if entry is None else convert(entry) for name, entry in entries.items()
@@ -55,7 +55,7 @@ class LayerParameters(Generic[T]):
         return LayerParameters(**converted)
 
     def __iter__(self) -> Iterator[T]:
-        """The entries that there are."""
+        """Return an iterator over the entries that are not None."""
         entries: list[T | None] = [getattr(self, f.name) for f in fields(self)]
         return (entry for entry in entries if entry is not None)
 
@@ -71,7 +71,7 @@ class ModelParameters(Generic[T]):
     """None where the head is the embedding."""
 
     def map(self, convert: Callable[[T], U]) -> "ModelParameters[U]":
-        """The same list with each entry converted, in the order of the network."""
+        """Return the same list with each entry converted, in the order of the network."""
         return ModelParameters(
             embedding=convert(self.embedding),
             layers=tuple(layer.map(convert) for layer in self.layers),
@@ -80,7 +80,7 @@ class ModelParameters(Generic[T]):
         )
 
     def __iter__(self) -> Iterator[T]:
-        """All entries; a head that is the embedding counts once."""
+        """Yield all entries; a head that is the embedding counts once."""
         yield self.embedding
         for layer in self.layers:
             yield from layer
@@ -90,17 +90,17 @@ class ModelParameters(Generic[T]):
 
 
 def whole(tensor: str, *shape: int) -> Place:
-    """All of a stored tensor."""
+    """Return all of a stored tensor."""
     return (_block(tensor, shape, range(shape[0])),)
 
 
 def rows(tensor: str, shape: tuple[int, ...], wanted: range) -> Place:
-    """Some rows of a stored matrix, or some entries of a vector."""
+    """Return some rows of a stored matrix, or some entries of a vector."""
     return (_block(tensor, shape, wanted),)
 
 
 def columns(tensor: str, shape: tuple[int, int], wanted: range) -> Place:
-    """Some columns of a stored matrix."""
+    """Return some columns of a stored matrix."""
     return (TensorBlock(tensor=tensor, shape=shape, rows=range(shape[0]), columns=wanted),)
 
 

@@ -1,12 +1,10 @@
-"""Rotary position embedding (RoPE) at true positions.
+"""Apply rotary position embedding (RoPE) at true positions, and read it from a configuration.
+
+Supported scalings are those of the supported families: default, linear, dynamic NTK, YaRN and Llama
+3. transformers 5 writes one object, `rope_parameters`; older checkpoints have `rope_theta`,
+`partial_rotary_factor` and an object `rope_scaling` whose type may be called `type`.
 
 Shape suffixes: t tokens, h heads, d head dim, r half of the rotated dims.
-
-RoPE frequencies out of a checkpoint's configuration, for every scaling type that the
-supported families use: default, linear, dynamic NTK, YaRN and Llama 3.
-
-transformers 5 writes one object, `rope_parameters`; older checkpoints have `rope_theta`,
-`partial_rotary_factor` and an object `rope_scaling` whose type may be called `type`.
 """
 
 from __future__ import annotations
@@ -27,29 +25,30 @@ from csps.models.network.checkpoint_json import (
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """How a model rotates its queries and keys, with any scaling of its frequencies worked out."""
+    """Rotation of a model's queries and keys, with any scaling of its frequencies worked out."""
 
     inverse_frequencies: tuple[float, ...]
-    """Radians per position, one for each pair of rotated dims: the leading ones of each head. The
-    rest pass unchanged."""
+    """Radians per position, for each pair of rotated dims. These are the leading dims of each head;
+    the rest pass unchanged."""
 
     amplitude: float = 1.0
     """Factor on cos and sin: YaRN's attention temperature."""
 
     interleaved: bool = False
-    """Pairs are (0, 1), (2, 3), ... as in GLM; else (0, r), (1, r + 1), ... as in Llama."""
+    """True if pairs are (0, 1), (2, 3), ... as in GLM; else they are (0, r), (1, r + 1), ... as in
+    Llama."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotation of each token of one forward pass, computed once and used by every layer."""
+    """Rotation of each token of one forward pass, computed once and used by every layer."""
 
     cos_t1r: Tensor
     sin_t1r: Tensor
     interleaved: bool
 
     def __getitem__(self, tokens: slice) -> Rotary:
-        """The rotation of some of the tokens."""
+        """Return the rotation of some of the tokens."""
         return Rotary(
             cos_t1r=self.cos_t1r[tokens],
             sin_t1r=self.sin_t1r[tokens],
@@ -58,10 +57,8 @@ class Rotary:
 
 
 def rotary_at(spec: RopeSpec, positions_t: Tensor, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines for tokens at `positions_t` (t,), on its device, as `dtype`.
-
-    Angles are fp32 whatever the dtype: bf16 cannot tell position 300 from 301.
-    """
+    """Compute cosines and sines for tokens at `positions_t` (t,), on its device, as `dtype`."""
+    # Angles are fp32 whatever the dtype: bf16 cannot tell position 300 from 301.
     frequencies_r = torch.tensor(spec.inverse_frequencies, device=positions_t.device)
     angles_t1r = (positions_t.float()[:, None] * frequencies_r)[:, None, :]
     return Rotary(
@@ -72,11 +69,9 @@ def rotary_at(spec: RopeSpec, positions_t: Tensor, dtype: torch.dtype) -> Rotary
 
 
 def rotate(x_thd: Tensor, rotary: Rotary, out_thd: Tensor) -> None:
-    """Writes `x_thd`, rotated, to `out_thd` of the same shape; the two may not overlap.
-
-    Out of place because x is a strided slice of the fused QKV product and has to be made
-    contiguous anyway: the rotation then costs no pass of its own.
-    """
+    """Write `x_thd`, rotated, to `out_thd` of the same shape; the two may not overlap."""
+    # Out of place, because x is a strided slice of the fused QKV product and must become contiguous
+    # anyway: the rotation costs no pass of its own.
     rotated = 2 * rotary.cos_t1r.shape[-1]
     x1_thr, x2_thr = _pairs(x_thd[..., :rotated], rotary.interleaved)
     out1_thr, out2_thr = _pairs(out_thd[..., :rotated], rotary.interleaved)
@@ -86,7 +81,7 @@ def rotate(x_thd: Tensor, rotary: Rotary, out_thd: Tensor) -> None:
 
 
 def _pairs(x_thd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second dim of each rotated pair."""
+    """Return views of the first and of the second dim of each rotated pair."""
     if interleaved:
         return x_thd[..., 0::2], x_thd[..., 1::2]
     first, second = x_thd.chunk(2, dim=-1)
@@ -95,7 +90,7 @@ def _pairs(x_thd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSource:
-    """What config.json says about RoPE, old and new style brought together."""
+    """RoPE parameters of config.json, old and new style brought together."""
 
     parameters: CheckpointJson
     theta: float
@@ -103,7 +98,7 @@ class RopeSource:
     """Rotated dims of a head."""
     max_positions: int
     original_positions: int
-    """Context the model was trained on before its frequencies were scaled."""
+    """Context that the model was trained on before its frequencies were scaled."""
 
 
 def read_rope(
@@ -114,10 +109,10 @@ def read_rope(
     partial: float = 1.0,
     interleaved: bool = False,
 ) -> RopeSpec:
-    """The rotation that `config` describes.
+    """Return the rotation that `config` describes.
 
     Args:
-        partial: the family's share of rotated dims where config.json does not say.
+        partial: the family's fraction of rotated dims if config.json gives none.
 
     Raises:
         UnsupportedModelError: a rope type not listed above.
@@ -139,15 +134,15 @@ def read_rope(
 
 
 def scaled_max_positions(config: CheckpointJson, max_positions: int) -> int:
-    """The context that config.json promises.
+    """Return the context in tokens that config.json promises.
 
-    YaRN checkpoints such as Qwen2.5 keep the unscaled context in `max_position_embeddings`; for
-    the other types that figure is the context itself. Dynamic NTK could go beyond it, but its
-    frequencies then depend on the length of the sequence, and keys already cached would have to
-    be rotated anew with each token: within `max_position_embeddings` it changes nothing.
+    YaRN checkpoints such as Qwen2.5 give the unscaled context in `max_position_embeddings`; for the
+    other types that figure is the context itself.
     """
     parameters = _parameters(config)
     if _rope_type(parameters) != "yarn":
+        # Dynamic NTK could go beyond it, but its frequencies then depend on the length of the
+        # sequence: cached keys would have to be rotated anew with each token.
         return max_positions
     original = _original_positions(config, parameters, max_positions)
     return max(max_positions, int(original * parameters.number("factor", 1.0)))
@@ -185,7 +180,8 @@ def _source(
 
 
 def _original_positions(config: CheckpointJson, parameters: CheckpointJson, default: int) -> int:
-    """The field beside the RoPE parameters wins over the one inside, as in transformers."""
+    """Return the original context; the field beside the RoPE parameters wins, as in
+    transformers."""
     key = "original_max_position_embeddings"
     return config.integer(key, parameters.integer(key, default))
 
@@ -200,29 +196,29 @@ def _default(source: RopeSource) -> tuple[Tensor, float]:
 
 
 def _linear(source: RopeSource) -> tuple[Tensor, float]:
-    """Position interpolation: all positions divided by the factor (arXiv 2306.15595)."""
+    """Divide all positions by the factor: position interpolation (arXiv 2306.15595)."""
     return _unscaled(source) / source.parameters.number("factor"), 1.0
 
 
 def _dynamic(source: RopeSource) -> tuple[Tensor, float]:
-    """Dynamic NTK, inside the context of `max_positions`, where it is the identity."""
+    """Return unscaled frequencies: dynamic NTK is the identity inside `max_positions`."""
     return _unscaled(source), 1.0
 
 
 def _llama3(source: RopeSource) -> tuple[Tensor, float]:
-    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long waves by the factor, keep short ones and blend those between (Llama 3.1)."""
     parameters = source.parameters
     factor = parameters.number("factor")
     low = parameters.number("low_freq_factor")
     high = parameters.number("high_freq_factor")
     frequencies_r = _unscaled(source)
     turns_r = source.original_positions * frequencies_r / (2 * math.pi)
-    kept_r = ((turns_r - low) / (high - low)).clamp(0, 1)
-    return (1 - kept_r) * frequencies_r / factor + kept_r * frequencies_r, 1.0
+    unscaled_r = ((turns_r - low) / (high - low)).clamp(0, 1)
+    return (1 - unscaled_r) * frequencies_r / factor + unscaled_r * frequencies_r, 1.0
 
 
 def _yarn(source: RopeSource) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): NTK by parts, and a temperature on the attention logits."""
+    """Scale frequencies by YaRN (arXiv 2309.00071): NTK by parts and an attention temperature."""
     factor = source.parameters.number("factor", source.max_positions / source.original_positions)
     low, high = _yarn_blended_dims(source)
     ramp_r = ((torch.arange(source.dims // 2) - low) / (high - low)).clamp(0, 1)
@@ -232,7 +228,7 @@ def _yarn(source: RopeSource) -> tuple[Tensor, float]:
 
 
 def _yarn_blended_dims(source: RopeSource) -> tuple[float, float]:
-    """The pairs between which YaRN blends from kept to interpolated frequencies.
+    """Return the pairs between which YaRN blends from unscaled to interpolated frequencies.
 
     Both beta_fast and beta_slow count turns over the original context.
     """

@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says, in terms that no architecture owns.
+"""Read a checkpoint's config.json into a `ModelSpec`, which no architecture owns.
 
-Everything above `models/` works on a `ModelSpec`; the families' names for things end here and in
-`families/`, which knows where each one keeps its tensors.
+Everything above `models/` works on a `ModelSpec`. Only this file and `checkpoints/families.py` know
+the names that a model family uses.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +36,12 @@ class ModelSpec:
     rms_eps: float
     rope: RopeSpec
     tie_embeddings: bool
-    """The output head is the embedding matrix."""
+    """True if the output head is the embedding matrix."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Queries and keys are normalised head by head before the rotation."""
+    """True if queries and keys are normalized head by head before the rotation."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer, generation_config.json's before config.json's."""
@@ -64,7 +64,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TpShard:
-    """What one tensor-parallel rank owns of each layer."""
+    """Heads and MLP columns of each layer that one tensor-parallel rank owns."""
 
     query_heads: range
     kv_heads: range
@@ -72,23 +72,23 @@ class TpShard:
 
 
 def query_head_range(spec: ModelSpec, tp_rank: int, tp_size: int) -> range:
-    """The query heads of one tensor-parallel rank."""
+    """Return the query heads of one tensor-parallel rank."""
     _check_tp(spec, tp_rank, tp_size)
     local = spec.heads // tp_size
     return range(tp_rank * local, (tp_rank + 1) * local)
 
 
 def kv_head_range(spec: ModelSpec, tp_rank: int, tp_size: int) -> range:
-    """The KV heads that the query heads of one tensor-parallel rank read.
+    """Return the KV heads that the query heads of one tensor-parallel rank read.
 
-    Where there are more ranks than KV heads, neighbouring ranks hold the same one.
+    If there are more ranks than KV heads, neighboring ranks own the same one.
     """
     queries, group = query_head_range(spec, tp_rank, tp_size), spec.heads // spec.kv_heads
     return range(queries[0] // group, queries[-1] // group + 1)
 
 
 def tp_shard_of(spec: ModelSpec, tp_rank: int, tp_size: int) -> TpShard:
-    """Everything that one tensor-parallel rank owns."""
+    """Return everything that one tensor-parallel rank owns."""
     width = spec.intermediate
     return TpShard(
         query_heads=query_head_range(spec, tp_rank, tp_size),
@@ -98,7 +98,8 @@ def tp_shard_of(spec: ModelSpec, tp_rank: int, tp_size: int) -> TpShard:
 
 
 def _check_tp(spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
-    """Uneven shards are refused: ranks of a group would then differ in the size of their KV."""
+    """Raise ValueError if the shards are uneven or the rank is not in the group."""
+    # With uneven shards the ranks of a group would differ in the size of their KV.
     whole_groups = tp_size >= 1 and spec.kv_heads % tp_size == 0
     whole_heads = tp_size >= 1 and tp_size % spec.kv_heads == 0 and spec.heads % tp_size == 0
     if not (whole_groups or whole_heads):
@@ -116,7 +117,7 @@ def _check_tp(spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
-    """Reads config.json, and generation_config.json where there is one.
+    """Read config.json, and generation_config.json if there is one.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of one, that is not supported.
@@ -132,7 +133,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: generation_config.json's, else config.json's."""
+    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
         if token_ids := read_json_if_present(model_dir / name).token_ids("eos_token_id"):
             return token_ids
@@ -216,7 +217,7 @@ def _spec(
     partial_rotary: float = 1.0,
     interleaved_rotary: bool = False,
 ) -> ModelSpec:
-    """What all families spell alike; the defaults are those of their transformers classes."""
+    """Return a spec from the keys that all families share; defaults are those of transformers."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", default_head_dim or hidden // max(heads, 1))
     positions = config.integer("max_position_embeddings", default_positions)
@@ -250,7 +251,7 @@ def _spec(
 
 
 def _refuse_sliding_layers(config: CheckpointJson) -> None:
-    """Qwen names a window that only some layers use, and mostly none."""
+    """Raise if any layer uses the sliding window; Qwen names one that mostly no layer uses."""
     no_window = config.values.get("sliding_window", 4096) is None
     if no_window or not config.flag("use_sliding_window", False):
         return

@@ -1,7 +1,7 @@
-"""Chat messages to a prompt, by the Jinja template that comes with a checkpoint.
+"""Render chat messages to a prompt with the Jinja template of a checkpoint.
 
-Templates are programs by whoever made the checkpoint: they run in Jinja's immutable sandbox, in
-the environment that transformers' `apply_chat_template` gives them.
+A template is a program by whoever made the checkpoint. It runs in Jinja's immutable sandbox, in the
+environment that transformers' `apply_chat_template` gives it.
 """
 
 import json
@@ -47,13 +47,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation, special tokens included.
+        """Render the prompt of a conversation, special tokens included.
 
         Args:
             messages: `role`, `content` and whatever else the template reads, as JSON data; keys
                 that are None count as absent.
             add_generation_prompt: ends with the start of the assistant's answer.
-            variables: more for the template, such as `enable_thinking`.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             InvalidTextError: the template refuses the messages, or fails on them.
@@ -65,11 +65,12 @@ class ChatTemplate:
                 **values, tools=tools, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise InvalidTextError(f"the chat template refuses the messages: {error}") from error
+            raise InvalidTextError(f"the chat template rejects the messages: {error}") from error
 
 
 def read_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """The checkpoint's template (chat_template.jinja before tokenizer_config.json), if any."""
+    """Return the checkpoint's template, or None; chat_template.jinja wins over the
+    configuration."""
     file = model_dir / "chat_template.jinja"
     if file.exists():
         source: str | None = file.read_text(encoding="utf-8")
@@ -79,7 +80,7 @@ def read_chat_template(model_dir: Path) -> ChatTemplate | None:
 
 
 def _configured_template(config: CheckpointJson) -> str | None:
-    """One template, or the one called `default` of a list of named ones."""
+    """Return the only template, or the one called `default` in a list of named ones."""
     templates = config.values.get("chat_template")
     if isinstance(templates, list):
         named = {entry.get("name"): entry.get("template") for entry in templates}
@@ -117,7 +118,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    """Return JSON as it is; Jinja's own filter escapes HTML, which a prompt must not contain."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

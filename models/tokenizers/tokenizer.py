@@ -1,15 +1,11 @@
-"""The bytes that an entry of a vocabulary stands for.
+"""Turn text into tokens and back, by a checkpoint's tokenizer.json.
 
-Decoding the token alone does not tell: a token that holds a part of a character decodes to U+FFFD,
-and decoders of SentencePiece's kind drop the space before a text, so that `▁the` and `the` become
-the same. The entry has it all, in one of two spellings.
-
-Byte-level BPE (GPT-2, Llama 3, Qwen, GLM-4) writes every byte as a printable character.
-SentencePiece (Llama 2, Mistral, InternLM2) writes text, with `▁` for a space, and has the entries
-`<0x00>` to `<0xFF>` for the bytes of what has no entry of its own. A tokenizer's decoder says which
-of them it undoes.
-
-Text to tokens and back, on a checkpoint's tokenizer.json.
+Decoding one token alone loses information: a token that holds a part of a character decodes to
+U+FFFD, and decoders of SentencePiece's kind drop the space before a text, so `▁the` and `the`
+become the same. The entry of the vocabulary has it all, in one of two spellings. Byte-level BPE
+(GPT-2, Llama 3, Qwen, GLM-4) writes every byte as a printable character. SentencePiece (Llama 2,
+Mistral, InternLM2) writes text with `▁` for a space, and `<0x00>` to `<0xFF>` for bytes without an
+entry. A tokenizer's decoder says which of the two it undoes.
 """
 
 from __future__ import annotations
@@ -35,11 +31,11 @@ EntryBytes = Callable[[str], bytes]
 
 _BYTE_ENTRY = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CHANGES_NO_TOKEN_ALONE = frozenset({"Fuse", "Strip"})
-"""They work on the text as a whole: `Strip` takes the space of its first token away."""
+"""Decoder steps that work on the text as a whole: `Strip` drops the space of its first token."""
 
 
 def entry_bytes(backend: Backend) -> EntryBytes | None:
-    """Reads the entries of a tokenizer's vocabulary; None if it spells them in neither way."""
+    """Return a reader of a vocabulary's entries; None if it spells them in neither way."""
     if backend.decoder is None:
         return None
     replaced: list[tuple[str, str]] = []
@@ -61,8 +57,8 @@ def entry_bytes(backend: Backend) -> EntryBytes | None:
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if decoder["type"] == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _steps(part)
+        for step in decoder["decoders"]:
+            yield from _steps(step)
     else:
         yield decoder
 
@@ -86,7 +82,7 @@ def _from_byte_level(entry: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 characters are their own bytes, the others follow from U+0100."""
+    """Return GPT-2's byte alphabet: printable Latin-1 is itself, other bytes follow from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(0x100) if byte not in printable)
     own = {chr(byte): byte for byte in printable}
@@ -97,7 +93,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 _REPLACEMENT = "\ufffd"
-"""What bytes that are no UTF-8 decode to, among them the first bytes of a longer character."""
+"""Character that invalid UTF-8 decodes to, such as the first bytes of a longer character."""
 
 _CONTEXT_TOKENS = 8
 """Tokens that a detokenizer looks back, at least."""
@@ -120,12 +116,11 @@ class Tokenizer:
 
     @property
     def highest_id(self) -> int:
-        """The largest id that `encode` may return; ids may have gaps. Looks at the whole
-        vocabulary."""
+        """Largest id that `encode` may return; ids may have gaps. Reads the whole vocabulary."""
         return max(self._backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a text.
+        """Tokenize a text.
 
         Args:
             add_special_tokens: puts the beginning-of-sequence token and the like around it;
@@ -141,14 +136,14 @@ class Tokenizer:
         return encoded.ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of some tokens; bytes that are not UTF-8 come out as U+FFFD."""
+        """Return the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for: joined, those of an answer are its text in UTF-8.
+        """Return the bytes of one token; joined, the tokens of an answer give its text in UTF-8.
 
-        Two kinds of tokens differ: special ones are not hidden, and one at the beginning keeps its
-        space where the decoder takes it away from a text. Empty for ids without an entry.
+        Two kinds of tokens differ: special ones are not hidden, and one at the beginning keeps the
+        space that the decoder drops. Empty for ids without an entry.
         """
         entry = self._backend.id_to_token(token_id)
         if entry is None:
@@ -158,7 +153,7 @@ class Tokenizer:
         return self._entry_bytes(entry)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A decoder for one answer that arrives token by token."""
+        """Return a decoder for an answer that arrives token by token."""
         return Detokenizer(tokenizer=self, skip_special_tokens=skip_special_tokens)
 
     def _read_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
@@ -170,10 +165,10 @@ class Tokenizer:
 
 @dataclass(kw_only=True)
 class Detokenizer:
-    """Turns one answer's tokens into text as they come, never in the middle of a character.
+    """Decoder that turns an answer's tokens into text, never in the middle of a character.
 
-    What `push` and `flush` return, joined, is the answer. It is what `decode` makes of all tokens
-    at once, except that a byte-fallback tokenizer garbles characters next to invalid bytes there.
+    What `push` and `flush` return, joined, is the answer. It equals `decode` of all tokens, except
+    that a byte-fallback tokenizer garbles characters next to invalid bytes there.
     """
 
     tokenizer: Tokenizer
@@ -186,7 +181,7 @@ class Detokenizer:
     """Tokens of the window after which no character was unfinished."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; empty in the middle of a character."""
+        """Add a token; return the text that it completes, empty in the middle of a character."""
         self._window.append(token_id)
         text = self._decode()
         # All of them wait, not the last few: one byte too many turns a whole run of byte tokens,
@@ -201,13 +196,13 @@ class Detokenizer:
         return fresh
 
     def flush(self) -> str:
-        """What is left at the end of the answer: a character that was never finished."""
+        """Return the rest at the end of the answer: a character that was never finished."""
         rest = self._decode()[self._returned :]
         self._window, self._returned, self._boundary = [], 0, 0
         return rest
 
     def _trim(self, waiting: int) -> None:
-        """Keeps the window short. It has to begin with a whole character, for the same reason."""
+        """Shorten the window, which must begin with a whole character."""
         if waiting == 0 and len(self._window) - self._boundary >= _CONTEXT_TOKENS:
             self._window = self._window[self._boundary :]
             self._returned = len(self._decode())
@@ -222,7 +217,7 @@ class Detokenizer:
 
 
 def special_tokens(model_dir: Path) -> dict[str, str]:
-    """Named special tokens (`bos_token`, `eos_token`, ...) that the checkpoint sets."""
+    """Return the named special tokens (`bos_token`, `eos_token`, ...) that the checkpoint sets."""
     texts: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         values = read_json_if_present(model_dir / name).values

@@ -1,12 +1,9 @@
-"""The configuration of communication-efficient sparse attention (CSPS §3.2.4-3.2.6).
+"""Communication-efficient sparse attention: its plan and its settings (CSPS §3.2.4-3.2.6).
 
-N_v levels, drop ratios p_{l,h,v} and micro-partitions M_{l,v}, with what the paper leaves open:
-which reading of the levels, who judges importance, and what is never dropped.
-
-Sparse attention as a request asks for it, before it is known where it runs.
-
-Which instances a request runs on is the policy's decision; levels and micro-partitions are made
-for that very group when its step is launched.
+A `CsaPlan` has N_v levels, drop ratios p_{l,h,v} and micro-partitions M_{l,v}, and the options that
+the paper leaves open: how levels are read, what scores importance, and what is never dropped.
+`CsaSettings` is the same as a request asks for it, before its group is known. The policy chooses
+the instances; levels and micro-partitions are made for that group when the step is launched.
 """
 
 from __future__ import annotations
@@ -21,52 +18,51 @@ from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import MAX_LEVELS, Segments, Topology
 
 ALL_QUERIES = 0
-"""Value of `CsaPlan.importance_window`."""
+"""Value of `CsaPlan.importance_window` that scores by all queries."""
 
 Ratios = tuple[tuple[float, ...], ...]
-"""Drop ratios of levels 2, 3, …; of each one for all KV heads, or one per KV head."""
+"""Drop ratios of levels 2, 3, …; for each level one for all KV heads, or one per KV head."""
 
+T = TypeVar("T")
 
 _LARGEST = math.nextafter(1.0, 0.0)
 
 
 def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
-    """Ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
-
-    The paper prints 1-p = (1-p')/2^n, which would keep more of what is farther away; its text
-    wants the opposite. A ratio of 0 drops nothing at any level: it asks for exact attention, and
-    not for half of level 3.
+    """Return ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
 
     Args:
-        drop_ratio: of level 2, for all KV heads or of each one.
+        drop_ratio: ratio of level 2, for all KV heads or for each one.
     """
+    # The paper prints 1-p = (1-p')/2^n, which keeps more of what is farther away; its text wants
+    # the opposite. A ratio of 0 asks for exact attention, so it drops nothing at any level.
     by_head = drop_ratio if isinstance(drop_ratio, Sequence) else (drop_ratio,)
     for ratio in by_head:
         _check_ratio(ratio)
     return tuple(
-        # Of the largest ratios the halves round up to 1, which would keep nothing.
+        # Halving the largest ratios would round to 1, which keeps nothing.
         tuple(min(1.0 - (1.0 - ratio) / 2**n, _LARGEST) if ratio else 0.0 for ratio in by_head)
         for n in range(levels - 1)
     )
 
 
 def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:
-    """How many of an SPT's tokens a level keeps, of which `always` are never dropped."""
-    # ceil with a grain of tolerance: 1 - 0.9 is a little more than a tenth.
+    """Return how many of an SPT's tokens a level keeps, of which `always` are never dropped."""
+    # The tolerance is needed because 1 - 0.9 is a little more than a tenth.
     return max(always, math.ceil((1.0 - drop_ratio) * tokens - 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Similar layers share ratios and micro-partitions (CSPS App. B)."""
+    """Similar layers that share ratios and micro-partitions (CSPS App. B)."""
 
     first: int
     stop: int
-    """Layers [first, stop)."""
+    """First layer after the group, which is layers [first, stop)."""
     drop_ratios: Ratios = ()
-    """Empty drops nothing."""
+    """Drop ratios by level; empty drops nothing."""
     micro_partitions: tuple[int, ...] = ()
-    """M of levels 1, 2, …; empty is 1 everywhere."""
+    """M of levels 1, 2, …; empty means 1 everywhere."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.stop:
@@ -74,7 +70,8 @@ class LayerGroup:
         for ratios in self.drop_ratios:
             if not ratios:
                 raise ConfigError(
-                    "drop_ratios of a level: one for all KV heads, or one per KV head"
+                    "a level has no drop_ratios; allowed are one for all KV heads, or one per KV "
+                    "head"
                 )
             for ratio in ratios:
                 _check_ratio(ratio)
@@ -94,54 +91,62 @@ class LayerGroup:
             )
 
     def drop_ratio(self, level: int, kv_head: int) -> float:
-        """p of a level, counted from 1, and a KV head of the whole model."""
+        """Return p of a level, counted from 1, and a KV head of the whole model."""
         if level == 1 or not self.drop_ratios:
             return 0.0
         return _of_head(self.drop_ratios[level - 2], kv_head)
 
     def micro(self, level: int) -> int:
-        """M of a level, counted from 1."""
+        """Return M of a level, counted from 1."""
         return self.micro_partitions[level - 1] if self.micro_partitions else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CsaPlan:
-    """How one job's layers attend, for a group whose members stand at `locations`.
+    """Sparse attention of one step's layers, for a group whose members are at `locations`.
 
     Raises:
-        ConfigError: locations out of order or named twice, more levels than they tell apart,
+        ConfigError: locations out of order or named twice, more levels than they distinguish,
             ratios outside [0, 1), layer groups that overlap, or numbers for other than `levels`.
     """
 
     locations: tuple[str, ...]
     """Rack-Server-GPU id of each member of the group, in the group's order, ascending."""
     levels: int
-    """N_v, from 1 to what the locations tell apart (`Topology.levels`)."""
+    """N_v, from 1 to what the locations distinguish (`Topology.levels`)."""
     layer_groups: tuple[LayerGroup, ...] = ()
-    """Ascending; layers of no group drop nothing and are not cut. The first and the last layer
-    never drop, whatever their group says."""
+    """Layer groups, ascending; layers outside drop nothing and are not cut. The first and the
+    last layer never drop, whatever their group says."""
     nested: bool = False
-    """The paper's letter: a level sees its whole segment, near tokens count once per level. The
-    default sees at each level only what no lower level sees, which is exact at ratio 0."""
+    """Levels as the paper's formula has them: a level attends to its whole segment, so near
+    tokens count once per level. The default attends at each level only to what no lower level
+    has, which is exact at ratio 0."""
     drop_queries: bool = True
-    """A dropped token's query is dropped with its key and value; False drops the latter only."""
+    """True if a dropped token's query is dropped with its key and value; False drops only the
+    latter."""
     importance_window: int = 64
-    """Importance is judged by so many of the prompt's last queries; 0 is by all queries."""
+    """Number of the prompt's last queries that score importance; 0 means all queries."""
     importance_layer: Literal["previous", "same"] = "previous"
-    """Whose attention tells what a layer drops. The previous one's is known before the layer
-    begins, but a head of it may look for other things. The same one's is certain, and costs a
-    round of small messages before the first all-to-all; only a window can judge it."""
+    """Layer whose attention decides what a layer drops.
+
+    The previous layer's is known before the layer begins, but its heads may look for other tokens.
+    The same layer's is accurate, but costs a round of small messages before the first all-to-all,
+    and requires a window.
+    """
     sinks: int = 4
-    """First tokens of a prompt that are never dropped."""
+    """Number of first tokens of a prompt that are never dropped."""
     tail: int = 64
-    """Last tokens of a prompt that are never dropped."""
+    """Number of last tokens of a prompt that are never dropped."""
     pipelined: bool = True
-    """Overlap both all-to-alls with attention; False waits for each, which is for comparison."""
+    """True overlaps both all-to-alls with attention; False waits for each, for comparison."""
     decode_kept_only: bool = False
-    """What decode sees in a layer that drops, head by head: of a prompt's last SPT all tokens, as
-    level 1 drops none and generated tokens belong to it (CSPS §4.2); of every other SPT those that
-    level 2 keeps, which farther levels' are among. That is never less than what the prompt's last
-    token sees. Nothing else is sent to the decode gang. By default decode sees all tokens."""
+    """True if decode attends, in layers that drop, only to tokens that prefill kept, head by head.
+
+    These are all tokens of a prompt's last SPT, since level 1 drops none and generated tokens
+    belong to it (CSPS §4.2), and of every other SPT those that level 2 keeps, which include those
+    of farther levels. The prompt's last token never attends to more. No other KV is sent to the
+    decode gang. By default decode attends to all tokens.
+    """
 
     def __post_init__(self) -> None:
         self.topology.require_order()
@@ -156,7 +161,9 @@ class CsaPlan:
             )
         for before, after in pairwise(self.layer_groups):
             if after.first < before.stop:
-                raise ConfigError(f"layer groups overlap, or do not ascend, at layer {after.first}")
+                raise ConfigError(
+                    f"layer groups must ascend without overlap; they do not at layer {after.first}"
+                )
         for group in self.layer_groups:
             self._check_levels("drop_ratios", group.drop_ratios, self.levels - 1)
             self._check_levels("micro_partitions", group.micro_partitions, self.levels)
@@ -169,28 +176,32 @@ class CsaPlan:
 
     @property
     def lossless(self) -> bool:
-        """Whether it is exact attention, by levels."""
+        """True if it is exact attention, computed by levels."""
         dropping = any(any(map(any, group.drop_ratios)) for group in self.layer_groups)
         return self.levels == 1 or not (dropping or self.nested)
 
     @property
     def topology(self) -> Topology:
-        """Where the members stand."""
+        """Topology of the members."""
         return Topology.of(self.locations)
 
     def segments(self) -> tuple[Segments, ...]:
-        """Segments of members, level 1 first."""
+        """Return the segments of members, level 1 first."""
         return self.topology.levels(self.levels)
 
     def layer_group(self, layer: int) -> LayerGroup:
-        """The group of a layer; one that drops nothing where the plan names none."""
+        """Return the group of a layer; one that drops nothing where the plan names none."""
         for group in self.layer_groups:
             if group.first <= layer < group.stop:
                 return group
         return LayerGroup(first=layer, stop=layer + 1)
 
     def check_kv_heads(self, kv_heads: int) -> None:
-        """Raises ConfigError if ratios per KV head are not those of a model with so many."""
+        """Check ratios per KV head against a model.
+
+        Raises:
+            ConfigError: there are ratios per KV head, but not `kv_heads` of them.
+        """
         for group in self.layer_groups:
             for ratios in group.drop_ratios:
                 if len(ratios) not in (1, kv_heads):
@@ -200,10 +211,13 @@ class CsaPlan:
                     )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raises ConfigError if a level has more micro-partitions than the longest SPT tokens.
+        """Check micro-partitions against the SPTs of a step.
 
         Args:
-            tokens: of each member.
+            tokens: number of tokens of each member.
+
+        Raises:
+            ConfigError: a level has more micro-partitions than the longest SPT has tokens.
         """
         longest = max(tokens)
         for group in self.layer_groups:
@@ -223,33 +237,38 @@ def _check_ratio(ratio: float) -> None:
         raise ConfigError(f"drop ratio {ratio}: allowed are 0 to less than 1")
 
 
-T = TypeVar("T")
-
 Architecture = Literal["ntp", "tp", "tp_flat"]
 """SP-NTP; SP-TP with hierarchical collectives, or with flat ones for comparison (CSPS §3.2.1)."""
 
 MICRO_PARTITIONS = 4
-"""M if the client names none: enough to hide most of an exchange, and few messages."""
+"""M if the client names none: enough to hide most of an exchange with few messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CsaSettings:
-    """A `CsaPlan` for whichever group; requests of equal settings may share a step.
+    """A `CsaPlan` for any group; requests with equal settings may share a step.
 
     Raises:
         ConfigError: a number that no `CsaPlan` allows, or options that exclude each other.
     """
 
     levels: int | None = None
-    """Most levels (N_v); a group that tells fewer apart has fewer. None: as many as it does."""
+    """Largest number of levels (N_v); a group that distinguishes fewer has fewer. None: as many
+    as the group distinguishes."""
     drop_ratios: tuple[tuple[float, ...], ...] = ((0.0,),)
-    """p of level 2, in [0, 1), by layer, the last one's for all further layers: one for all KV
-    heads, or one per KV head. Each farther level keeps half of what the nearer one does."""
+    """p of level 2, in [0, 1), by layer: one for all KV heads, or one per KV head.
+
+    The last entry holds for all further layers. Each farther level keeps half of what the nearer
+    one does.
+    """
     micro_partitions: tuple[tuple[int, ...], ...] | None = None
-    """Most of them (M) by layer and by level, the last one's for all further ones; an SPT of fewer
-    tokens has one a token. None is `MICRO_PARTITIONS` everywhere."""
+    """Largest M by layer and by level; the last entries hold for all further ones.
+
+    An SPT with fewer tokens has one micro-partition per token. None is `MICRO_PARTITIONS`
+    everywhere.
+    """
     strategy: Architecture | None = None
-    """None: whichever of those that can do it moves least."""
+    """Architecture; None: the one that can serve the request and moves least."""
     nested: bool = False
     drop_queries: bool = True
     importance_window: int = 64
@@ -258,7 +277,7 @@ class CsaSettings:
     tail: int = 64
     pipelined: bool = True
     decode_kept_only: bool = False
-    """These eight are `CsaPlan`'s: what the paper leaves open, or takes away for comparison."""
+    """Same as in `CsaPlan`, like the seven fields before it."""
 
     def __post_init__(self) -> None:
         for by_layer in (self.drop_ratios, self._micro_partitions):
@@ -266,7 +285,7 @@ class CsaSettings:
                 raise ConfigError("drop_ratios and micro_partitions name a number for every layer")
         if self.strategy in ("tp", "tp_flat") and (only := self.ntp_only):
             raise ConfigError(f"strategy '{self.strategy}' does not have {only}")
-        # What is wrong with it is wrong for every group. Better found here than by a step.
+        # Building a plan for any group checks the rest here, not first when a step is launched.
         for of_heads in self.drop_ratios:
             halving(of_heads, self.levels or MAX_LEVELS)
         if self.levels is not None and self.levels < 1:
@@ -276,24 +295,24 @@ class CsaSettings:
 
     @property
     def lossless(self) -> bool:
-        """Whether it is exact attention, in parts."""
+        """True if it is exact attention, computed in parts."""
         return self.levels == 1 or not (any(map(any, self.drop_ratios)) or self.nested)
 
     @property
     def ntp_only(self) -> str | None:
-        """The option, if there is one, that SP-TP does not have."""
+        """Name of an option in use that SP-TP does not support, or None."""
         return ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
 
     def for_group(
         self, locations: Sequence[str], *, layers: int, longest_spt: int, every_query: bool = False
     ) -> CsaPlan:
-        """The plan of a step.
+        """Return the plan of a step.
 
         Args:
             locations: Rack-Server-GPU ids of the group's members, ascending.
-            layers: of the model.
+            layers: number of layers of the model.
             longest_spt: tokens of the member that has most.
-            every_query: SP-TP computes those of dropped tokens as well, whatever `drop_queries`.
+            every_query: SP-TP computes queries of dropped tokens, too, despite `drop_queries`.
         """
         levels = self._levels_of(locations)
         return CsaPlan(
@@ -314,11 +333,11 @@ class CsaSettings:
         )
 
     def _levels_of(self, locations: Sequence[str]) -> int:
-        told_apart = len(Topology.of(locations).granularities)
-        return told_apart if self.levels is None else min(self.levels, told_apart)
+        distinct = len(Topology.of(locations).granularities)
+        return distinct if self.levels is None else min(self.levels, distinct)
 
     def _variant(self) -> dict[str, Any]:
-        """The fields that a plan has under the same name and with the same meaning."""
+        """Return the fields that a plan has with the same name and meaning."""
         of_plan = {field.name for field in fields(CsaPlan)}
         own = ("levels", "drop_ratios", "micro_partitions", "strategy")
         names = (field.name for field in fields(self) if field.name not in own)
@@ -329,7 +348,7 @@ class CsaSettings:
         return ((MICRO_PARTITIONS,),) if self.micro_partitions is None else self.micro_partitions
 
     def _layer_runs(self, layers: int) -> Iterator[range]:
-        """Neighbouring layers of equal numbers."""
+        """Yield runs of neighboring layers with equal numbers."""
         for _, run in groupby(
             range(layers),
             key=lambda layer: (_of(self.drop_ratios, layer), _of(self._micro_partitions, layer)),
@@ -338,18 +357,18 @@ class CsaSettings:
             yield range(alike[0], alike[-1] + 1)
 
     def _micro(self, layer: int, levels: int) -> tuple[int, ...]:
-        """M of levels 1, 2, …, as asked for."""
+        """Return M of levels 1, 2, …, as requested."""
         return tuple(_of(_of(self._micro_partitions, layer), level) for level in range(levels))
 
     def shortfalls(self, plan: CsaPlan) -> Iterator[str]:
-        """What the plan of a step has less than this, in words."""
+        """Yield, in words, what the plan of a step has less than these settings."""
         members = len(plan.locations)
         if members == 1 and self.levels != 1:
             yield "the step has one instance, which attends exactly"
         elif self.levels is not None and plan.levels < self.levels:
             yield (
-                f"{plan.levels} of {self.levels} levels, because that is all that the "
-                f"{members} instances of the step tell apart"
+                f"{plan.levels} of {self.levels} levels, because the {members} instances of the "
+                "step distinguish no more"
             )
         if self.micro_partitions is None:
             return
@@ -359,12 +378,12 @@ class CsaSettings:
 
 
 def ntp_only(*, nested: bool | None, decode_kept_only: bool | None) -> str | None:
-    """Which of these options, if one, asks for what only SP-NTP has."""
+    """Return the name of an option in use that only SP-NTP supports, or None."""
     if nested:
         return "'nested'"
     return "'decode_kept_only'" if decode_kept_only else None
 
 
 def _of(numbers: Sequence[T], index: int) -> T:
-    """The last number is also that of all further layers, or levels."""
+    """Return the number at an index; the last number holds for all further layers, or levels."""
     return numbers[min(index, len(numbers) - 1)]

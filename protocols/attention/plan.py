@@ -1,16 +1,14 @@
-"""A strategy with all that it is told, under one name.
+"""Attention options: what a request asks for, what the cost table compares, and what a plan chose.
 
-The cost table, plans and the scheduler's log know what they choose from by such names. Alone, a
-strategy goes by the engine's name (`actors/attention/choice.py`); with settings of its own they stand
-behind it, so that whoever launches a step needs nothing else.
+The cost table, plans and the scheduler's log identify a strategy with its settings by one name.
+Without settings it is the engine's name (`actors/attention/choice.py`); with settings they follow
+it, so that whoever launches a step needs nothing else.
 
 >>> half = CsaSettings(levels=2, drop_ratios=((0.5,),))
 >>> option_name("csa", half)
 'csa#{"drop_ratios":[[0.5]],"levels":2}'
 >>> parse_option(option_name("csa", half)) == ("csa", half)
 True
-
-What a request asks for, and what became of it: objective in, plan out.
 """
 
 from __future__ import annotations
@@ -26,38 +24,38 @@ import msgspec
 from csps.protocols.attention.csa import Architecture, CsaPlan, CsaSettings
 
 SETTINGS = "#"
-"""What stands behind it are the settings."""
+"""Separator between a strategy and its settings in an option's name."""
 KNOWN_OPTIONS = 4_096
-"""Names that are read only once."""
+"""Number of names whose parsed options are cached."""
 
 
 class Option(NamedTuple):
-    """What a name says."""
+    """A strategy and its settings."""
 
     strategy: str
-    """By the engine's name."""
+    """Engine's name of the strategy."""
     csa: CsaSettings | None
-    """None: as the request says."""
+    """Settings of sparse attention; None: those of the request."""
 
 
 def option_name(strategy: str, csa: CsaSettings | None) -> str:
-    """The name of a strategy with these settings."""
+    """Return the name of a strategy with these settings."""
     if csa is None:
         return strategy
-    usual = CsaSettings()
-    told = {
+    default = CsaSettings()
+    changed = {
         field.name: getattr(csa, field.name)
         for field in fields(csa)
-        if getattr(csa, field.name) != getattr(usual, field.name)
+        if getattr(csa, field.name) != getattr(default, field.name)
     }
-    return strategy + SETTINGS + msgspec.json.encode(told, order="deterministic").decode()
+    return strategy + SETTINGS + msgspec.json.encode(changed, order="deterministic").decode()
 
 
 @lru_cache(KNOWN_OPTIONS)
 def parse_option(name: str) -> Option:
-    """The strategy and the settings of a name."""
-    strategy, told, settings = name.partition(SETTINGS)
-    csa = msgspec.json.decode(settings, type=CsaSettings) if told else None
+    """Return the strategy and the settings of a name."""
+    strategy, separator, settings = name.partition(SETTINGS)
+    csa = msgspec.json.decode(settings, type=CsaSettings) if separator else None
     return Option(strategy, csa)
 
 
@@ -65,58 +63,59 @@ Attention = Literal["auto", "exact", "csa"]
 ObjectiveKind = Literal["ttft", "accuracy"]
 
 ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
-"""Sparse attention's architectures as `actors/attention/choice.py` names them."""
+"""Names of sparse attention's architectures in `actors/attention/choice.py`."""
 Ring = Literal["ring_kv", "ring_q"]
-"""Context parallelism's exact strategies, by the engine's names: keys and values, or queries."""
+"""Context parallelism's exact strategies, by the engine's names: pass-KV and pass-Q."""
 RINGS: tuple[Ring, ...] = ("ring_kv", "ring_q")
 AskedRing = Literal["ring_kv", "ring_q", "ring"]
-"""As a request may ask for it; "ring" is whichever variant is better for its prefill."""
+"""Rings that a request may ask for; "ring" is the better variant for its prefill."""
 ASKED_RINGS: tuple[AskedRing, ...] = (*RINGS, "ring")
-RING_CLASSES: Mapping[str, AskedRing] = {f"{it}/exact": it for it in ASKED_RINGS}
-"""Classes of requests that ask for a ring, by the scheduler's names for them."""
+RING_CLASSES: Mapping[str, AskedRing] = {f"{ring}/exact": ring for ring in ASKED_RINGS}
+"""Classes of requests that ask for a ring, by the scheduler's names."""
 EXACT, SPARSE = "ulysses", "csa"
-"""Strategies of requests about which nothing has been compared yet."""
+"""Default strategies of requests, as long as nothing has been compared for them."""
 LEVELS = "levels"
-"""The exact strategy that computes by levels and drops nothing."""
+"""Exact strategy that computes by levels and drops nothing."""
 PIGGYBACKED = "ride"
-"""In a strategy's place, of prompts that a stream computes in pieces beside rows that decode."""
+"""Strategy of prompts whose chunks are computed inside decode iterations (piggybacked prefill).
+The value "ride" is an API and metric value."""
 AUTO = "auto"
-"""The class of requests that ask for nothing of their own: exact, by whichever strategy."""
+"""Class of requests that ask for nothing: exact, by any strategy."""
 BOUNDED = "bounded"
-"""The class of requests that leave all to the configurator, within bounds."""
+"""Class of requests that leave all to the configurator, within bounds."""
 BOUNDS = "?"
-"""In the scheduler's name of a class: what stands behind it are a request's bounds."""
+"""Separator between a class and a request's bounds in the scheduler's name of a class."""
 KNOWN_BOUNDS = 4_096
-"""Names of classes that are read only once."""
+"""Number of class names whose parsed bounds are cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """CSPS §3.2.6: least TTFT under an accuracy-loss bound, or the other way round."""
+    """Objective of CSPS §3.2.6: least TTFT under an accuracy-loss bound, or the other way round."""
 
     kind: ObjectiveKind = "ttft"
     max_accuracy_loss: float | None = None
-    """Fraction in [0, 1]; None with kind "ttft" means none is allowed."""
+    """Fraction in [0, 1]; None with kind "ttft" allows no loss."""
     max_ttft_ms: float | None = None
 
     @property
     def bounded(self) -> bool:
-        """Whether either bound was set."""
+        """True if at least one bound is set."""
         return self.max_accuracy_loss is not None or self.max_ttft_ms is not None
 
     @property
     def most_loss(self) -> float:
-        """Bound on the loss of accuracy: with the objective of least TTFT none is allowed unless
-        the client says so."""
+        """Bound on the loss of accuracy. With the objective of least TTFT the default allows
+        none."""
         if self.max_accuracy_loss is None:
             return 0.0 if self.kind == "ttft" else 1.0
         return self.max_accuracy_loss
 
     def met(self, ttft_ms: float, loss: float | None) -> bool | None:
-        """Whether a prediction keeps the bounds; None if there are none, or nobody knows.
+        """Return True if a prediction meets the bounds; None if there are none, or no prediction.
 
         Args:
-            loss: of accuracy; None was not predicted.
+            loss: predicted loss of accuracy; None if it was not predicted.
         """
         if not self.bounded:
             return None
@@ -128,12 +127,12 @@ class Objective:
 
     @property
     def key(self) -> str:
-        """All of it, as a name."""
+        """Kind and bounds as a name."""
         return f"{self.kind}:{self.max_accuracy_loss}:{self.max_ttft_ms}"
 
     @classmethod
     def of_key(cls, key: str) -> Objective:
-        """The objective of that name."""
+        """Return the objective with that name."""
         kind, *bounds = key.split(":")
         loss, ttft_ms = (None if bound == "None" else float(bound) for bound in bounds)
         return cls(
@@ -145,26 +144,28 @@ class Objective:
 
 @dataclass(frozen=True)
 class RequestClass:
-    """How a request may attend. Requests of one class can share a step."""
+    """Attention that a request may use. Requests of one class can share a step."""
 
     csa: CsaSettings | None = None
-    """Sparse attention as asked for; None is exact, unless an objective is given."""
+    """Sparse attention that was asked for; None is exact, unless there is an objective."""
     strategy: AskedRing | None = None
-    """Exact attention as asked for; None: by whichever strategy."""
+    """Exact strategy that was asked for; None: any strategy."""
     objective: Objective | None = None
-    """What the configurator may trade for what; None leaves it nothing that loses accuracy."""
+    """Trade-off that the configurator may make; None allows nothing that loses accuracy."""
     given: tuple[str, ...] = ()
-    """With an objective: the fields of `csa` that are to stay as they are."""
+    """Fields of `csa` that the configurator must not change, if there is an objective."""
 
     @cached_property
     def key(self) -> str:
-        """The scheduler's name of the class."""
+        """Scheduler's name of the class."""
         return self.row if self.objective is None else f"{self.row}{BOUNDS}{self.objective.key}"
 
     @cached_property
     def row(self) -> str:
-        """The cost table's name of the class, which has the answers for all bounds: what it runs by
-        while its bucket is cold, and a digest of the rest."""
+        """Cost table's name of the class, which has the options for all bounds.
+
+        It consists of the strategy in use until the options are known, and a digest of the rest.
+        """
         if self.csa is None:
             asked = (key for key, ring in RING_CLASSES.items() if ring == self.strategy)
             return next(asked, AUTO if self.objective is None else BOUNDED)
@@ -176,57 +177,56 @@ class RequestClass:
 
 
 class ParsedClass(NamedTuple):
-    """What the scheduler's name of a class says."""
+    """Parts of the scheduler's name of a class."""
 
     row: str
-    """Of the cost table."""
+    """Cost table's name of the class."""
     objective: Objective | None
 
 
 @lru_cache(KNOWN_BOUNDS)
 def parse_class(cls: str) -> ParsedClass:
-    """What a request of this class may have."""
+    """Split the scheduler's name of a class."""
     row, bounds, key = cls.partition(BOUNDS)
     return ParsedClass(row, Objective.of_key(key) if bounds else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """How a request's prefill attends on the group that it has got; `reason` is for people."""
+    """Attention of a request's prefill on the group that it has got; `reason` is for people."""
 
     attention: Literal["exact", "csa"] = "exact"
     strategy: str = EXACT
-    """By the engine's names (`actors/attention/choice.py`)."""
+    """Engine's name of the strategy (`actors/attention/choice.py`)."""
     csa: CsaPlan | None = None
-    """With attention "csa"; and, dropping nothing, for exact strategies that go by where their
-    group stands."""
+    """Plan with attention "csa", and for exact strategies that depend on the group's locations."""
     predicted_ttft_ms: float | None = None
-    """From submission, as predicted when the prompt got its place; None where a former attempt has
-    drawn the first token."""
+    """Time to first token from submission, predicted when the prompt was placed; None where an
+    earlier attempt has sampled the first token."""
     predicted_accuracy_loss: float | None = None
     bounds_met: bool | None = None
-    """Whether the request's bounds are kept, as far as that is predicted; None without bounds, and
-    where the loss of accuracy was not predicted."""
+    """True if the request's bounds are predicted to be met; None without bounds, and where the
+    loss of accuracy was not predicted."""
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyQuestion:
-    """How shall requests of a class attend on groups of a shape? A bucket of the cost table."""
+    """A bucket of the cost table: how should requests of a class attend on groups of a shape?"""
 
     csa: CsaSettings | None
-    """Of the class."""
+    """Sparse attention of the class."""
     bounded: bool = False
-    """Requests of the class say by bounds what they choose."""
+    """True if requests of the class choose by bounds."""
     given: tuple[str, ...] = ()
-    """Fields of `csa` that are to stay as they are, if they do."""
+    """Fields of `csa` that must not change."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""
     tp: int
     tokens: int
-    """A length in the middle of the bucket."""
+    """Length in the middle of the bucket."""
     history: int = 0
-    """Tokens before them whose KV was kept, evenly over the group; a length in the middle, too."""
+    """Tokens before them with reused KV, distributed evenly; a length in the middle, too."""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -247,21 +247,21 @@ class StrategyQuestions:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """One way to attend."""
+    """One attention option."""
 
     strategy: str
-    """An option (`protocols.options`)."""
+    """Name of the option (`option_name`)."""
     reason: str
-    """For it, for people."""
+    """Reason for it, for people."""
     permille: int = 1000
-    """Its time in thousandths of what exact attention takes that is not cut; 1000 of an option
-    without settings: what is known of it by its name."""
+    """Time in thousandths of the time of exact attention without micro-partitions. 1000 for
+    an option without settings, whose time is known by its name."""
     loss: float | None = 0.0
-    """Predicted loss of accuracy; None if nobody can say."""
+    """Predicted loss of accuracy; None if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoices:
-    """The answer, in the order of the questions: for each what its requests may choose from."""
+    """Answer in the order of the questions: the options of each."""
 
     chosen: tuple[tuple[StrategyChoice, ...], ...]

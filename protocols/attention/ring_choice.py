@@ -1,19 +1,17 @@
-"""Ring pass-KV or ring pass-Q, prefill by prefill (Context Parallelism §3.4, App. C and D).
+"""Choice of ring pass-KV or pass-Q for each prefill (Context Parallelism §3.4, App. C and D).
 
-Two rules. Alg. 5 compares what goes round, whether that hides behind attention, and what pass-Q
-sends in the end, which nothing hides and Alg. 1 leaves out; the empirical one separates measured
-points. Both take T new tokens after P of history:
+There are two rules. Alg. 5 compares what is sent around the ring, whether attention hides it, and
+what pass-Q sends at the end, which nothing hides and Alg. 1 leaves out. The empirical rule
+separates measured points. Both take T new tokens after P of history:
 
     Eq. 2   T* = N C e r / (2 BW)         from so many on keys and values hide behind attention
     Alg. 5  pass-KV if T / (T + P) >= 2 r (1 - T / T*)
     App. D  pass-KV if alpha ln T + beta ln(T / (T + P)) + gamma > 0
 
 with N members, r = KV heads / query heads, e bytes a number, C operations and BW bytes a second of
-a rank. As printed Alg. 5 also takes pass-KV if T >= T*, which its other clause implies. The paper
-prints alpha -1.059, beta 1.145 and gamma 12.112, which is always pass-Q; gamma 12.68 is right about
-all of its measurements (Table 4).
-
-Operations of a prefill, for comparing what a machine reaches with its peak (CP App. A).
+a rank. As printed, Alg. 5 also takes pass-KV if T >= T*, which its other clause implies. The paper
+prints alpha -1.059, beta 1.145 and gamma 12.112, which always chooses pass-Q; gamma 12.68 agrees
+with all of its measurements (Table 4). The operations of a prefill follow CP App. A.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from csps.protocols.core.topology import GroupShape
 
 @dataclass(frozen=True, kw_only=True)
 class RingModel:
-    """What of a model the rules depend on."""
+    """Properties of a model on which the rules depend."""
 
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
     element_bytes: int
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.element_bytes) < 1:
-            raise ValueError(f"sizes of attention start at 1: {self}")
+            raise ValueError(f"heads, kv_heads and element_bytes must be at least 1: {self}")
 
     @property
     def ratio(self) -> float:
@@ -50,20 +48,20 @@ class RingModel:
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpeeds:
-    """What a rank reaches, which is less than what its maker says."""
+    """Measured speeds of a rank, which are below its specified peak."""
 
     flops: float
-    """Operations of attention a second."""
+    """Operations of attention per second."""
     bytes_per_s: float
-    """To the next rank of the ring."""
+    """Bytes per second to the next rank of the ring."""
 
     def __post_init__(self) -> None:
         if not (0 < self.flops < float("inf") and 0 < self.bytes_per_s < float("inf")):
-            raise ValueError(f"speeds are positive: {self}")
+            raise ValueError(f"speeds must be positive and finite: {self}")
 
 
 def hiding_tokens(model: RingModel, speeds: RingSpeeds, members: int) -> float:
-    """T*: new tokens from which on pass-KV's messages take no longer than attention (Eq. 2)."""
+    """Return T*: new tokens from which on attention hides pass-KV's messages (Eq. 2)."""
     seconds_ratio = speeds.flops / speeds.bytes_per_s
     return members * seconds_ratio * model.element_bytes * model.ratio / 2
 
@@ -71,7 +69,7 @@ def hiding_tokens(model: RingModel, speeds: RingSpeeds, members: int) -> float:
 def algorithm_5(
     new: int, history: int, *, model: RingModel, speeds: RingSpeeds, members: int
 ) -> Ring:
-    """Alg. 5, the refined one."""
+    """Choose by Alg. 5, the refined rule."""
     shown = 1 - new / hiding_tokens(model, speeds, members)
     return _ring(miss_rate(new, history) >= 2 * model.ratio * shown)
 
@@ -85,18 +83,18 @@ class EmpiricalRule:
     gamma: float
 
     def value(self, new: int, history: int) -> float:
-        """h, to a millionth, so that machines do not differ by their last digits."""
+        """Return h to a millionth, so that machines agree."""
         exact = self.alpha * log(new) + self.beta * log(miss_rate(new, history)) + self.gamma
         return round(exact, 6)
 
     def choose(self, new: int, history: int) -> Ring:
-        """By its sign."""
+        """Choose by the sign of h."""
         return _ring(self.value(new, history) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedRule:
-    """A rule that was fitted to what groups of one size have measured."""
+    """A rule that was fitted to measurements of groups of one size."""
 
     sp: int
     tp: int
@@ -105,17 +103,17 @@ class FittedRule:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRules:
-    """What chooses on one machine: the fitted rule of a group's size, or else Alg. 5."""
+    """Rules of one machine: the fitted rule of a group's size, or else Alg. 5."""
 
     model: RingModel
     inside: RingSpeeds
-    """On one server."""
+    """Speeds on one server."""
     between: RingSpeeds
-    """Over several."""
+    """Speeds over several servers."""
     fitted: tuple[FittedRule, ...] = ()
 
     def choose(self, shape: GroupShape, new: int, history: int) -> Ring:
-        """For a prefill of `new` tokens, at least one, on a group."""
+        """Choose for a prefill of `new` tokens, at least one, on a group."""
         rule = self.fitted_to(shape)
         if rule is not None:
             return rule.choose(new, history)
@@ -123,13 +121,13 @@ class RingRules:
         return algorithm_5(new, history, model=self.model, speeds=speeds, members=shape.sp)
 
     def fitted_to(self, shape: GroupShape) -> EmpiricalRule | None:
-        """The rule of groups of as many instances of as many ranks."""
+        """Return the rule of groups with as many instances of as many ranks, or None."""
         size = shape.sp, shape.tp
-        return next((it.rule for it in self.fitted if (it.sp, it.tp) == size), None)
+        return next((rule.rule for rule in self.fitted if (rule.sp, rule.tp) == size), None)
 
     @cached_property
     def canonical(self) -> bytes:
-        """As bytes: equal rules, equal bytes. `parse_rules` reads them."""
+        """JSON bytes, equal for equal rules; `parse_rules` reads them."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
@@ -139,10 +137,10 @@ class RingRules:
 
 
 def parse_rules(canonical: bytes) -> RingRules:
-    """The rules whose `canonical` these bytes are.
+    """Return the rules with this `canonical`.
 
     Raises:
-        ConfigError: they are not those of rules.
+        ConfigError: the bytes are not those of rules.
     """
     try:
         data = json.loads(canonical)
@@ -153,23 +151,24 @@ def parse_rules(canonical: bytes) -> RingRules:
             fitted=parse_fitted(data["fitted"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"not a ring's rules: {error}") from None
+        raise ConfigError(f"invalid ring rules: {error!r}") from None
 
 
 def parse_fitted(data: list[dict[str, object]]) -> tuple[FittedRule, ...]:
-    """Fitted rules as JSON has them; raises KeyError, TypeError or ValueError."""
+    """Return fitted rules from JSON; raise KeyError, TypeError or ValueError if they are
+    invalid."""
     return tuple(
         FittedRule(
-            sp=int(str(it["sp"])),
-            tp=int(str(it["tp"])),
-            rule=EmpiricalRule(**it["rule"]),  # type: ignore[arg-type]
+            sp=int(str(fields["sp"])),
+            tp=int(str(fields["tp"])),
+            rule=EmpiricalRule(**fields["rule"]),  # type: ignore[arg-type]
         )
-        for it in data
+        for fields in data
     )
 
 
 def miss_rate(new: int, history: int) -> float:
-    """T / (T + P): the part of a context whose KV was not there."""
+    """Return T / (T + P): the fraction of a context whose KV was not cached."""
     return new / (new + history)
 
 
@@ -180,10 +179,11 @@ def _ring(pass_kv: bool) -> Ring:
 def prefill_flops(
     *, parameters: int, layers: int, width: int, new: int, history: int = 0, batch: int = 1
 ) -> float:
-    """Operations of computing `new` tokens after `history`, causal attention counted by half.
+    """Return the operations for computing `new` tokens after `history`; causal attention counts
+    half.
 
     Args:
-        parameters: of the whole model; each is a multiplication and an addition a token.
+        parameters: of the whole model; each is one multiplication and one addition per token.
         width: query heads times head dimension.
     """
     products = 2.0 * parameters * new
@@ -192,14 +192,14 @@ def prefill_flops(
 
 
 def flops_per_second(flops: float, *, seconds: float, devices: int) -> float:
-    """What each device has reached."""
+    """Return the operations per second of each device."""
     return flops / seconds / devices
 
 
 def utilization(flops: float, *, seconds: float, devices: int, peak: float) -> float:
-    """MFU: the part of what the devices could have done.
+    """Return the MFU: the fraction of the devices' peak that was reached.
 
     Args:
-        peak: operations of a device a second.
+        peak: operations per second of a device.
     """
     return flops_per_second(flops, seconds=seconds, devices=devices) / peak

@@ -1,20 +1,14 @@
-"""Micro-partitions of rows that ranks send each other.
+"""SP-TP: who relays rows to other servers, and in what order a member computes (CSPS §3.2.4-3.2.5).
 
-By which way a member's rows reach other servers in SP-TP: ranks send so, and the configurator
-counts and simulates so (CSPS §3.2.4, hierarchical all-gather and reduce-scatter).
+Ranks execute these functions; the configurator counts and simulates by them. `relay_parents` is the
+hierarchical all-gather and reduce-scatter. The schedules order one member's waiting, computing and
+reducing (Fig. 9b).
 
-In what order one member of an SP-TP group waits, computes and hands on (CSPS §3.2.5, Fig. 9b).
-
-Rows come in micro-partitions, those of near members first. A step is only planned once everything
-that it reads has been waited for, and what is computed before the far rows are there is chosen so
-that both collectives have company: rows that arrive are attended to the keys before them, while
-queries that are there already leave a farther stage's keys alone until all of them have come. So
-about half of the attention is left when the all-gather ends, and it finishes micro-partition by
-micro-partition, which the reduce-scatter follows.
-
-A causal micro-partition of queries is finished only after the last one of keys that it needs. As
-arrivals go, that happens in ascending order of rows on every member, whatever came first: the one
-order in which all hand on.
+Rows come in micro-partitions, those of near members first. A schedule reads only what it has waited
+for. Before far rows arrive, it computes what keeps both collectives busy: arriving rows attend to
+the keys before them, while queries that are present leave a farther stage's keys alone until all of
+those have come. So about half of the attention is left when the all-gather ends; it then finishes
+micro-partition by micro-partition, and the reduce-scatter follows.
 """
 
 from __future__ import annotations
@@ -27,14 +21,14 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class MicroPartition:
-    """A micro-partition: neighbouring rows of one owner."""
+    """Neighboring rows of one owner, sent as one message."""
 
     owner: int
     start: int
     """First row in the whole batch."""
     stop: int
     index: int
-    """Among the owner's parts."""
+    """Number of the micro-partition among its owner's."""
 
     @property
     def rows(self) -> slice:
@@ -43,21 +37,24 @@ class MicroPartition:
 
     @property
     def length(self) -> int:
-        """Rows in the part."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 def relay_parents(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> dict[int, int]:
-    """From whom each taker gets an owner's rows, and to whom its sums go. Inside the owner's server
-    that is the owner; every other server has one gate, from which the others there get them.
+    """Return the rank from which each taker receives an owner's rows, and to which it sends its
+    sums.
 
-    The paper first collects a server's rows in one GPU, which then sends for all. Here each owner
-    sends to a gate of its own: as many bytes between servers, but no GPU waits for the collection
-    and all network cards of a server share the work.
+    In the owner's server that is the owner. Every other server has one relay, which serves the
+    others there.
 
     Args:
-        servers: of all members; `takers` are those that want the rows.
+        servers: servers of all members.
+        takers: members that want the rows.
     """
+    # The paper first collects a server's rows in one GPU, which then sends for all. Here each owner
+    # sends to a relay of its own: as many bytes between servers, but no GPU waits for the
+    # collection, and all network cards of a server share the work.
     parents: dict[int, int] = {}
     place = servers[: owner + 1].count(servers[owner]) - 1
     for member in takers:
@@ -70,25 +67,24 @@ def relay_parents(owner: int, servers: Sequence[Hashable], takers: Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleLabel:
-    """What a timeline says of a step; nothing where all rows are worked off at once."""
+    """Labels of a step in a timeline; empty where all rows are computed at once."""
 
     level: int | None = None
-    """Of the rows that the step is about the farthest: 1 own ones, 2 of the same server, 3 of the
-    same rack, 4 beyond."""
+    """Level of the farthest rows of the step: 1 own, 2 same server, 3 same rack, 4 beyond."""
     micro: int | None = None
     """Micro-partition of its owner's rows."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Until a part's rows are here."""
+    """Wait until the rows of a micro-partition have arrived."""
 
     part: MicroPartition
 
 
 @dataclass(frozen=True)
 class Project:
-    """Queries, keys and values of rows [start, stop)."""
+    """Compute queries, keys and values of rows [start, stop)."""
 
     start: int
     stop: int
@@ -97,7 +93,8 @@ class Project:
 
 @dataclass(frozen=True)
 class Attend:
-    """Of rows `queries` to those rows of `keys` that they may see; both [start, stop)."""
+    """Attend from rows `queries` to those rows of `keys` that they may see; both are [start,
+    stop)."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -106,21 +103,22 @@ class Attend:
 
 @dataclass(frozen=True)
 class StartReduce:
-    """A part's attention is complete: project its output and let the sum begin."""
+    """Project the output of a micro-partition whose attention is complete, and start its
+    reduction."""
 
     part: MicroPartition
 
 
 @dataclass(frozen=True)
 class QueryHistory:
-    """All queries are here: let the holders of history have them."""
+    """Send all queries, which have arrived, to the holders of history."""
 
 
 ScheduleStep = Wait | Project | QueryHistory | Attend | StartReduce
 
 
 def one_after_another(parts: Sequence[MicroPartition]) -> Iterator[ScheduleStep]:
-    """No overlap, for comparison: all-gather, compute, reduce-scatter."""
+    """Yield a schedule without overlap, for comparison: all-gather, compute, reduce-scatter."""
     if not parts:
         return
     yield from (Wait(part) for part in parts)
@@ -133,14 +131,16 @@ def one_after_another(parts: Sequence[MicroPartition]) -> Iterator[ScheduleStep]
 def near_to_far(
     parts: Sequence[MicroPartition], distances: Sequence[int]
 ) -> Iterator[ScheduleStep]:
-    """The pipeline.
+    """Yield the pipelined schedule.
 
     Args:
-        parts: of all owners, ascending, together all rows.
-        distances: of each owner from the member that computes; 0 is what it holds already.
+        parts: micro-partitions of all owners, ascending, together all rows.
+        distances: distance of each owner from the member that computes; 0 is the member itself.
     """
     unseen = {part: {key for key in parts if key.start <= part.start} for part in parts}
-    waiting_to_go = deque(parts)
+    # All members reduce in this one order. A micro-partition of queries is complete only after the
+    # last keys that it needs; as rows arrive, that happens in ascending order on every member.
+    unreduced = deque(parts)
 
     def attend(
         part: MicroPartition, keys: Iterable[MicroPartition], level: int
@@ -150,8 +150,8 @@ def near_to_far(
         for start, stop in _joined(new):
             place = ScheduleLabel(level=level, micro=part.index)
             yield Attend((part.start, part.stop), (start, stop), place)
-        while waiting_to_go and not unseen[waiting_to_go[0]]:
-            yield StartReduce(waiting_to_go.popleft())
+        while unreduced and not unseen[unreduced[0]]:
+            yield StartReduce(unreduced.popleft())
 
     arrived: list[MicroPartition] = []
     by_distance = sorted(parts, key=lambda part: (distances[part.owner], part.start))
@@ -170,12 +170,14 @@ def near_to_far(
 def own_before_far(
     parts: Sequence[MicroPartition], distances: Sequence[int]
 ) -> Iterator[ScheduleStep]:
-    """The pipeline of a layer that judges its own keys: by queries of the last rows, over all keys,
-    so that an owner's rows meet another's only when all have come. Arguments as for `near_to_far`.
+    """Yield the pipelined schedule of a layer that scores the importance of its own keys.
+
+    Queries of the last rows score all keys, so an owner's rows attend to another's only when all
+    rows have come. Arguments as in `near_to_far`.
     """
     preceding = {part: [key for key in parts if key.start <= part.start] for part in parts}
     complete: set[MicroPartition] = set()
-    waiting_to_go = deque(parts)
+    unreduced = deque(parts)
 
     def attend(part: MicroPartition, *, own: bool) -> Iterator[ScheduleStep]:
         keys = [key for key in preceding[part] if (key.owner == part.owner) is own]
@@ -184,8 +186,8 @@ def own_before_far(
             yield Attend((part.start, part.stop), (start, stop), place)
         if not own or len(keys) == len(preceding[part]):
             complete.add(part)
-        while waiting_to_go and waiting_to_go[0] in complete:
-            yield StartReduce(waiting_to_go.popleft())
+        while unreduced and unreduced[0] in complete:
+            yield StartReduce(unreduced.popleft())
 
     for part in sorted(parts, key=lambda part: (distances[part.owner], part.start)):
         yield Wait(part)
@@ -197,8 +199,11 @@ def own_before_far(
 
 
 def with_history(steps: Sequence[ScheduleStep]) -> Iterator[ScheduleStep]:
-    """All members ask at once, when the last rows have come; what would have been handed on before
-    that is handed on then."""
+    """Yield the schedule with a query of history after the last rows have arrived.
+
+    Reductions that would have started earlier start after the query.
+    """
+    # All members must query at the same point of their schedules.
     last = max((i for i, step in enumerate(steps) if isinstance(step, Project)), default=-1)
     early = [step for step in steps[: last + 1] if isinstance(step, StartReduce)]
     yield from (step for step in steps[: last + 1] if not isinstance(step, StartReduce))
@@ -212,7 +217,7 @@ def _start(part: MicroPartition) -> int:
 
 
 def _joined(parts: Iterable[MicroPartition]) -> list[tuple[int, int]]:
-    """Rows of ascending parts, neighbours as one."""
+    """Return the rows of ascending micro-partitions, with adjacent ones merged."""
     runs: list[tuple[int, int]] = []
     for part in parts:
         if runs and runs[-1][1] == part.start:

@@ -1,32 +1,32 @@
-"""Everything that can go wrong, as one tree.
+"""All exceptions of the project, as one tree.
 
 ::
 
     CspsError
-    ├── RequestError (ValueError)        the client's mistake; knows its HTTP status
+    ├── RequestError (ValueError)        the client's mistake; carries its HTTP status
     │   ├── InvalidRequest               400  a field is missing, unknown or out of range
     │   ├── ContextLengthExceeded        400  prompt and answer do not fit
     │   ├── Unauthorized                 401  no API key, or a wrong one
     │   ├── ModelNotFound                404  the model is not served here
-    │   ├── BoundNotMet                  422  nothing would keep the bounds that the client sets
+    │   ├── BoundNotMet                  422  no configuration meets the client's bounds
     │   └── QueueFull                    429  come back after `retry_after_s`
     ├── ConfigError (ValueError)         the operator's mistake
-    └── FaultError (RuntimeError)        nobody's mistake; the request may be tried again
-        ├── GangLost                     a rank died and took its gang with it
+    └── FaultError (RuntimeError)        a failure; the request may be tried again
+        ├── GangLost                     a rank died, and its gang with it
         ├── RanksHeld                    another router still commands the ranks
         ├── Superseded                   a newer router has taken the ranks over
-        ├── DeadlineExceeded             a named wait took longer than it may
+        ├── DeadlineExceeded             a named wait took too long
         ├── TransferError                KV cache arrived wrong, late or not at all
         ├── ConnectionLost               the other side of a connection is gone
-        ├── ProtocolError                a peer sent what it must not send
+        ├── ProtocolError                a peer sent what the protocol does not allow
         │   └── ProtocolMismatch         the peer speaks another protocol version
         ├── AuthenticationFailed         the peer does not know the cluster secret
         ├── Cancelled                    the caller no longer wants the answer
         └── RemoteError                  a peer failed in a way that this tree does not name
 
-An exception of the tree crosses a process boundary as the map `{code, message, data?}` where
-`code` is the name of its class, and comes back as that class (`to_wire`, `from_wire`). Nothing is
-ever unpickled: a map can only name a class that this process has already imported.
+An exception of the tree crosses a process boundary as the map `{code, message, data?}`, where
+`code` is the name of its class, and becomes that class again (`to_wire`, `from_wire`). Nothing is
+unpickled: a map can only name a class that this process has already imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_NAME: dict[str, type[CspsError]] = {}
 
 
 class CspsError(Exception):
-    """Base of the tree. Subclasses defined in other rooms cross the wire as well."""
+    """Base of the tree. Subclasses defined in other packages cross process boundaries as well."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -50,12 +50,13 @@ class CspsError(Exception):
         _BY_NAME[cls.__name__] = cls
 
     def wire_data(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this exception; empty if its message alone does."""
+        """Return the keyword arguments that rebuild this exception; empty if its message
+        suffices."""
         return {}
 
 
 class RequestError(CspsError, ValueError):
-    """The client's mistake, with all that an OpenAI-shaped error body carries."""
+    """The client's mistake, with the fields of an OpenAI error body."""
 
     status: ClassVar[int] = 400
     """HTTP status."""
@@ -64,9 +65,9 @@ class RequestError(CspsError, ValueError):
     code: str | None = None
     """OpenAI's machine-readable reason."""
     param: str | None = None
-    """The field at fault, as a dotted path."""
+    """Field at fault, as a dotted path."""
     refusal: ClassVar[bool] = False
-    """Nothing is wrong with the request: the server cannot do now what it asks for."""
+    """True if the request is valid, but the server cannot serve it now."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -136,7 +137,7 @@ class ModelNotFound(RequestError):
 
 
 class BoundNotMet(RequestError):
-    """The client would rather have no answer than one that breaks its bounds."""
+    """No configuration meets the bounds of a request that accepts no other."""
 
     status = 422
     code = "bound_not_met"
@@ -176,15 +177,15 @@ class ConfigError(CspsError, ValueError):
 
 
 class FaultError(CspsError, RuntimeError):
-    """Something broke. Neither client nor operator asked for it."""
+    """A failure that neither client nor operator caused."""
 
 
 class GangLost(FaultError):
-    """A rank died; its gang is being replaced and what it held is gone."""
+    """A rank died; its gang is replaced, and its KV and requests are lost."""
 
 
 class RanksHeld(FaultError):
-    """An older router still commands the ranks; a newer one waits until it has gone."""
+    """An older router still commands the ranks; a newer one waits until it is gone."""
 
 
 class Superseded(FaultError):
@@ -192,7 +193,7 @@ class Superseded(FaultError):
 
 
 class DeadlineExceeded(FaultError):
-    """A wait took longer than it may; `name` says which."""
+    """A wait took too long; `name` says which."""
 
     def __init__(self, name: str, seconds: float) -> None:
         super().__init__(f"{name} did not finish within {seconds:g} s")
@@ -207,7 +208,7 @@ class TransferError(FaultError):
 
 
 class ConnectionLost(FaultError):
-    """The connection is gone; what was asked over it will not be answered."""
+    """The connection is gone; calls sent over it get no answer."""
 
 
 class ProtocolError(FaultError):
@@ -215,7 +216,7 @@ class ProtocolError(FaultError):
 
 
 class ProtocolMismatch(ProtocolError):
-    """Two processes of different releases met."""
+    """Two processes of different releases connected."""
 
     def __init__(self, *, ours: int, theirs: int) -> None:
         super().__init__(
@@ -225,7 +226,7 @@ class ProtocolMismatch(ProtocolError):
         self.ours, self.theirs = ours, theirs
 
     def wire_data(self) -> dict[str, Any]:
-        # Seen from the other end of the wire the two change places.
+        # The peer's "ours" is this side's "theirs".
         return {"ours": self.theirs, "theirs": self.ours}
 
 
@@ -234,7 +235,7 @@ class AuthenticationFailed(FaultError):
 
 
 class Cancelled(FaultError):
-    """The caller withdrew the request or went away."""
+    """The caller cancelled the request or disconnected."""
 
 
 class RemoteError(FaultError):
@@ -249,7 +250,7 @@ class RemoteError(FaultError):
 
 
 def to_wire(exc: BaseException) -> dict[str, Any]:
-    """The map that stands for `exc` in an RPC response."""
+    """Return the map that represents `exc` in an RPC response."""
     wire: dict[str, Any] = {"code": type(exc).__name__, "message": str(exc)}
     if isinstance(exc, CspsError) and (data := exc.wire_data()):
         wire["data"] = data
@@ -257,7 +258,8 @@ def to_wire(exc: BaseException) -> dict[str, Any]:
 
 
 def from_wire(wire: object) -> CspsError:
-    """The exception that a peer's error object stands for; `RemoteError` if it names no class."""
+    """Return the exception that a peer's map represents; `RemoteError` if it names no known
+    class."""
     if not isinstance(wire, Mapping):
         return RemoteError("error", str(wire))
     code, message, data = str(wire.get("code")), str(wire.get("message")), wire.get("data")
@@ -271,14 +273,14 @@ def from_wire(wire: object) -> CspsError:
 
 
 def abridged(value: object, limit: int = 64) -> str:
-    """`repr` cut to `limit` characters: user input is echoed, but never a megabyte of it."""
-    # Slicing before repr() keeps the cost independent of the input's length.
+    """Return `repr(value)` cut to `limit` characters, to echo user input in an error."""
+    # Slice before repr(), because clients may send megabytes.
     text = repr(value[: limit + 1]) if isinstance(value, str | bytes) else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Text to append to "unknown <name>": the likeliest intended name, or all allowed ones.
+    """Return text to append to "unknown <name>": the likeliest intended name, or all allowed ones.
 
     >>> nearest("max_token", ["max_tokens", "model"])
     "; did you mean 'max_tokens'?"

@@ -1,12 +1,10 @@
-"""Token positions of one request, in equal steps.
+"""Placement: which token positions of a sequence lie, or are computed, on which instance.
 
-How rows and heads are cut, by the ranks as by whoever predicts what they will send.
-
-Which of a sequence's tokens lie, or are computed, on which instance.
-
-Spans have a step, so that contiguous, zigzag, striped and round-robin layouts are a few spans each,
-whatever their length. Who computes rows, who holds what they see and who keeps what they add are
-three placements (`PrefillChunk.rows`, `history`, `placement`), each in any layout.
+A `Span` has a stride, so that contiguous, zigzag, striped and round-robin layouts are a few spans
+each, whatever their length. A chunk has three placements: who computes its rows
+(`PrefillChunk.rows`), who holds the KV they attend to (`history`), and who stores the new KV
+(`placement`). Ranks, the scheduler, the simulator and the configurator divide positions and heads
+by the same functions.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Span:
-    """Token positions of one request: start, start + step, … below stop.
+    """Token positions of one sequence: start, start + step, … below stop.
 
-    Of equal positions there is one span only: `stop` follows the last one, a span of one has step
-    1, an empty one is (0, 0). So contiguous, zigzag, striped and round-robin layouts are a few
-    spans each, whatever their length (`protocols.placement`).
+    Equal sets of positions are equal spans: `stop` follows the last position, a span of one
+    position has step 1, an empty one is (0, 0).
     """
 
     start: int
@@ -34,8 +31,8 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop or self.step < 1:
             raise ValueError(
-                f"span [{self.start}, {self.stop}) in steps of {self.step} is not a range of "
-                "positions"
+                f"span [{self.start}, {self.stop}) with step {self.step} is not a range of "
+                "positions; allowed: 0 <= start <= stop, step >= 1"
             )
         n = self.length
         if n < 2:
@@ -51,15 +48,14 @@ class Span:
 
     @property
     def positions(self) -> range:
-        """All of them, ascending."""
+        """All positions, ascending."""
         return range(self.start, self.stop, self.step)
 
     def intersection(self, other: Span) -> Span:
-        """Positions of both.
+        """Return the positions that are in both spans.
 
-        They solve two congruences, start + i·step = other.start + j·other.step, which by the
-        Chinese remainder theorem leaves one residue modulo the steps' least common multiple, or
-        none.
+        They solve two congruences, start + i·step = other.start + j·other.step. By the Chinese
+        remainder theorem these leave one residue modulo the steps' least common multiple, or none.
         """
         common = gcd(self.step, other.step)
         apart = other.start - self.start
@@ -73,7 +69,7 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)), step)
 
     def without(self, other: Span) -> tuple[Span, ...]:
-        """Positions that the other one does not have, in as few spans as it takes."""
+        """Return the positions that are not in the other span, as few spans."""
         cut = self.intersection(other)
         if not cut.length:
             return (self,) if self.length else ()
@@ -89,7 +85,7 @@ class Span:
         return tuple(span for span in rest if span.length)
 
     def partitioned_by(self, parts: Sequence[Span]) -> bool:
-        """Whether the parts have each of its positions once, and no others."""
+        """Return True if the parts have each position of this span once, and no others."""
         return (
             sum(part.length for part in parts) == self.length
             and all(part.intersection(self) == part for part in parts)
@@ -97,16 +93,16 @@ class Span:
         )
 
     def shifted(self, tokens: int) -> Span:
-        """The span `tokens` further on."""
+        """Return the span `tokens` further on."""
         return Span(self.start + tokens, self.stop + tokens, self.step) if self.length else self
 
     def part(self, rows: slice) -> Span:
-        """Some of the positions, by their numbers in the span."""
+        """Return some of the positions, selected by their indices in the span."""
         chosen = self.positions[rows]
         return Span(chosen.start, chosen.stop, chosen.step)
 
     def rows_of(self, part: Span) -> slice:
-        """The numbers that the positions of a part have in this span."""
+        """Return the indices that the positions of a part have in this span."""
         if not part.length:
             return slice(0, 0)
         first, step = (part.start - self.start) // self.step, max(1, part.step // self.step)
@@ -114,30 +110,29 @@ class Span:
 
 
 EVERYTHING: tuple[Span, ...] = (Span(0, 2**62),)
-"""All positions that a sequence has."""
+"""Spans with all positions of any sequence."""
 
 
 class SpanIndex:
-    """Many spans, of which those are found that one may have positions in common with.
+    """Index of many spans that finds those which may intersect a given span.
 
-    A placement over a large group has hundreds of spans, of which each meets few others; comparing
-    all with all takes tens of milliseconds. Spans of one step and one remainder lie on a *line*,
-    on which those that a span meets are neighbours, or few.
+    A placement over a large group has hundreds of spans, each of which meets few others; comparing
+    all pairs takes tens of milliseconds. Spans with the same step and remainder are sorted, so the
+    ones that a span meets are neighbors.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
         found: dict[int, dict[int, list[tuple[int, int, int]]]] = {}
-        for number, it in enumerate(spans):
-            by_remainder = found.setdefault(it.step, {})
-            by_remainder.setdefault(it.start % it.step, []).append((it.start, it.stop, number))
+        for index, span in enumerate(spans):
+            by_remainder = found.setdefault(span.step, {})
+            remainder = span.start % span.step
+            by_remainder.setdefault(remainder, []).append((span.start, span.stop, index))
         self._steps = [(step, _StepSpans(by_remainder)) for step, by_remainder in found.items()]
 
     def near(self, span: Span) -> list[int]:
-        """Numbers of the spans that may have positions in common with one, ascending: all that do,
-        and perhaps others."""
-        return sorted(
-            [it for step, by_remainder in self._steps for it in by_remainder.near(span, step)]
-        )
+        """Return the indices of spans that may intersect one, ascending: all that do, perhaps
+        others."""
+        return sorted([index for step, spans in self._steps for index in spans.near(span, step)])
 
 
 class _StepSpans:
@@ -147,8 +142,8 @@ class _StepSpans:
         self._by_remainder = {
             remainder: _RemainderSpans(spans) for remainder, spans in by_remainder.items()
         }
-        self._start = min(it.starts[0] for it in self._by_remainder.values())
-        self._stop = max(it.reached[-1] for it in self._by_remainder.values())
+        self._start = min(same.starts[0] for same in self._by_remainder.values())
+        self._stop = max(same.reached[-1] for same in self._by_remainder.values())
 
     def near(self, span: Span, step: int) -> Iterator[int]:
         if span.stop <= self._start or self._stop <= span.start:
@@ -165,78 +160,85 @@ class _StepSpans:
 
 
 class _RemainderSpans:
-    """Spans of one step and one remainder: (start, stop, number) of each."""
+    """Spans of one step and one remainder, as (start, stop, index)."""
 
     def __init__(self, spans: list[tuple[int, int, int]]) -> None:
         spans.sort()
         self.starts = [start for start, _, _ in spans]
         self.reached = list(accumulate([stop for _, stop, _ in spans], max))
-        """Where all spans up to each have ended."""
-        self._numbers = [number for _, _, number in spans]
+        """Largest stop among the spans up to each one."""
+        self._indices = [index for _, _, index in spans]
 
     def near(self, span: Span) -> list[int]:
         first = bisect_right(self.reached, span.start)
-        return self._numbers[first : bisect_left(self.starts, span.stop)]
+        return self._indices[first : bisect_left(self.starts, span.stop)]
 
 
 def disjoint(spans: Sequence[Span]) -> bool:
-    """Whether no two of them have a position in common."""
+    """Return True if no two of the spans have a position in common."""
     index = SpanIndex(spans)
     return not any(
-        other < number and spans[other].intersection(it).length
-        for number, it in enumerate(spans)
-        for other in index.near(it)
+        other < number and spans[other].intersection(span).length
+        for number, span in enumerate(spans)
+        for other in index.near(span)
     )
 
 
 def even_share(total: int, parts: int, index: int) -> range:
-    """Part `index` of `total` things cut into contiguous parts that differ by one at most."""
+    """Return part `index` of `total` things cut into contiguous parts that differ by one at
+    most."""
     return range(index * total // parts, (index + 1) * total // parts)
 
 
 Layout = tuple[tuple[Span, ...], ...]
-"""Of a chunk over the parts of a group: per part its spans, the chunk's first token at 0."""
+"""Spans of each part of a group, for a chunk whose first token is at 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvSlice:
-    """The instance that holds (or is to hold) the KV of one span of a request."""
+    """A span of a sequence's KV on one instance."""
 
     instance: int
     span: Span
     source: int | None = None
-    """The sequence that has computed it, and under whose rid it lies there; None: this one. What
-    lies there already is read where it lies, neither computed again nor copied: whoever names it
-    holds its slots from then on to its own end, whatever becomes of the origin."""
+    """Sequence that computed the KV and whose slots hold it; None means this sequence.
+
+    KV of a source is read where it lies, neither computed again nor copied. Whoever names it
+    references its slots until its own end, even if the source ends earlier.
+    """
 
 
 def contiguous(bounds: Sequence[int]) -> Layout:
-    """Per part its spans: from each bound to the next one. Parts without tokens have none.
+    """Return the spans of each part: from each bound to the next one, none for an empty part.
 
     Args:
         bounds: one more than there are parts, ascending.
     """
-    assert all(a <= b for a, b in pairwise(bounds)), "bounds descend"
+    assert all(a <= b for a, b in pairwise(bounds)), f"bounds must ascend: {list(bounds)}"
     return tuple(_spans(Span(a, b)) for a, b in pairwise(bounds))
 
 
 def even(length: int, parts: int) -> Layout:
-    """Per part its span: contiguous, as long as the others' give or take a token."""
+    """Return one contiguous span for each part, equally long give or take a token."""
     return contiguous([length * i // parts for i in range(parts + 1)])
 
 
 def zigzag(length: int, parts: int) -> Layout:
-    """Per part its spans: of 2·parts even chunks the i-th and the i-th from the end, so that under
-    causal attention all parts have about as many pairs of tokens (Context Parallelism)."""
+    """Return chunks i and 2·parts - 1 - i, of 2·parts even chunks, for each part i.
+
+    Under causal attention all parts then have about as many pairs of tokens (Context Parallelism).
+    """
     cuts = [length * i // (2 * parts) for i in range(2 * parts + 1)]
     chunks = [Span(a, b) for a, b in pairwise(cuts)]
     return tuple(_spans(chunks[i], chunks[-1 - i]) for i in range(parts))
 
 
 def zigzag_of(tokens: Sequence[int]) -> Layout:
-    """Zigzag whose parts have so many tokens each: half of a part's from the beginning on, half
-    from the end. Of equal parts it is `zigzag`, give or take a token; of others whoever has fewer
-    tokens also has fewer pairs."""
+    """Return a zigzag layout whose parts have the given numbers of tokens.
+
+    Half of a part's tokens come from the beginning, half from the end. Equal parts give `zigzag`,
+    give or take a token; of unequal parts, those with fewer tokens also have fewer pairs.
+    """
     late = [count // 2 for count in tokens]
     early = [count - half for count, half in zip(tokens, late, strict=True)]
     cuts = list(accumulate([*early, *reversed(late)], initial=0))
@@ -245,17 +247,19 @@ def zigzag_of(tokens: Sequence[int]) -> Layout:
 
 
 def striped(length: int, parts: int) -> Layout:
-    """Per part its spans: every `parts`-th token (Striped Attention, LoongServe)."""
+    """Return every `parts`-th token for each part (Striped Attention, LoongServe)."""
     return tuple(_spans(Span(i, max(i, length), parts)) for i in range(parts))
 
 
 def striped_of(tokens: Sequence[int]) -> Layout:
-    """Striped whose parts have so many tokens each: parts take turns, from the beginning on, until
-    they have theirs. Of equal parts it is `striped`."""
+    """Return a striped layout whose parts have the given numbers of tokens.
+
+    Parts alternate from the beginning on, until each has its tokens. Equal parts give `striped`.
+    """
     spans: list[list[Span]] = [[] for _ in tokens]
     start = reached = 0
     for count in sorted(set(tokens)):
-        taking = [part for part, wanted in enumerate(tokens) if wanted >= count]
+        taking = [part for part, needed in enumerate(tokens) if needed >= count]
         stop = start + (count - reached) * len(taking)
         for index, part in enumerate(taking):
             spans[part].append(Span(start + index, max(start + index, stop), len(taking)))
@@ -267,19 +271,19 @@ RING_LAYOUTS: Mapping[str, Callable[[Sequence[int]], Layout]] = {
     "zigzag": zigzag_of,
     "striped": striped_of,
 }
-"""Those that share causal attention evenly, from how many tokens each part has."""
+"""Layouts that divide causal attention evenly: functions of the number of tokens of each part."""
 
 LAYOUTS: Mapping[str, Callable[[int, int], Layout]] = {
     "contiguous": even,
     "zigzag": zigzag,
     "striped": striped,
 }
-"""By the names of the papers: from the length of a chunk and the number of parts."""
+"""Layouts by the papers' names: functions of a chunk's length and the number of parts."""
 
 
 def round_robin(start: int, stop: int, instances: Sequence[int]) -> dict[int, Span]:
-    """Which instance keeps which of the tokens decoded from `start` to `stop`: in turn, the first
-    instance that at `start`."""
+    """Return the instances that store tokens decoded from `start` to `stop`, beginning with the
+    first."""
     step = len(instances)
     return {
         instance: Span(start + i, max(start + i, stop), step)
@@ -290,7 +294,7 @@ def round_robin(start: int, stop: int, instances: Sequence[int]) -> dict[int, Sp
 def place(
     instances: Sequence[int], layout: Sequence[Sequence[Span]], *, start: int = 0
 ) -> tuple[KvSlice, ...]:
-    """Tokens from `start` on, on instances, part by part of a layout of as many tokens."""
+    """Place tokens from `start` on by a layout: part i on instance i."""
     return tuple(
         KvSlice(instance=instance, span=span.shifted(start))
         for instance, spans in zip(instances, layout, strict=True)
@@ -299,18 +303,18 @@ def place(
 
 
 def rest_of(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Positions that none of the others has."""
+    """Return the positions that none of the other spans has."""
     rest = _spans(span)
     for other in others:
-        rest = tuple(part for it in rest for part in it.without(other))
+        rest = tuple(part for span in rest for part in span.without(other))
     return rest
 
 
 def rests_of(spans: Iterable[Span], others: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
-    """Of each span, the positions that none of the others has."""
+    """Yield, for each span, the positions that none of the others has."""
     index = SpanIndex(others)
     for span in spans:
-        yield rest_of(span, [others[it] for it in index.near(span)])
+        yield rest_of(span, [others[near] for near in index.near(span)])
 
 
 def _spans(*spans: Span) -> tuple[Span, ...]:

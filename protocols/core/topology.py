@@ -1,9 +1,8 @@
-"""Where ranks stand: Rack-Server-GPU ids, their order, and the levels of proximity (CSPS §3.2.4).
+"""Locations of ranks: Rack-Server-GPU ids, their order, and the levels of proximity (CSPS §3.2.4).
 
-Sequence partitions (SPTs) are placed on ranks in the order of their ids, so near tokens lie on
-near GPUs, and every set of ranks that share a server, or a rack, is a run of neighbours.
-
-The shape of a group: what traffic, times and strategies depend on, of who computes a step.
+Sequence partitions (SPTs) are placed on ranks in the order of their ids, so near tokens lie on near
+GPUs, and the ranks that share a server, or a rack, are neighbors. `GroupShape` is what traffic,
+times and strategies need to know of the instances of a step.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import NamedTuple
 from csps.protocols.core.errors import ConfigError, abridged
 
 Segments = tuple[range, ...]
-"""A partition of places 0 .. n-1 into runs of neighbours."""
+"""A partition of places 0 .. n-1 into runs of neighbors."""
 MAX_LEVELS = 4
-"""SPT, server, rack and all."""
+"""Most levels of proximity: SPT, server, rack and all."""
 _ID = re.compile("-".join([r"(0|[1-9]\d{0,8})"] * 3), re.ASCII)
 
 
@@ -35,11 +34,13 @@ class Location:
 
     @classmethod
     def parse(cls, text: str) -> Location:
-        """From "0-3-2". The paper writes the same place in binary, "0-11-010"; that is refused,
-        not guessed, because "0-11-10" would be a place in both notations.
+        """Parse an id like "0-3-2".
+
+        The paper writes the same place in binary, "0-11-010". That is refused, because "0-11-10"
+        would be a place in both notations.
 
         Raises:
-            ConfigError: not three decimal numbers.
+            ConfigError: the text is not three decimal numbers.
         """
         match = _ID.fullmatch(text)
         if match is None:
@@ -52,7 +53,7 @@ class Location:
 
     @property
     def server_id(self) -> tuple[int, int]:
-        """Rack and server: what GPUs of one machine share."""
+        """Rack and server, which the GPUs of one machine share."""
         return self.rack, self.server
 
     def __str__(self) -> str:
@@ -61,10 +62,10 @@ class Location:
 
 @dataclass(frozen=True)
 class Topology:
-    """Locations of places 0, 1, … : the ranks of a gang, or the members of a group.
+    """Locations of places 0, 1, …: the ranks of a gang, or the members of a group.
 
     Raises:
-        ConfigError: no location, or one that is named twice.
+        ConfigError: there is no location, or one is named twice.
     """
 
     locations: tuple[Location, ...]
@@ -82,15 +83,15 @@ class Topology:
 
     @classmethod
     def of(cls, ids: Sequence[str]) -> Topology:
-        """Place i stands at `ids[i]`."""
+        """Parse the id of each place."""
         return cls(tuple(Location.parse(text) for text in ids))
 
     @classmethod
     def of_gang(cls, ids: Sequence[str], *, ranks: int, tp: int) -> Topology:
-        """Rank i of a gang stands at `ids[i]`; `tp` ranks in a row are an instance.
+        """Parse the id of each rank of a gang, in which `tp` consecutive ranks are an instance.
 
         Raises:
-            ConfigError: other than one location for each rank, or an instance on two servers.
+            ConfigError: the number of ids is not `ranks`, or an instance is on two servers.
         """
         if len(ids) != ranks:
             raise ConfigError(
@@ -103,27 +104,32 @@ class Topology:
         return topology
 
     def _require_one_server(self, instance: range) -> None:
-        """Levels, hierarchical collectives and costs take an instance for one place."""
+        """Check that all ranks of an instance are on one server."""
+        # Levels, hierarchical collectives and costs treat an instance as one place.
         first = self.locations[instance.start]
         for rank in instance:
-            if (it := self.locations[rank]).server_id != first.server_id:
+            if (found := self.locations[rank]).server_id != first.server_id:
                 raise ConfigError(
                     f"ranks {instance.start} to {instance.stop - 1} are one instance, but rank "
-                    f"{instance.start} is at {first} and rank {rank} at {it}; allowed is one "
+                    f"{instance.start} is at {first} and rank {rank} at {found}; allowed is one "
                     "server for all ranks of an instance"
                 )
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Places in ascending order of their ids: the order in which SPTs are placed."""
+        """Places in ascending order of their ids, in which SPTs are placed."""
         return tuple(sorted(range(len(self.locations)), key=self.locations.__getitem__))
 
     def subset(self, places: Sequence[int]) -> Topology:
-        """The topology of some places, renumbered in the order given."""
+        """Return the topology of some places, renumbered in the order given."""
         return Topology(tuple(self.locations[place] for place in places))
 
     def require_order(self) -> None:
-        """Raises ConfigError unless the places stand in ascending order of their ids."""
+        """Check that the places are in ascending order of their ids.
+
+        Raises:
+            ConfigError: they are not.
+        """
         for before, after in zip(self.locations, self.locations[1:], strict=False):
             if after < before:
                 raise ConfigError(
@@ -143,9 +149,11 @@ class Topology:
 
     @cached_property
     def granularities(self) -> tuple[Segments, ...]:
-        """What the topology can tell apart, finest first: of SPT, server, rack and all, those
-        that differ from the one before. With one GPU a server, for instance, servers are not
-        told apart from SPTs. The last one is a single segment."""
+        """Granularities of the topology, finest first: those of SPT, server, rack and all that
+        differ from the one before. The last one is a single segment.
+
+        With one GPU per server, for instance, servers equal SPTs and are left out.
+        """
         size = len(self.locations)
         distinct: list[Segments] = []
         single = tuple(range(place, place + 1) for place in range(size))
@@ -155,12 +163,14 @@ class Topology:
         return tuple(distinct)
 
     def levels(self, count: int) -> tuple[Segments, ...]:
-        """Segments of `count` levels (the paper's N_v), level 1 first: the finest `count - 1`
-        granularities, and all. So 1 is one level over everything, 2 is SPT and all, and 3 is SPT,
-        server and all (or SPT, rack and all where each server has one GPU).
+        """Return the segments of `count` levels (the paper's N_v), level 1 first.
+
+        The levels are the finest `count - 1` granularities, and all. So 1 is one level over
+        everything, 2 is SPT and all, and 3 is SPT, server and all (or SPT, rack and all where each
+        server has one GPU).
 
         Raises:
-            ConfigError: more levels than the topology tells apart.
+            ConfigError: there are more levels than the topology distinguishes.
         """
         allowed = len(self.granularities)
         if not 1 <= count <= allowed:
@@ -180,7 +190,7 @@ class Topology:
 
 
 class GroupShape(NamedTuple):
-    """Instances of `tp` ranks each; those of an instance share a server."""
+    """Instances of `tp` ranks each; the ranks of an instance share a server."""
 
     servers: tuple[int, ...]
     """Instances on each server, in topology order; at least one each."""
@@ -189,26 +199,27 @@ class GroupShape(NamedTuple):
 
     @classmethod
     def of(cls, places: Iterable[Location], tp: int) -> GroupShape:
-        """Of instances at these places, in ascending order of their ids."""
+        """Return the shape of instances at these places, which are in ascending order of their
+        ids."""
         runs = groupby(places, key=attrgetter("server_id"))
         return cls(tuple([sum(1 for _ in run) for _, run in runs]), tp)
 
     @property
     def sp(self) -> int:
-        """Instances of the group."""
+        """Number of instances of the group."""
         return sum(self.servers)
 
     @property
     def ranks(self) -> int:
-        """All ranks: CSPS' N."""
+        """Number of ranks of the group (N in the CSPS paper)."""
         return self.sp * self.tp
 
     @property
     def instance_servers(self) -> tuple[int, ...]:
-        """The server of each instance, counted from 0."""
+        """Server of each instance, counted from 0."""
         return tuple(server for server, count in enumerate(self.servers) for _ in range(count))
 
     @property
     def rank_servers(self) -> tuple[int, ...]:
-        """The same of each rank."""
+        """Server of each rank, counted from 0."""
         return tuple(server for server in self.instance_servers for _ in range(self.tp))

@@ -1,4 +1,4 @@
-"""Connections to all ranks of one gang: what routers, tests and benchmarks command it by."""
+"""Connections to all ranks of one gang, over which routers, tests and benchmarks command it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OnNotification = Callable[["GangClient", int, str, Any], None]
 
 
 class GangClient:
-    """A gang whose every rank answers to this process.
+    """A gang whose ranks all answer to this process.
 
-    It lives as long as all of its connections: when one closes, `lost` resolves and the gang is
-    hung up on; ranks then drop whatever they did for this client.
+    The client lives as long as all of its connections. When one closes, `lost` resolves and the
+    others are closed; ranks then drop whatever they did for this client.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class GangClient:
         *,
         deadline_s: float = 10.0,
     ) -> None:
-        """Connect to nobody yet.
+        """Store what is needed to connect; `connect` opens the connections.
 
         Args:
-            role: what the gang is used for; its ranks must be of this role, or elastic.
-            members: where its ranks are, and what they must call their gang.
-            on_notification: told whatever a rank tells.
-            deadline_s: to connect, and for calls that name no deadline of their own.
+            role: what the gang is used for; its ranks must have this role, or be elastic.
+            members: addresses of its ranks, and the id that they must report.
+            on_notification: called for every notification of a rank.
+            deadline_s: for connecting, and for calls without a deadline of their own.
         """
         self.role = role
         self.gang_id = members.gang_id
@@ -52,11 +52,9 @@ class GangClient:
         self._router_id = ""
         self._clients: dict[int, RpcClient] = {}
         self.descriptions: tuple[RankDescription, ...] = ()
-        """What the ranks say of themselves, in rank order; empty before `describe`, `attach`."""
+        """Descriptions of the ranks, in rank order; empty before `describe` or `attach`."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves to the reason."""
-
-    # --- attaching ---
+        """Future that resolves to the reason when the gang is lost."""
 
     async def connect(self, *, secret: bytes, router_id: str) -> None:
         """Open a connection to every rank; all or none.
@@ -72,7 +70,7 @@ class GangClient:
             raise
 
     async def check_free(self, generation: int) -> None:
-        """Whether a router of this generation may take every rank over.
+        """Check that a router of this generation may take every rank over.
 
         Raises:
             RanksHeld: another router still commands a rank.
@@ -81,10 +79,10 @@ class GangClient:
         await self.call_all("may_attach", self._attach_message(generation))
 
     async def describe(self) -> None:
-        """Learn what every rank is, whoever commands it.
+        """Ask every rank for its description, whoever commands it.
 
         Raises:
-            ConfigError: the ranks do not describe one gang, or do not stand where its ranks may.
+            ConfigError: the ranks do not describe one gang, or their locations are not allowed.
         """
         self._learn(await self.call_all("describe"))
 
@@ -100,6 +98,14 @@ class GangClient:
         except BaseException:
             self.disconnect("attaching failed")
             raise
+        _log.info(
+            "router %s, generation %d, attached to %s gang %s (%d ranks)",
+            self._router_id,
+            generation,
+            self.role,
+            self.gang_id,
+            self.world_size,
+        )
 
     def _attach_message(self, generation: int) -> dict[str, Any]:
         return pack(Attach(router_id=self._router_id, generation=generation))
@@ -128,19 +134,25 @@ class GangClient:
 
     def _check_descriptions(self) -> None:
         first = self.descriptions[0]
-        for rank, it in enumerate(self.descriptions):
+        for rank, told in enumerate(self.descriptions):
             expected = (self.gang_id, rank, self.world_size, first.tp, first.model_fingerprint)
-            found = (it.gang_id, it.rank, it.world_size, it.tp, it.model_fingerprint)
+            found = (told.gang_id, told.rank, told.world_size, told.tp, told.model_fingerprint)
             if found != expected:
                 raise ConfigError(f"rank {rank} says it is {found}, expected {expected}")
-            if it.role not in (self.role, "elastic"):
-                raise ConfigError(f"rank {rank} is a {it.role} rank, not {self.role}")
+            if told.role not in (self.role, "elastic"):
+                raise ConfigError(
+                    f"rank {rank} of gang {self.gang_id} is a {told.role} rank; "
+                    f"allowed are {self.role} and elastic"
+                )
         if self.world_size % first.tp:
-            raise ConfigError(f"{self.world_size} ranks are no multiple of tp={first.tp}")
+            raise ConfigError(
+                f"gang {self.gang_id} has {self.world_size} ranks, not a multiple of tp={first.tp}"
+            )
         self._check_locations()
 
     def _check_locations(self) -> None:
-        """Whoever plans or schedules trusts them from here on."""
+        """Check that the locations are those of a gang, since planning and scheduling trust
+        them."""
         ids = [description.location for description in self.descriptions]
         try:
             Topology.of_gang(ids, ranks=self.world_size, tp=self.tp)
@@ -152,42 +164,42 @@ class GangClient:
         for client in self._clients.values():
             client.end(ConnectionLost(reason))
         if not self.lost.done():
+            _log.debug("%s gang %s disconnected: %s", self.role, self.gang_id, reason)
             self.lost.set_result(reason)
 
     async def close(self) -> None:
-        """Hang up, and wait until every connection is closed."""
+        """Close all connections, and wait until they are closed."""
         self.disconnect("closed by this side")
         for client in self._clients.values():
             await client.close()
 
-    # --- facts ---
-
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.members.ranks)
 
     @property
     def tp(self) -> int:
-        """Ranks per instance."""
+        """Number of ranks per instance."""
         return self.descriptions[0].tp
 
     @property
     def instances(self) -> int:
-        """Copies of the weights."""
+        """Number of instances (copies of the weights)."""
         return self.world_size // self.tp
 
     def ranks_of(self, instance: int) -> range:
-        """The ranks of an instance."""
+        """Return the ranks of an instance."""
         return range(instance * self.tp, (instance + 1) * self.tp)
 
     def instance_of(self, rank: int) -> int:
-        """The instance of a rank."""
+        """Return the instance of a rank."""
         return rank // self.tp
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """KV slots by instance: every rank of one holds the same tokens, with its own heads."""
+        """KV slots by instance. Every rank of an instance holds the same tokens, with its own
+        heads."""
         return tuple(
             min(self.descriptions[rank].kv_slots for rank in self.ranks_of(instance))
             for instance in range(self.instances)
@@ -195,50 +207,49 @@ class GangClient:
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Rack-Server-GPU ids of the instances: of their first ranks, whose server all share."""
+        """Rack-Server-GPU ids of the instances, which are those of their first ranks."""
         return tuple(description.location for description in self.descriptions[:: self.tp])
-
-    # --- talking ---
 
     async def call(
         self, rank: int, method: str, payload: Any = None, *, deadline_s: float | None = None
     ) -> Any:
-        """Ask one rank."""
+        """Call a method of one rank."""
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         return await self._clients[rank].call(method, payload, deadline_s=deadline_s)
 
     async def call_all(
         self, method: str, payload: Any = None, *, deadline_s: float | None = None
     ) -> list[Any]:
-        """Ask every rank the same at once; answers in rank order, or the first error."""
+        """Call a method of all ranks at once; return answers in rank order, or raise the first
+        error."""
         return await together(
             self.call(rank, method, payload, deadline_s=deadline_s)
             for rank in range(self.world_size)
         )
 
     async def stats(self) -> list[RankStats]:
-        """What the ranks hold and do now."""
+        """Return the statistics of all ranks."""
         return [unpack(RankStats, answer) for answer in await self.call_all("stats")]
 
     def notify(self, rank: int, method: str, payload: Any = None) -> None:
-        """Tell one rank; nothing if the gang is lost, because everyone is about to be told."""
+        """Send a notification to one rank; do nothing if the gang is lost."""
         try:
             self._clients[rank].notify(method, payload)
-        except ConnectionLost as exc:
-            _log.debug("%s not sent: %s", method, exc)
+        except ConnectionLost as exc:  # `lost` has resolved, so the router learns of it anyway
+            _log.debug("%s not sent to rank %d of %s: %s", method, rank, self.gang_id, exc)
 
     def notify_all(self, method: str, payload: Any = None) -> None:
-        """Tell every rank the same."""
+        """Send a notification to every rank."""
         for rank in range(self.world_size):
             self.notify(rank, method, payload)
 
     def keep_alive(self) -> None:
-        """Renew the lease on every rank; due every `fence.KEEP_ALIVE_S`."""
+        """Send every rank a heartbeat; due every `members.KEEP_ALIVE_S`."""
         self.notify_all("keep_alive")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at once. The first error cancels the others and is raised as it is."""
+    """Run coroutines concurrently. The first error cancels the others and is raised unwrapped."""
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:

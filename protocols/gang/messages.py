@@ -1,20 +1,15 @@
-"""How the next token of a request is drawn.
+"""Messages between the router and the ranks over MessagePack-RPC, grouped by recipient.
 
-Tokens that ranks have drawn, as they travel to the router.
-
-What the router and the ranks say to each other over MessagePack-RPC.
-
-Messages are grouped by recipient; steps of prefill are in `prefill_job`, drawn tokens in `tokens`.
-Every class is a frozen dataclass that `protocols.schema`
-packs and unpacks strictly. Token ids travel as little-endian int32 bytes, because a million
-MessagePack integers would take the event loop a tenth of a second to build.
+Prefill and move steps are in `step_messages`. Every class is a frozen dataclass that
+`csps.protocols.rpc.schema` packs and unpacks strictly. Token ids travel as little-endian int32
+bytes: a million MessagePack integers would take the event loop a tenth of a second to build.
 
 Vocabulary
 ----------
-rid        the router's integer for one *attempt* at one request; a retry gets a new one
-rank       a process of a gang, 0 .. instances * tp - 1; instance i owns ranks [i*tp, (i+1)*tp)
-instance   one copy of the weights, the unit that policies place work on
-span       token positions of one request, from a first one to a last one in equal steps
+sequence_id  the router's integer for one *attempt* at a request; a retry gets a new one
+rank         a process of a gang, 0 .. instances * tp - 1; instance i owns [i*tp, (i+1)*tp)
+instance     one copy of the weights, the unit on which policies place work
+span         token positions of one sequence, from a first to a last one with a stride
 """
 
 from __future__ import annotations
@@ -28,12 +23,12 @@ from csps.protocols.core.placement import EVERYTHING, KvSlice, Span
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token of a request is drawn; names and defaults are the OpenAI API's."""
+    """Sampling parameters of a request; names and defaults are the OpenAI API's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Number of likeliest tokens to sample from; 0 means the whole vocabulary."""
     min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
@@ -41,16 +36,18 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """How many of the likeliest tokens to report with the drawn one's log-probability; 0 reports
-    only that, None nothing."""
+    """Number of likeliest tokens to report beside the sampled one's log-probability.
+
+    0 reports only that log-probability, None nothing.
+    """
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Ends of sequence included, unless the request ignores them."""
+    """Tokens that end the answer: ends of sequence included, unless the request ignores them."""
 
 
 TOKEN_BYTES = 4
-"""Of an id in a message, little-endian."""
+"""Bytes of a token id in a message, little-endian."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -64,9 +61,10 @@ class TokenLogprob:
     logprob: float
 
 
-@dataclass(slots=True, kw_only=True)  # frozen ones take twice as long to make, at every token
+@dataclass(slots=True, kw_only=True)  # a frozen one takes twice as long to create, at every token
 class SampledToken:
-    """One token of a request, in order of `index` (0 is prefill's): a row of `SampledTokens`."""
+    """One token of a request, in order of `index` (0 is the first token): a row of
+    `SampledTokens`."""
 
     sequence_id: int
     index: int
@@ -78,55 +76,57 @@ class SampledToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """What `Sampling.logprobs` asks for of one drawn token."""
+    """Log-probabilities that a request asked for, of one sampled token."""
 
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
 
+# One message in columns, because a router reads thousands of tokens a second: 64 tokens in one
+# frame cost a tenth of 64 messages.
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """`tokens`: all that a master drew in one iteration, or a prefill job at its end.
-
-    One message and not one for each token, and in columns, because a router reads thousands of
-    tokens a second: 64 of them in one frame cost a tenth of what 64 messages do.
-    """
+    """`tokens`: all tokens that a master sampled in one iteration, or at the end of a prefill
+    step."""
 
     sequence_ids: tuple[int, ...]
     indices: tuple[int, ...]
-    """Numbers of the tokens in their answers."""
+    """Indices of the tokens in their answers."""
     tokens: tuple[int, ...]
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
-    """By row, of the answers that end."""
+    """Finish reason by row, for answers that end."""
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    """By row, of the requests that asked for them."""
+    """Log-probabilities by row, for requests that asked for them."""
 
     def __post_init__(self) -> None:
         rows = len(self.sequence_ids)
         if not rows == len(self.indices) == len(self.tokens):
-            raise ValueError(f"{rows} rids, {len(self.indices)} indices, {len(self.tokens)} tokens")
+            raise ValueError(
+                f"SampledTokens: columns differ in length: {rows} sequence ids, "
+                f"{len(self.indices)} indices, {len(self.tokens)} tokens"
+            )
         for row in (*self.finish_reasons, *self.logprobs):
             if not 0 <= row < rows:
-                raise ValueError(f"there is no row {row} among {rows}")
+                raise ValueError(f"SampledTokens: row {row} of {rows} rows")
 
     @classmethod
     def of(cls, sampled: Sequence[SampledToken]) -> SampledTokens:
-        """Lay rows out in columns."""
+        """Convert sampled tokens to columns."""
         rows = list(enumerate(sampled))
         return cls(
-            sequence_ids=tuple(it.sequence_id for it in sampled),
-            indices=tuple(it.index for it in sampled),
-            tokens=tuple(it.token for it in sampled),
-            finish_reasons={row: it.finish_reason for row, it in rows if it.finish_reason},
+            sequence_ids=tuple(token.sequence_id for token in sampled),
+            indices=tuple(token.index for token in sampled),
+            tokens=tuple(token.token for token in sampled),
+            finish_reasons={row: token.finish_reason for row, token in rows if token.finish_reason},
             logprobs={
-                row: Logprobs(logprob=it.logprob, top=it.top_logprobs)
-                for row, it in rows
-                if it.logprob is not None
+                row: Logprobs(logprob=token.logprob, top=token.top_logprobs)
+                for row, token in rows
+                if token.logprob is not None
             },
         )
 
     def each(self) -> Iterator[SampledToken]:
-        """The rows, in order."""
+        """Yield the rows, in order."""
         reasons, logprobs = self.finish_reasons, self.logprobs
         columns = zip(self.sequence_ids, self.indices, self.tokens, strict=True)
         for row, (sequence_id, index, token) in enumerate(columns):
@@ -149,20 +149,21 @@ Role = Literal["prefill", "decode", "elastic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Attach:
-    """`attach`: a router takes the rank over; whatever an earlier router left is dropped.
-    `may_attach` asks whether it could, and changes nothing. `protocols.fence` has the rules; the
-    holder sends `keep_alive`, without a payload, every `KEEP_ALIVE_S`.
+    """`attach`: a router takes the rank over; the rank drops the work of an earlier router.
+
+    `may_attach` asks whether the router could attach, and changes nothing. `members.Fence` has the
+    rules. The attached router sends `keep_alive`, without a payload, every `KEEP_ALIVE_S`.
     """
 
     router_id: str
-    """New for each attachment, so that ranks drop what they still do for an earlier one."""
+    """New id for each attachment, by which ranks drop the work of an earlier one."""
     generation: int
-    """Larger than that of every router before this one."""
+    """Number larger than that of every router before this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDescription:
-    """What `describe` and `attach` answer."""
+    """Answer to `describe` and `attach`."""
 
     gang_id: str
     role: Role
@@ -176,8 +177,8 @@ class RankDescription:
     layers: int
     model: str
     model_fingerprint: str
-    """Digest of the model's configuration, type and weights as they were loaded; gangs that differ
-    must not exchange KV."""
+    """Digest of the model's configuration, type and weights as they were loaded. Gangs with
+    different fingerprints must not exchange KV."""
     max_positions: int
     store_host: str
     store_port: int
@@ -189,7 +190,7 @@ class ConnectKv:
     """`connect_kv`: join the process group that spans a prefill and a decode gang."""
 
     epoch: str
-    """Names the pair of gangs; carried by every KV header, so that a stale one is refused."""
+    """Name of the pair of gangs. Every KV header carries it, so that a stale one is refused."""
     store_host: str
     store_port: int
     prefill_ranks: int
@@ -200,35 +201,38 @@ class ConnectKv:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelSequence:
-    """`cancel`: stop working for a request and free what it holds, at any stage."""
+    """`cancel`: stop working for a sequence and free what it holds, at any stage."""
 
     sequence_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetainKv:
-    """`keep`, to rank 0: a sequence that `retain` is over, and of its KV only this is kept under its
-    rid. Where it is a row it leaves. Each rank of the gang answers with `kept`, or `freed` if it
-    has nothing left of it; it may be told more than once."""
+    """`retain`, to rank 0: a sequence with `retain` has ended; keep only these spans of its KV.
+
+    The sequence leaves its decode batch, if it is in one. Each rank of the gang answers with
+    `retained`, or with `freed` if nothing is left. The message may come more than once.
+    """
 
     sequence_id: int
     spans: tuple[Span, ...] = EVERYTHING
-    """Of those the rank has some; no others than the sequence itself has computed."""
+    """Positions to retain, all computed by the sequence itself; a rank has some of them."""
 
     @property
     def released(self) -> tuple[Span, ...]:
-        """All others."""
+        """All other positions."""
         rest = EVERYTHING
         for span in self.spans:
-            rest = tuple(part for it in rest for part in it.without(span))
+            rest = tuple(part for left in rest for part in left.without(span))
         return rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictKv:
-    """`release`, to rank 0: free some of what was kept of a sequence, which is over. Answered as
-    `keep`. Slots that others hold meanwhile (`KvSlice.source`) come back with the last of them; who
-    counts on those that were told to be free releases nothing that somebody still reads."""
+    """`evict`, to rank 0: free some retained KV of a sequence that has ended. Answered as `retain`.
+
+    Slots that other sequences reference (`KvSlice.source`) are freed with the last reference.
+    """
 
     sequence_id: int
     spans: tuple[Span, ...] = EVERYTHING
@@ -239,67 +243,81 @@ class EvictKv:
 
 @dataclass(frozen=True, kw_only=True)
 class ReserveKv:
-    """`reserve`: set KV slots aside and expect the prompt's KV from a prefill gang; or, with
-    `prompt`, a sequence that computes its prompt in the stream in which it is decoded."""
+    """`reserve`: reserve KV slots and expect the prompt's KV from a prefill gang.
+
+    With `prompt`, the sequence computes its prompt in its decode batch (piggybacked prefill).
+    """
 
     sequence_id: int
     epoch: str
     slices: tuple[KvSlice, ...]
-    """The whole prompt's KV placement over the gang's instances. What has an origin lies there
-    already, and is the prompt's beginning; an instance that has no other share tells of none that
-    has landed."""
+    """Placement of the whole prompt's KV over the gang's instances.
+
+    Slices with a source are resident already, and are the prompt's beginning. An instance without
+    any other slice does not report that KV was received.
+    """
     master: int
-    """Instance that embeds the request's tokens and draws the next one."""
+    """Instance that embeds the sequence's tokens and samples the next one."""
     prompt_length: int
-    """Tokens to be prefilled, those of `generated_tokens` included."""
+    """Tokens to prefill, `generated_tokens` included."""
     sampling: Sampling
     prompt: bytes = b""
-    """Of a sequence that rides (`protocols.iteration`): all tokens to be computed, int32, only to
-    the ranks of its master; those before them, whose KV is here, may come as well. Empty: steps
-    compute the prompt, and its KV is sent here."""
+    """All tokens that a piggybacked prefill computes, int32, sent only to the ranks of its master.
+
+    Earlier tokens, whose KV is resident, may be included. Empty: steps compute the prompt, and its
+    KV is sent to the gang.
+    """
     prompt_tokens: bytes = b""
     generated_tokens: bytes = b""
-    """As in `PrefillChunk`."""
+    """Generated tokens, as in `PrefillChunk`."""
     answer: tuple[KvSlice, ...] = ()
-    """Who keeps the KV of which of the answer's positions, each of them once; several may take
-    turns. Empty: the master keeps it. Positions that the answer never has do not matter."""
+    """Holders of the KV of the answer's positions, each position once; several may alternate.
+
+    Empty: the master stores all. Positions that the answer never reaches do not matter.
+    """
     kept_only: bool = False
-    """Layers may come without the tokens that they dropped (`CsaPlan.decode_kept_only`)."""
+    """True if layers may arrive without the tokens that they dropped
+    (`CsaPlan.decode_kept_only`)."""
     retain: bool = False
-    """Its KV is not freed when the answer ends, but lies here until `keep`, `release` or
-    `cancel`."""
+    """True if its KV stays when the answer ends, until `retain`, `evict` or `cancel`."""
     trace: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source is not None]
         if not Span(0, self.reused).partitioned_by(reused):
             raise ValueError(
-                f"what request {self.sequence_id} reuses is not its prompt's beginning"
+                f"sequence {self.sequence_id}: reused KV must be positions [0, {self.reused}), "
+                f"each once"
             )
         if self.reused and self.kept_only:
             raise ValueError(
-                f"request {self.sequence_id} reuses whole KV, and is to have some of its own"
+                f"sequence {self.sequence_id}: prefix reuse cannot be combined with "
+                "decode_kept_only"
             )
 
     @property
     def reused(self) -> int:
-        """Positions before this one have KV here that others have computed."""
+        """Number of positions, from 0 on, whose KV other sequences have computed on this gang."""
         return sum(kv_slice.span.length for kv_slice in self.slices if kv_slice.source is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinBatch:
-    """`join`, to rank 0: decode the request. Its KV has landed everywhere, or it rides."""
+    """`join`, to rank 0: decode the sequence. Its KV was received on all ranks, or is
+    piggybacked."""
 
     sequence_id: int
     first_token: int | None
-    """None: it rides, and its first token comes as a row of `Tokens` like any other."""
+    """First token of the answer. None: piggybacked prefill, whose first token comes in
+    `SampledTokens`."""
     budget: int = 0
-    """Tokens that an iteration of the stream may compute on each master, with riders
-    (`iteration.fill`). The last one that was told counts."""
+    """Tokens that an iteration of the batch may compute on each master, piggybacked prefill
+    included (`decode_batches.chunk_lengths`). The newest value counts."""
     instances: tuple[int, ...] = ()
-    """Whom the row concerns: who draws its tokens, and who holds or is to keep its KV. Rows without
-    a common one are iterated apart. Empty: all of the gang."""
+    """Instances that the sequence needs: its master and all present and future holders of its KV.
+
+    Sequences without a common instance are iterated separately. Empty: all of the gang.
+    """
 
 
 # --- to the router (notifications on the router's own connection) ---------------------------
@@ -307,14 +325,14 @@ class JoinBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillProgress:
-    """`prefill_progress`, from a rank with a job to do, about once a second: it gets on."""
+    """`prefill_progress`, about once a second from a rank that works on a step."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillDone:
-    """`prefill_done`, from each rank of a job's group: computed, and all KV sent and freed."""
+    """`prefill_done`, from each rank of a step's group: computed, and all KV sent and freed."""
 
     step_id: int
     rank: int
@@ -322,40 +340,42 @@ class PrefillDone:
     queue_s: float
     compute_s: float
     communication_s: float
-    """Waiting for exchanges inside the group."""
+    """Time spent waiting for exchanges inside the group."""
     transfer_s: float
     yielded_s: float
     exchange_s: float = 0.0
-    """Exchanges inside the group were under way, hidden behind computing or not."""
+    """Time during which exchanges inside the group were in progress, whether or not computing
+    hid them."""
     bytes_sent: tuple[int, ...] = ()
-    """To each rank of the gang, in rank order; empty where nothing was computed."""
+    """Bytes sent to each rank of the gang, in rank order; empty where nothing was computed."""
     placed_bytes: int = 0
-    """Of them, new KV that is kept elsewhere than it was computed."""
+    """Portion of `bytes_sent` that was new KV stored elsewhere than it was computed."""
     placing_s: float = 0.0
-    """What that took the rank, storing of what came by anyway included."""
+    """Time that placing KV took this rank, including storing KV that exchanges delivered anyway."""
     placing_stored_s: float = 0.0
-    """Of that, storing of what came by anyway."""
+    """Portion of `placing_s` for storing KV that exchanges delivered anyway."""
     placing_waited_s: float = 0.0
-    """Of that, waiting for what did not."""
+    """Portion of `placing_s` spent waiting for other KV."""
     last_layer_s: float = 0.0
-    """Of computing and communication, the last layer, in which nothing comes by."""
+    """Computing and communication time of the last layer, whose exchanges deliver no KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankKvReceived:
-    """`landed`, from a decode rank: its whole share of the prompt's KV is in its pool."""
+    """`received`, from a decode rank: its whole slice of the prompt's KV is in its pool."""
 
     sequence_id: int
     rank: int
     tokens: int
     seconds: float
-    """Since slots were reserved for it."""
+    """Time since slots were reserved."""
     receiving_s: float = 0.0
-    """Since the first of it arrived."""
+    """Time since the first bytes arrived."""
     received_bytes: int = 0
-    """Nothing of KV that lay here already."""
+    """Bytes received; KV that was resident already counts nothing."""
     waited: float = 0.0
-    """Seconds that one of its senders has waited for its turn (`ReceivingBackends`), at most."""
+    """Longest time in seconds that one of its senders waited for a backend
+    (`ReceivingBackends`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,13 +384,13 @@ class LinkBroken:
 
     epoch: str
     rank: int
-    """Which tells."""
+    """Rank that reports."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotsFreed:
-    """`freed`: the rank holds nothing of the request any more."""
+    """`freed`: the rank holds nothing of the sequence any more."""
 
     sequence_id: int
     rank: int
@@ -378,7 +398,7 @@ class SlotsFreed:
 
 @dataclass(frozen=True, kw_only=True)
 class KvRetained:
-    """`kept`: what the rank holds of a sequence after a `keep` or `release`, if anything."""
+    """`retained`: tokens of a sequence that the rank holds after a `retain` or `evict`, if any."""
 
     sequence_id: int
     rank: int
@@ -387,19 +407,19 @@ class KvRetained:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFailed:
-    """`failed`: the rank cannot serve the request; `code` names an error of the tree."""
+    """`failed`: the rank cannot serve the sequence; `code` names an error of the tree."""
 
     sequence_id: int
     rank: int
     code: str
     message: str
     param: str | None = None
-    """The field of the client's request at fault, where one is."""
+    """Field of the client's request that is at fault, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
-    """What `stats` answers: for metrics, health and the tests' leak checks."""
+    """Answer to `stats`, for metrics, health and the tests' leak checks."""
 
     rank: int
     kv_slots: int
@@ -408,10 +428,11 @@ class RankStats:
     running: int
     waiting: int
     iterations: int
-    """Of decoding, since the rank exists."""
+    """Number of decode iterations since the rank started."""
     iterating_s: float = 0.0
-    """Seconds that they took."""
+    """Time that the iterations took, in seconds."""
     exchange_s: float = 0.0
-    """Of them, queries of the rank's rows were under way to others, or answers to them."""
+    """Portion of `iterating_s` with queries, or answers to them, in transfer to or from other
+    ranks."""
     communication_s: float = 0.0
-    """Of that, the rank stood still."""
+    """Portion of `exchange_s` during which the rank was blocked."""

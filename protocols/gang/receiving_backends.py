@@ -1,13 +1,12 @@
-"""Who may send KV to a decode instance, where what receives it is short (Tetris §4.2).
+"""Transfer slots of a decode instance, for when many senders want to send KV (Tetris §4.2).
 
 A *backend* is whatever an instance needs to receive from one sender: buffers, a connection. A
 sender shakes hands before it sends, and sends when it is granted a backend. If there are not
-enough, requests are served in the order of their first handshakes, and a request keeps what it was
-granted until all its chunks have landed: otherwise requests that lack their last chunk could hold
-an instance full of half-landed KV, each waiting for a backend that the others never give back. One
-that has a single backend can always finish, one sender after the other; so with at least one
-backend nobody starves, whatever the order in which senders come, as long as no step waits for a
-send.
+enough, requests are served in the order of their first handshakes, and a request keeps its backends
+until all its chunks have been received. Otherwise several incomplete requests could hold all
+backends, each waiting for one that the others never free. A request with a single backend can
+always finish, one sender after the other. So with at least one backend no request starves, in
+whatever order senders come, as long as no step waits for a send.
 
 Pure: the receiving ranks and the simulator share it.
 """
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 
 class ChunkTransfer(NamedTuple):
-    """What one sender sends of one chunk of a request."""
+    """Transfer of a chunk of a request from one sender."""
 
     request: int
     chunk: int
@@ -29,7 +28,7 @@ class ChunkTransfer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _RequestBackends:
-    """What a request has asked for and got."""
+    """Backends and transfers of a request."""
 
     waiting: deque[ChunkTransfer] = field(default_factory=deque)
     sending: dict[ChunkTransfer, None] = field(default_factory=dict)
@@ -42,29 +41,31 @@ class _RequestBackends:
 
 
 class ReceivingBackends:
-    """The backends of an instance and the requests that want them.
+    """Backends of an instance, and the requests that want them.
 
     Args:
         backends: how many there are, at least one.
     """
 
     def __init__(self, backends: int) -> None:
-        assert backends >= 1, "nobody could ever send"
+        assert backends >= 1, f"{backends} backends: no sender could ever send"
         self.total = self.free = backends
         self._requests: dict[int, _RequestBackends] = {}
-        """In the order of their first handshakes."""
+        """Requests in the order of their first handshakes."""
 
     def handshake(self, transfer: ChunkTransfer) -> list[ChunkTransfer]:
-        """A sender wants to send. Returns those that may begin now."""
+        """Queue a transfer; return the transfers that may begin now."""
         backends_of = self._requests.setdefault(transfer.request, _RequestBackends())
-        assert transfer not in backends_of.sending, f"{transfer} is under way"
+        assert transfer not in backends_of.sending, f"{transfer} was granted a backend already"
         assert transfer not in backends_of.waiting, f"{transfer} waits already"
         backends_of.waiting.append(transfer)
         return self._grant()
 
     def received(self, transfer: ChunkTransfer) -> list[ChunkTransfer]:
-        """A transfer is over, or will not be: nothing of it is wanted any more. If it was granted a
-        backend, its request keeps that. Returns those that may begin now."""
+        """End a transfer that is complete or cancelled; return the transfers that may begin now.
+
+        If the transfer had a backend, its request keeps that.
+        """
         backends_of = self._requests.get(transfer.request)
         if backends_of is None:
             return []  # it was released meanwhile
@@ -76,21 +77,24 @@ class ReceivingBackends:
         return self._grant()
 
     def release(self, request: int) -> list[ChunkTransfer]:
-        """All chunks of a request have landed, or nobody wants it any more. Returns those of others
-        that may begin now."""
+        """Free the backends of a request that is complete or cancelled.
+
+        Returns:
+            Transfers of other requests that may begin now.
+        """
         backends_of = self._requests.pop(request, None)
         if backends_of is not None:
             self.free += backends_of.backends
         return self._grant()
 
     def waiting_of(self, request: int) -> list[ChunkTransfer]:
-        """Transfers of a request without a backend."""
+        """Return the transfers of a request that have no backend."""
         backends_of = self._requests.get(request)
         return [] if backends_of is None else list(backends_of.waiting)
 
     def _grant(self) -> list[ChunkTransfer]:
-        """Give a request's idle backends to its own transfers, and free ones to the request that
-        shook hands first."""
+        """Grant a request's idle backends to its own transfers, and free ones to the oldest
+        request."""
         granted = []
         for backends_of in self._requests.values():
             while backends_of.waiting and (backends_of.idle or self.free):
@@ -104,11 +108,13 @@ class ReceivingBackends:
         return granted
 
     def check_integrity(self) -> None:
-        """Assert that no backend was lost or given twice, and that none is free in vain."""
-        backends_of = sum(request.backends for request in self._requests.values())
-        assert self.free >= 0, "more backends given than there are"
-        assert backends_of + self.free == self.total, "a backend was lost"
+        """Assert that no backend is lost, granted twice, or free while a request waits."""
+        in_use = sum(request.backends for request in self._requests.values())
+        assert self.free >= 0, f"{-self.free} more backends granted than the {self.total} there are"
+        assert in_use + self.free == self.total, (
+            f"{in_use} backends in use and {self.free} free, of {self.total}"
+        )
         for request in self._requests.values():
             assert not (request.waiting and (request.idle or self.free)), (
-                "a backend is free in vain"
+                "a backend is free while a transfer is waiting"
             )

@@ -1,16 +1,14 @@
-"""What ranks that prefill are told: a step, which is a batch of chunks on one group.
+"""Steps: messages that have ranks prefill a batch of chunks, or move the KV of a sequence.
 
-Moving the KV of a row that decodes, and where it goes on then: LoongServe's reactive migration.
+A `PrefillStep` is a batch of chunks on one group. A `MoveSequence` migrates a decoding sequence
+(LoongServe's reactive migration): decoding continues during the transfer, and pauses only for the
+KV of the tokens that were added meanwhile.
 
-The row goes on where it is while its KV is on the way: only the last tokens, which it has added
-meanwhile, travel while it stands still.
-
-Earlier KV that a step moves before it attends to it (Tetris §4.1).
-
-Of a piece it is said where its history lies (`PrefillChunk.history`) and who keeps what from the
-step on (`placement`), which may name earlier positions: so a group that has grown gets even parts
-of the history. Each layer's travels before the layer is computed. All ranks derive the same moves
-from the step alone, members or not.
+A step may also rebalance earlier KV before it attends to it (Tetris §4.1). A chunk names the
+present holders of its history (`PrefillChunk.history`) and the holders from the step on
+(`placement`, which may name earlier positions), so a group that has grown gets even parts of the
+history. The KV of each layer moves before the layer is computed. Every rank derives the same moves
+from the step alone, whether it is a member or not.
 """
 
 from __future__ import annotations
@@ -27,35 +25,45 @@ from csps.protocols.gang.messages import TOKEN_BYTES, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChunk:
-    """A chunk of one request inside a job: positions [start, start + length)."""
+    """Positions [start, start + length) of one sequence, computed by one step."""
 
     sequence_id: int
     start: int
     length: int
     rows: tuple[KvSlice, ...] = ()
-    """Which instance computes what, each position once, in the order of an instance's rows; empty
-    cuts at the bounds of the job. Not every strategy takes such rows."""
+    """Instance that computes each position, each position once, in the order of an instance's rows.
+
+    Empty: the step's bounds say so. Not every strategy accepts such rows.
+    """
     history: tuple[KvSlice, ...] = ()
-    """Where the KV of all positions before the chunk lies, in any order; the slots are known to its
-    holders. What other sequences have computed (`KvSlice.source`) comes first of all positions."""
+    """Placement of the KV of all positions before the chunk, in any order; its holders know the
+    slots.
+
+    KV that other sequences have computed (`KvSlice.source`) has the lowest positions.
+    """
     placement: tuple[KvSlice, ...] = ()
-    """Who keeps the KV of this chunk; empty keeps it where it is computed."""
+    """Holders of the KV of this chunk; empty stores it where it is computed."""
     destinations: tuple[KvSlice, ...] = ()
-    """Decode instances to stream the chunk's KV to; empty keeps it here. The first chunk that the
-    sequence computes sends its history as well, which others have computed. Shares with an origin
-    are there already."""
+    """Decode instances to send the chunk's KV to; empty keeps it here.
+
+    The first chunk that the sequence computes also sends its history, which others have computed.
+    Slices with a source are at their destination already.
+    """
     retain: bool = False
-    """Its KV is not freed when all of it has landed, but lies here until `keep`, `release` or
-    `cancel`. Of all chunks of a sequence, or of none; a gang that decodes goes by
-    `Reserve.retain`."""
+    """True if its KV stays after the transfer, until `retain`, `evict` or `cancel`.
+
+    All chunks of a sequence agree. A gang that also decodes uses `ReserveKv.retain`.
+    """
     last: bool = True
-    """The prompt ends with this chunk: draw the first token."""
+    """True if the prompt ends with this chunk, so that the first token is sampled."""
     sampling: Sampling = field(default_factory=Sampling)
     prompt_tokens: bytes = b""
     """Distinct prompt tokens, int32; sent only when a repetition penalty needs them."""
     generated_tokens: bytes = b""
-    """Tokens of the answer that an earlier attempt has drawn, int32: the last ones of what is
-    prefilled. The token to draw is the next of the answer."""
+    """Tokens of the answer that an earlier attempt has sampled, int32.
+
+    They are the last tokens of what is prefilled. The token to sample follows them.
+    """
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -63,22 +71,22 @@ class PrefillChunk:
         chunk = Span(self.start, self.start + self.length)
         if not chunk.partitioned_by([row.span for row in self.rows]):
             raise ValueError(
-                f"rows of request {self.sequence_id} are not its positions {chunk}, each once"
+                f"sequence {self.sequence_id}: rows must be its positions {chunk}, each once"
             )
 
     @property
     def whole(self) -> bool:
-        """The chunk is all of its prompt."""
+        """True if the chunk is all of its prompt."""
         return self.start == 0 and self.last
 
     @property
     def begins(self) -> bool:
-        """It is the first one that the sequence computes."""
+        """True if it is the first chunk that the sequence computes."""
         return all(kv_slice.source is not None for kv_slice in self.history)
 
     @property
     def decoded(self) -> bool:
-        """Its KV is needed after the prompt: the first token is not the answer's last."""
+        """True if its KV is needed after the prompt: the first token is not the answer's last."""
         return self.sampling.max_tokens - len(self.generated_tokens) // TOKEN_BYTES > 1
 
 
@@ -86,31 +94,31 @@ class PrefillChunk:
 class PrefillStep:
     """`prefill`: one variable-length batch on one ordered group of instances.
 
-    The pieces are laid end to end and cut at `bounds`: instance `group[i]` computes tokens
-    [bounds[i], bounds[i+1]) of the concatenation; or as many of all pieces, those that their
-    `rows` give it. Every rank of the gang receives every job: members prepare it, and the leader
-    has it begin by the gang's log (`sequencer`). `tokens` holds only the receiver's own share, in
-    the order of its rows.
+    The chunks are concatenated and cut at `bounds`: instance `group[i]` computes tokens [bounds[i],
+    bounds[i+1]) of the concatenation. Chunks with `rows` instead give the instance that many
+    tokens. Every rank of the gang receives every step: members prepare it, and the leader begins it
+    by the gang's log (`csps.protocols.sequencer`). `tokens` holds only the receiver's own tokens,
+    in the order of its rows.
     """
 
     step_id: int
-    """The step's number, new for every step of a router."""
+    """Number of the step, new for every step of a router."""
     group: tuple[int, ...]
     bounds: tuple[int, ...]
     chunks: tuple[PrefillChunk, ...]
     tokens: bytes = b""
     strategy: str = "ulysses"
     csa: CsaPlan | None = None
-    """How strategies that attend sparsely do so; "csa" needs it. "levels", which is exact, needs
-    one that drops nothing."""
+    """Plan of strategies that attend sparsely; "csa" needs one. "levels", which is exact, needs
+    a plan that drops nothing."""
     high_priority: bool = False
-    """May run inside a running job that is not urgent, between two of its parts."""
+    """True if it may preempt a low-priority step at a yield point."""
     trace: dict[str, str] = field(default_factory=dict)
-    """W3C trace context of the first piece's request."""
+    """W3C trace context of the first chunk's request."""
 
     @property
     def contiguous(self) -> bool:
-        """Rows are cut at the bounds."""
+        """True if rows are cut at the bounds."""
         return not any(chunk.rows for chunk in self.chunks)
 
     def __post_init__(self) -> None:
@@ -118,19 +126,22 @@ class PrefillStep:
             self._check_rows()
         if self.csa is None:
             if self.strategy in ("csa", "levels"):
-                raise ValueError(f"strategy '{self.strategy}' without a plan")
+                raise ValueError(f"step {self.step_id}: strategy '{self.strategy}' needs a CsaPlan")
             return
         if len(self.csa.locations) != len(self.group):
             raise ValueError(
-                f"{len(self.csa.locations)} locations for a group of {len(self.group)}"
+                f"step {self.step_id}: {len(self.csa.locations)} locations for a group of "
+                f"{len(self.group)}"
             )
         if self.csa.decode_kept_only and not all(chunk.whole for chunk in self.chunks):
             raise ConfigError(
-                "decode_kept_only takes whole prompts: a later chunk's tokens see all of the "
-                "earlier ones, so that decode would see less than the prompt's end has seen"
+                "decode_kept_only requires whole prompts: later chunks attend to all earlier "
+                "tokens, so decode would see less KV than the end of the prompt did"
             )
         if self.strategy == "levels" and not self.csa.lossless:
-            raise ValueError("strategy 'levels' is exact, and its plan drops tokens")
+            raise ValueError(
+                f"step {self.step_id}: strategy 'levels' is exact, but its plan drops tokens"
+            )
         if self.strategy.startswith("sp_tp"):
             self._check_sp_tp(self.csa)
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])
@@ -139,36 +150,43 @@ class PrefillStep:
         counts = dict.fromkeys(self.group, 0)
         for kv_slice in (kv_slice for chunk in self.chunks for kv_slice in chunk.rows):
             if kv_slice.instance not in counts:
-                raise ValueError(f"instance {kv_slice.instance} has rows and is not in the group")
+                raise ValueError(
+                    f"step {self.step_id}: instance {kv_slice.instance} has rows, but is not in "
+                    f"group {self.group}"
+                )
             counts[kv_slice.instance] += kv_slice.span.length
         if not all(chunk.rows or not chunk.length for chunk in self.chunks):
-            raise ValueError("some pieces say who computes their rows, and others do not")
+            raise ValueError(f"step {self.step_id}: either all chunks have rows, or none")
         if self.bounds != (0, *accumulate(counts.values())):
-            raise ValueError(f"bounds {self.bounds} are not those of the rows, {counts}")
+            raise ValueError(
+                f"step {self.step_id}: bounds {self.bounds} do not match the rows, {counts}"
+            )
 
     def _check_sp_tp(self, plan: CsaPlan) -> None:
         if plan.decode_kept_only:
             raise ConfigError(
-                "decode_kept_only is for SP-NTP; in SP-TP who sends a token's keys and values on "
-                "knows only of its own heads whether they keep it"
+                "decode_kept_only is not supported with SP-TP: a sender knows which tokens are "
+                "kept only for its own heads"
             )
         if plan.nested:
-            raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
+            raise ConfigError(
+                "nested levels are not supported with SP-TP, which attends to disjoint levels"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePlacement:
-    """Where the KV of a row lies, and who draws its tokens."""
+    """Placement of a decoding sequence: KV holders and master."""
 
     slices: tuple[KvSlice, ...]
-    """Of the prompt's KV."""
+    """Placement of the prompt's KV."""
     master: int
     answer: tuple[KvSlice, ...] = ()
-    """Who keeps which of the answer's positions; empty: the master."""
+    """Holders of the answer's positions; empty: the master."""
 
     @property
     def instances(self) -> frozenset[int]:
-        """Whom the row concerns."""
+        """Instances that the sequence needs."""
         return frozenset(
             (self.master, *(kv_slice.instance for kv_slice in (*self.slices, *self.answer)))
         )
@@ -176,34 +194,38 @@ class SequencePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveSequence:
-    """`move`, to every rank of an elastic gang: have a row's KV lie elsewhere, or its tokens drawn
-    elsewhere. A step without pieces (`sequencer`): whoever the row concerns, before or after, is a
-    member. Each of their ranks answers with `moved`, unless the row leaves before."""
+    """`move`, to every rank of an elastic gang: move a sequence's KV, or change its master.
+
+    It is a step without chunks, whose members are the instances that the sequence needs before or
+    after. Each of their ranks answers with `moved`, unless the sequence leaves its batch first.
+    """
 
     step_id: int
-    """The step's number, as `PrefillStep.step_id`."""
+    """Number of the step, as `PrefillStep.step_id`."""
     sequence_id: int
     prompt_length: int
     stop: int
-    """No position from here on ever has KV."""
+    """First position that never has KV."""
     before: SequencePlacement
     after: SequencePlacement
     trace: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for placement in (self.before, self.after):
-            if not Span(0, self.stop).partitioned_by([it.span for it in self.slices_of(placement)]):
+            spans = [kv_slice.span for kv_slice in self.slices_of(placement)]
+            if not Span(0, self.stop).partitioned_by(spans):
                 raise ValueError(
-                    f"row {self.sequence_id} does not have each position once in {placement}"
+                    f"move {self.step_id} of sequence {self.sequence_id}: a placement must have "
+                    f"positions [0, {self.stop}), each once, not {placement}"
                 )
 
     @property
     def instances(self) -> tuple[int, ...]:
-        """Members, ascending."""
+        """Member instances, ascending."""
         return tuple(sorted(self.before.instances | self.after.instances))
 
     def slices_of(self, placement: SequencePlacement) -> tuple[KvSlice, ...]:
-        """Of all positions that ever have KV."""
+        """Return the holders of all positions that ever have KV."""
         to_come = Span(self.prompt_length, max(self.prompt_length, self.stop))
         answer = placement.answer or (KvSlice(instance=placement.master, span=to_come),)
         cuts = (
@@ -213,7 +235,7 @@ class MoveSequence:
         return tuple(cut for cut in cuts if cut.span.length)
 
     def transfers(self) -> Iterator[InstanceTransfer]:
-        """What changes its instance, in the order in which every member sees it."""
+        """Yield the transfers between instances, in the same order on every member."""
         for sender in self.slices_of(self.before):
             for receiver in self.slices_of(self.after):
                 span = sender.span.intersection(receiver.span)
@@ -223,39 +245,39 @@ class MoveSequence:
 
 @dataclass(frozen=True)
 class InstanceTransfer:
-    """Positions whose KV goes from one instance to another."""
+    """Positions whose KV moves from one instance to another."""
 
     sender: int
     receiver: int
     span: Span
 
     def part(self, rows: slice) -> InstanceTransfer:
-        """Some of the positions, by their numbers; none where there are no more."""
+        """Return some of the positions, selected by index; none beyond the last."""
         positions = self.span.positions[rows]
         return replace(self, span=self.span.part(rows) if positions else Span(0, 0))
 
     def within(self, span: Span) -> InstanceTransfer:
-        """Those of the positions that a span has."""
+        """Return those of the positions that are in a span."""
         return replace(self, span=self.span.intersection(span))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMoved:
-    """`moved`, from each rank of a move's members: the row goes on at its new place, and what it
-    has left here is free."""
+    """`moved`, from each rank of a move's members: decoding continues at the new placement, and
+    what the sequence no longer has here is free."""
 
     sequence_id: int
     rank: int
     tokens: int
-    """Whose KV has come here."""
+    """Tokens whose KV was moved to this rank."""
     sent_bytes: int
     seconds: float
-    """That the move took this rank, without what it did in between."""
+    """Time that the move took this rank, interruptions excluded."""
 
 
 @dataclass(frozen=True)
 class RebalancedKv:
-    """Positions of a sequence whose KV changes its instance."""
+    """Positions of a sequence whose KV moves to another instance."""
 
     sequence_id: int
     span: Span
@@ -264,7 +286,7 @@ class RebalancedKv:
 
 
 def rebalanced_kv(chunk: PrefillChunk) -> Iterator[RebalancedKv]:
-    """History of a piece that lies elsewhere than it is to be kept, each position once."""
+    """Yield the parts of a chunk's history that the step has to move, each position once."""
     targets = [kv_slice for kv_slice in chunk.placement if kv_slice.span.start < chunk.start]
     index = SpanIndex(target.span for target in targets)
     for stored in chunk.history:
@@ -278,7 +300,7 @@ def rebalanced_kv(chunk: PrefillChunk) -> Iterator[RebalancedKv]:
 
 
 def rebalanced(step: PrefillStep) -> PrefillStep:
-    """The step with its history where it is once it has been moved."""
+    """Return the step with its history as it is after the moves."""
     return replace(step, chunks=tuple(map(_rebalanced, step.chunks)))
 
 
@@ -286,11 +308,11 @@ def _rebalanced(chunk: PrefillChunk) -> PrefillChunk:
     moves = list(rebalanced_kv(chunk))
     if not moves:
         return chunk
-    rests = rests_of((it.span for it in chunk.history), [move.span for move in moves])
-    staying = (
+    rests = rests_of((kv_slice.span for kv_slice in chunk.history), [move.span for move in moves])
+    unmoved = (
         replace(kv_slice, span=rest)
         for kv_slice, left in zip(chunk.history, rests, strict=True)
         for rest in left
     )
-    arrived = (KvSlice(instance=move.receiver, span=move.span) for move in moves)
-    return replace(chunk, history=(*staying, *arrived))
+    moved = (KvSlice(instance=move.receiver, span=move.span) for move in moves)
+    return replace(chunk, history=(*unmoved, *moved))

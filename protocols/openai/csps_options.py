@@ -1,7 +1,5 @@
-"""JSON objects of the API: known fields and no others, and checks that a type cannot express.
-
-The object `csps` of a request: what this server can trade, request by request.
-"""
+"""The object `csps` of a request, and the base model and validators of all JSON objects of the
+API."""
 
 from __future__ import annotations
 
@@ -35,12 +33,12 @@ class JsonModel(BaseModel):
 
 
 def fail(text: str, field: str | None = None) -> NoReturn:
-    """Refuse the value at hand, or the `field` of the object at hand."""
+    """Refuse the value that is validated, or a `field` of the object that is validated."""
     raise PydanticCustomError("csps", "{text}", {"text": text, "field": field})
 
 
 def between(low: float, high: float) -> AfterValidator:
-    """In [low, high]."""
+    """Validate that a number is in [low, high]."""
 
     def check(value: Any) -> Any:
         if not low <= value <= high:
@@ -51,7 +49,7 @@ def between(low: float, high: float) -> AfterValidator:
 
 
 def above(low: float, high: float = math.inf) -> AfterValidator:
-    """In (low, high], and finite."""
+    """Validate that a number is in (low, high], and finite."""
     limit = "" if high == math.inf else f" and at most {high}"
 
     def check(value: Any) -> Any:
@@ -63,7 +61,7 @@ def above(low: float, high: float = math.inf) -> AfterValidator:
 
 
 def only(supported: object) -> AfterValidator:
-    """For a field of OpenAI's of which this server implements one value."""
+    """Validate a field of OpenAI's of which this server supports one value."""
 
     def check(value: Any) -> Any:
         if value != supported:
@@ -74,7 +72,7 @@ def only(supported: object) -> AfterValidator:
 
 
 def shown(value: object) -> str:
-    """A value as its sender wrote it, as far as it is short."""
+    """Return a value as JSON would show it, abridged."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]
@@ -91,15 +89,16 @@ def shown(value: object) -> str:
 
 
 MAX_TOKENS = 2**24
-"""Of anything that counts tokens of a prompt."""
+"""Limit of everything that counts tokens of a prompt."""
 MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
-"""Of what is given by layer and by KV head; the configurator knows how many the model has."""
+"""Limits of arrays by layer and by KV head; the configurator knows the model's numbers."""
 MAX_MICRO_PARTITIONS = 64
-"""Each is a message from every rank to every other one, in every layer."""
+"""Limit of micro-partitions; each is a message from every rank to every other one, in every
+layer."""
 
 
 def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
-    """By layer, of all KV heads or of each: 0.5, [0, 0.5] by layer, [0, [0.5, 0.9]] by KV head."""
+    """Parse drop ratios: 0.5 for all, [0, 0.5] by layer, [0, [0.5, 0.9]] by layer and KV head."""
     return tuple(
         tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
         for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
@@ -113,8 +112,8 @@ def _drop_ratio(value: Any) -> float:
 
 
 def _micro_partitions(value: Any) -> tuple[tuple[int, ...], ...]:
-    """By layer and level: 4, [1, 2] by level, [4, [1, 2]] by layer."""
-    by_layer = isinstance(value, list) and any(isinstance(item, list) for item in value)
+    """Parse micro-partitions: 4 for all, [1, 2] by level, [4, [1, 2]] by layer and level."""
+    by_layer = isinstance(value, list) and any(isinstance(of_layer, list) for of_layer in value)
     return tuple(
         tuple(map(_micro_partition_count, _one_or_more(of_layer, MAX_LEVELS, "by level")))
         for of_layer in (_one_or_more(value, MAX_LAYERS, "by layer") if by_layer else [value])
@@ -135,23 +134,23 @@ def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
 
 
 class _CsaOptions(JsonModel):
-    """Sparse attention by hand, for experiments; None leaves it to the configurator."""
+    """Sparse attention chosen by hand, for experiments; None leaves a field to the configurator."""
 
     levels: Annotated[int, between(1, MAX_LEVELS)] | None = None
     """N_v."""
     drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
-    """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
-    further layers, and whose items may be arrays by KV head."""
+    """p of level 2, in [0, 1): a number, or an array by layer, whose items may be arrays by KV
+    head. The last item holds for all further layers."""
     micro_partitions: Annotated[
         tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
     ] = None
-    """M: a number, or an array by level, whose last one is that of all further levels; or an array
-    of these by layer, whose last one is that of all further layers."""
+    """M: a number, an array by level, or an array of these by layer. The last item holds for all
+    further levels or layers."""
     strategy: Literal["ntp", "tp", "tp_flat", "ring_kv", "ring_q", "ring"] | None = None
-    """SP-NTP, or SP-TP with hierarchical or flat collectives. Of exact attention, which needs no
-    other option: context parallelism's ring pass-KV or pass-Q, or the better one of them."""
+    """SP-NTP, or SP-TP with hierarchical or flat collectives. For exact attention, which takes
+    no other option: context parallelism's ring pass-KV or pass-Q, or the better one of them."""
 
-    # As in `protocols.csa.CsaPlan`
+    # As in `csps.protocols.attention.csa.CsaPlan`
     nested: bool | None = None
     drop_queries: bool | None = None
     importance_window: Annotated[int, between(0, MAX_TOKENS)] | None = None
@@ -184,20 +183,20 @@ class _CsaOptions(JsonModel):
 
 
 class CspsRequestOptions(_CsaOptions):
-    """What this server can trade, request by request."""
+    """Trade-offs of one request."""
 
     objective: Literal["ttft", "accuracy"] | None = None
-    """What to make the best of within the bound on the other. None is "ttft", or "accuracy" where
+    """Quantity to optimize within the bound on the other. None is "ttft", or "accuracy" where
     `max_ttft_ms` is the only bound."""
     max_accuracy_loss: Annotated[float, between(0, 1)] | None = None
-    """Share of accuracy that may be lost."""
+    """Fraction of accuracy that may be lost."""
     max_ttft_ms: Annotated[float, above(0)] | None = None
     attention: Literal["auto", "exact", "csa"] = "auto"
     unmet: Literal["closest", "refuse"] = "closest"
-    """What becomes of a request whose bounds are predicted not to be kept: it runs by what comes
-    nearest, and says so, or is refused."""
+    """Handling of a request whose bounds no configuration is predicted to meet: run the closest
+    one and report it, or refuse."""
     explain: bool = False
-    """The answer reports plan and timings."""
+    """True adds plan and timings to the answer."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -212,5 +211,5 @@ class CspsRequestOptions(_CsaOptions):
 
     @property
     def ring(self) -> AskedRing | None:
-        """The exact strategy that was asked for."""
-        return next((it for it in ASKED_RINGS if it == self.strategy), None)
+        """Exact strategy that was asked for, or None."""
+        return next((ring for ring in ASKED_RINGS if ring == self.strategy), None)

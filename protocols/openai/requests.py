@@ -1,10 +1,10 @@
-"""What clients ask for: the OpenAI requests this server accepts, checked to the last field.
+"""The OpenAI requests that this server accepts, with all fields validated.
 
-`parse_request` turns the bytes of a body into a model or raises `InvalidRequest`, whatever the
-bytes are. Every field of OpenAI's schema is known here. One that does not apply to this server is
-accepted and ignored where ignoring it does no harm (`user`), and refused where the answer would not
-be what was asked for (`tools`). A field that nobody knows is refused with the name it resembles.
-JSON null means "not given", as it does for OpenAI.
+`parse_request` converts the bytes of a body to a model or raises `InvalidRequest`. Every field of
+OpenAI's schema is known here. A field that does not apply to this server is ignored where that does
+no harm (`user`), and refused where the answer would differ from what was asked for (`tools`). An
+unknown field is refused with the name that it resembles. JSON null means "not given", as for
+OpenAI.
 
 Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`csps_options`).
 """
@@ -30,13 +30,13 @@ from csps.protocols.openai.csps_options import (
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
-"""Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
+"""Limit of integers without a closer limit: they fit a message, and their sums 64 bits."""
 
 # --- fields that come in several shapes -----------------------------------------------------
 
 
 def _is_token_ids(value: object) -> bool:
-    # As a set of types: a prompt may hold a million ids.
+    # A set of types is fast enough for a prompt of a million ids.
     return (
         isinstance(value, list)
         and set(map(type, value)) == {int}
@@ -46,7 +46,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _prompt(value: Any) -> str | list[int]:
-    """One prompt in any of the four shapes that OpenAI has for it."""
+    """Parse one prompt in any of OpenAI's four shapes."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             fail(f"only one prompt a request is supported, got {len(value)}")
@@ -62,7 +62,7 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _content(value: Any) -> str:
-    """A message's text; parts are joined by newlines."""
+    """Return a message's text; parts are joined by newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -104,7 +104,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _bias_token(token: str) -> int:
-    # isdecimal() alone would admit the digits of every script.
+    # isdecimal() alone would accept the digits of every script.
     if not (token.isascii() and token.isdecimal() and len(token) <= 10):
         fail(f"keys must be token ids, got {shown(token)}")
     return int(token)
@@ -143,25 +143,25 @@ def _text_format(value: Any) -> dict[str, Any]:
 
 
 class StreamOptions(JsonModel):
-    """How a stream reports usage."""
+    """Options of how a stream reports usage."""
 
     include_usage: bool = False
-    """A last chunk with the usage and no choices."""
+    """True adds a last chunk with the usage and no choices."""
     continuous_usage_stats: bool = False
-    """vLLM's: with `include_usage`, every chunk carries the usage so far."""
+    """vLLM's option: with `include_usage`, every chunk carries the usage so far."""
     include_obfuscation: bool = False
     """Ignored."""
 
 
 class GenerationRequest(JsonModel):
-    """What both endpoints have in common."""
+    """Fields that both endpoints have in common."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
-    """Newer name of `max_tokens`; wins over it."""
+    """Newer name of `max_tokens`; it takes precedence."""
     temperature: Annotated[float, between(0, 2)] = 1.0
     top_p: Annotated[float, above(0, 1)] = 1.0
     frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
@@ -176,22 +176,22 @@ class GenerationRequest(JsonModel):
 
     # vLLM's
     top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
-    """0 and -1 keep the whole vocabulary."""
+    """Number of likeliest tokens to sample from; 0 and -1 mean the whole vocabulary."""
     min_p: Annotated[float, between(0, 1)] = 0.0
-    # Beyond these bounds logits overflow to infinity, and no token can be drawn.
+    # Beyond these bounds logits overflow to infinity, and no token can be sampled.
     repetition_penalty: Annotated[float, between(0.01, 100)] = 1.0
     min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
     skip_special_tokens: bool = True
     cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
-    """Requests reuse each other's KV only if they have the same one."""
+    """Salt of the prefix cache: requests reuse KV only of requests with the same salt."""
 
     csps: CspsRequestOptions = CspsRequestOptions()
 
     @property
     def output_limit(self) -> int | None:
-        """Most tokens to generate; None is as many as fit."""
+        """Largest number of tokens to generate; None means as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @model_validator(mode="after")
@@ -210,19 +210,19 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     """Text or token ids."""
     logprobs: Annotated[int, between(0, 5)] | None = None
-    """Number of alternatives to report beside each drawn token."""
+    """Number of alternatives to report beside each sampled token."""
     best_of: Annotated[int, only(1)] = 1
     echo: Annotated[bool, only(False)] = False
     suffix: Annotated[None, PlainValidator(_nothing)] = None
 
     @property
     def output_limit(self) -> int:
-        """Most tokens to generate; OpenAI's default for completions is 16."""
+        """Largest number of tokens to generate; OpenAI's default for completions is 16."""
         return super().output_limit or 16
 
     @property
     def alternatives(self) -> int | None:
-        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        """Number of alternatives to report beside each sampled token; None reports no logprobs."""
         return self.logprobs
 
 
@@ -234,7 +234,7 @@ class Message(JsonModel):
     name: str | None = None
     tool_call_id: str | None = None
 
-    # Clients send back what they got, with these fields empty.
+    # Clients send back messages of answers, with these fields empty.
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -244,7 +244,7 @@ class Message(JsonModel):
     tool_calls: Annotated[None, PlainValidator(_nothing)] = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_content(self) -> Self:
         if self.role != "assistant" and "content" not in self.model_fields_set:
             fail("required", "content")
         return self
@@ -253,17 +253,17 @@ class Message(JsonModel):
 class ChatCompletionRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    # Fail fast: a body with a million bad messages gets one error, not a million.
+    # Without FailFast a body with a million invalid messages would collect a million errors.
     messages: Annotated[list[Message], FailFast()]
     logprobs: bool = False
     top_logprobs: Annotated[int, between(0, 20)] | None = None
-    """Number of alternatives to report beside each drawn token, with `logprobs`."""
+    """Number of alternatives to report beside each sampled token, with `logprobs`."""
 
     # vLLM's
     add_generation_prompt: bool = True
     continue_final_message: Annotated[bool, only(False)] = False
 
-    # Refused unless they ask for nothing
+    # Refused unless empty, or the default
     audio: Annotated[None, PlainValidator(_nothing)] = None
     functions: Annotated[None, PlainValidator(_nothing)] = None
     function_call: Literal["none", "auto"] = "none"
@@ -293,7 +293,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int | None:
-        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        """Number of alternatives to report beside each sampled token; None reports no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -311,7 +311,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_request(cls: type[R], body: bytes) -> R:
-    """Read a request.
+    """Parse a request.
 
     Raises
     ------
@@ -340,11 +340,11 @@ _EXPECTED: dict[str, str] = {
     "model_type": "an object",
     "string_type": "a string",
 }
-"""By pydantic's name for the error."""
+"""Expected types by pydantic's name of the error."""
 
 
 def _explained(error: ErrorDetails) -> InvalidRequest:
-    """pydantic's finding in the words of the API."""
+    """Convert an error of pydantic to the words of the API."""
     context = error.get("ctx", {})
     path = _path((*error["loc"], *([context["field"]] if context.get("field") else [])))
     return InvalidRequest(f"{path}: {_complaint(error, context)}", param=path)
@@ -364,7 +364,7 @@ def _complaint(error: ErrorDetails, context: dict[str, Any]) -> str:
 
 
 def _path(steps: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """Format a path: `("messages", 0, "role")` becomes `messages[0].role`."""
     path = ""
     for step in steps:
         path += f"[{step}]" if isinstance(step, int) else f".{step[:64]}"

@@ -1,9 +1,8 @@
-"""What clients get: OpenAI's response bodies, whole ones and errors (streams: `openai_stream`).
+"""OpenAI's response bodies, error bodies and server-sent events.
 
-Server-sent events of a streamed answer, at a few microseconds a token.
-
-All of a chunk but the text is the same from token to token. It is encoded once per stream; a token
-then costs one JSON string. A pydantic model per chunk would cost ten times that.
+All of a streamed chunk but the text is the same from token to token. It is encoded once per stream,
+so a token costs one JSON string, a few microseconds; a pydantic model per chunk costs ten times
+that.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ from csps.protocols.openai.requests import StreamOptions
 FinishReason = Literal["stop", "length"]
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; vLLM's value."""
+"""Value in place of minus infinity, which JSON lacks; vLLM's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextLogprob:
-    """A token as text, with its log-probability and those of the likeliest tokens instead of it."""
+    """A token as text, with its log-probability and those of the likeliest alternatives."""
 
     token: str
     token_bytes: bytes
-    """Of the token alone; `token` may hold escaped bytes where it splits a character."""
+    """Bytes of the token alone; `token` may hold escaped bytes where the token splits a
+    character."""
     logprob: float
     top: tuple[TextLogprob, ...] = ()
     offset: int = 0
-    """Characters of the answer before a drawn token. A token that goes on with a character begins
-    where the character does."""
+    """Characters of the answer before the token. A token that continues a character has the
+    offset of that character."""
 
     @property
     def finite(self) -> float:
@@ -57,7 +57,7 @@ class TextLogprob:
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
-    """Whose KV was there: nothing computed them again."""
+    """Prompt tokens whose KV was reused."""
 
 
 class Usage(BaseModel):
@@ -93,7 +93,7 @@ class CompletionLogprobs(BaseModel):
             text_offset=[entry.offset for entry in entries],
             tokens=[entry.token for entry in entries],
             token_logprobs=[entry.finite for entry in entries],
-            # As at OpenAI, the drawn token is always among them.
+            # As in OpenAI's API, the sampled token is always among them.
             top_logprobs=[{top.token: top.finite for top in (*e.top, e)} for e in entries],
         )
 
@@ -116,7 +116,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     csps: dict[str, Any] | None = None
-    """Plan and timings, where the request asked for them; left out otherwise."""
+    """Plan and timings, where the request asked for them; otherwise left out."""
 
 
 # --- /v1/chat/completions -------------------------------------------------------------------
@@ -177,7 +177,7 @@ class ChatCompletionResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     csps: dict[str, Any] | None = None
-    """Plan and timings, where the request asked for them; left out otherwise."""
+    """Plan and timings, where the request asked for them; otherwise left out."""
 
 
 # --- /v1/models -----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "csps"
     max_model_len: int
-    """Most tokens of prompt and answer together; vLLM's name."""
+    """Largest number of tokens of prompt and answer together; vLLM's name."""
 
 
 class ModelList(BaseModel):
@@ -203,14 +203,14 @@ class ModelList(BaseModel):
 
 
 def error_body(exc: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """HTTP status, body and headers for a request that failed with `exc`.
+    """Return HTTP status, body and headers for a request that failed with `exc`.
 
-    A `RequestError` is explained to the client. Anything else is our own affair: the client learns
-    whether to try again, and no more.
+    The message of a `RequestError` is sent to the client. For other errors the client only learns
+    whether to try again.
     """
     if isinstance(exc, RequestError):
         return exc.status, _error(str(exc), exc.type, exc.param, exc.code), _headers(exc)
-    status, message, code = _public_face(exc)
+    status, message, code = _public_description(exc)
     retry = {"Retry-After": "5"} if status == 503 else {}
     return status, _error(message, "server_error", None, code), retry
 
@@ -222,12 +222,12 @@ def _headers(exc: RequestError) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if exc.status == 401 else {}
 
 
-def _public_face(exc: BaseException) -> tuple[int, str, str]:
+def _public_description(exc: BaseException) -> tuple[int, str, str]:
     match exc:
         case DeadlineExceeded():
             return 504, "The request took longer than the server allows.", "timeout"
-        # What passes; a rank's own mistake arrives as a `FaultError` as well. `Cancelled` is a
-        # request that is cut off when the server shuts down.
+        # Temporary failures only: a bug in a rank arrives as a `FaultError` as well. `Cancelled`
+        # is a request that was still running when the server shut down.
         case (
             GangLost()
             | RanksHeld()
@@ -246,11 +246,11 @@ def _error(message: str, kind: str, param: str | None, code: str | None) -> dict
 
 
 DONE = b"data: [DONE]\n\n"
-"""Ends every stream."""
+"""Event that ends every stream."""
 
 
 def error_event(exc: BaseException) -> bytes:
-    """The event that ends a stream whose request failed after its first chunk."""
+    """Return the event that ends a stream whose request failed after its first chunk."""
     _, body, _ = error_body(exc)
     return f"data: {json.dumps(body)}\n\n".encode()
 
@@ -287,10 +287,10 @@ class _Stream(ABC):
         finish_reason: FinishReason | None = None,
         csps: dict[str, Any] | None = None,
     ) -> bytes:
-        """One chunk: `text` is new, `completion_tokens` have been generated so far.
+        """Encode one chunk with new `text`, after which `completion_tokens` are generated in all.
 
-        `finish_reason` marks the last chunk with text; `csps` is the report that `explain` asks
-        for and goes with it.
+        `finish_reason` marks the last chunk with text; `csps` is the report for `explain` and comes
+        with that chunk.
         """
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         report = "" if csps is None else f', "csps": {json.dumps(csps)}'
@@ -301,7 +301,8 @@ class _Stream(ABC):
         ).encode()
 
     def usage(self, completion_tokens: int) -> bytes:
-        """The chunk after the last one, with the usage; empty unless the client asked for it."""
+        """Encode the chunk with the usage, after the last one; empty unless the client asked for
+        it."""
         if not self._include_usage:
             return b""
         return f'{self._head}], "usage": {self._usage(completion_tokens)}}}\n\n'.encode()
@@ -322,7 +323,7 @@ class _Stream(ABC):
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
-        """JSON of `entries`."""
+        """Encode `entries` as JSON."""
 
 
 class CompletionStream(_Stream):
@@ -342,7 +343,7 @@ class ChatStream(_Stream):
     _before_text, _after_text = '"delta": {"content": ', "}"
 
     def start(self) -> bytes:
-        """The first chunk, which says who speaks."""
+        """Encode the first chunk, which names the role."""
         return (
             f'{self._head}{{"index": 0, "delta": {{"role": "assistant", "content": ""}}, '
             f'"logprobs": null, "finish_reason": null}}]{self._usage_so_far(0)}}}\n\n'

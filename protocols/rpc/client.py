@@ -1,4 +1,4 @@
-"""The calling end of MessagePack-RPC (conventions: `rpc_wire`)."""
+"""The calling end of a MessagePack-RPC connection (conventions: `csps.protocols.rpc.wire`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from csps.protocols.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ProtocolError,
+    abridged,
     from_wire,
     to_wire,
 )
@@ -38,7 +39,7 @@ _MSGID_MASK = 0xFFFF_FFFF
 
 
 class RpcClient(RpcConnection):
-    """One authenticated connection to an `RpcServer`. Make it with `connect`."""
+    """One authenticated connection to an `RpcServer`; `connect` makes it."""
 
     def __init__(self, limits: RpcLimits, on_notification: OnNotification | None) -> None:
         super().__init__(limits)
@@ -65,11 +66,11 @@ class RpcClient(RpcConnection):
         Raises
         ------
         ConnectionLost
-            Nobody listens there, or the connection broke.
+            Nothing listens at that address, or the connection broke.
         ProtocolMismatch, AuthenticationFailed
-            The wrong somebody listens there.
+            The listener speaks another version, or does not know the secret.
         DeadlineExceeded
-            It took longer than `deadline_s`.
+            Connecting took longer than `deadline_s`.
         """
         handshake = ClientHandshake(secret, version, name)
         client = cls(limits or RpcLimits(), on_notification)
@@ -98,37 +99,38 @@ class RpcClient(RpcConnection):
         self.trusted()
 
     async def call(self, method: str, payload: Any = None, *, deadline_s: float) -> Any:
-        """Ask, and wait for the answer. Cancelling the wait cancels the work at the other end.
+        """Call a method and wait for the answer; cancelling the wait cancels the call at the
+        server.
 
         The current trace context travels along.
 
         Raises
         ------
         CspsError
-            What the handler raised, as the same class if it is one of the tree.
+            The handler raised it; the class is the same if it belongs to the tree of `errors`.
         ConnectionLost
-            The connection is gone, or goes before the answer has come.
+            The connection closed before the answer came.
         DeadlineExceeded
-            There was no answer within `deadline_s`, sending included.
+            No answer came within `deadline_s`, sending included.
         """
         if self.closed.done():
             raise ConnectionLost(str(self.closed.result()))
         msgid = self._next_msgid()
         answer = self._pending[msgid] = self._loop.create_future()
         meta = {"deadline_ms": int(deadline_s * 1000), **trace_context.inject()}
-        # Cheaper by 3 us than `asyncio.timeout`. No `drain()` before sending: a caller waits for
-        # its answer anyway, and `max_backlog_bytes` bounds what many callers can pile up.
+        # A timer is 3 us cheaper than `asyncio.timeout`. There is no `drain()` before sending: a
+        # caller waits for its answer anyway, and `max_backlog_bytes` bounds the queue of all calls.
         timer = self._loop.call_later(deadline_s, _expire, answer, method, deadline_s)
         try:
             self.send((REQUEST, msgid, method, (payload, meta)))
             return await answer
         finally:
             timer.cancel()
-            if self._pending.pop(msgid, None) is not None:  # not answered: withdrawn
+            if self._pending.pop(msgid, None) is not None:  # not answered: cancelled
                 self.send((NOTIFICATION, CANCEL, (msgid,)))
 
     def notify(self, method: str, payload: Any = None) -> None:
-        """Tell, without an answer. `await drain()` now and then when telling much."""
+        """Send a notification, which has no answer. Callers that send many also `await drain()`."""
         if self.closed.done():
             raise ConnectionLost(str(self.closed.result()))
         self.send((NOTIFICATION, method, (payload,)))
@@ -139,18 +141,19 @@ class RpcClient(RpcConnection):
         await asyncio.shield(self.closed)
 
     def _next_msgid(self) -> int:
-        """The next free 32-bit number: a long call may outlive a whole turn of the counter."""
+        """Return the next free 32-bit message id."""
+        # A long call may still be pending when the counter wraps around, so used ids are skipped.
         msgid = (self._last_msgid + 1) & _MSGID_MASK
         while msgid in self._pending:
             msgid = (msgid + 1) & _MSGID_MASK
         self._last_msgid = msgid
         return msgid
 
-    # --- Connection ---
+    # --- RpcConnection ---
 
     def response_received(self, msgid: int, error: Any, result: Any) -> None:
         answer = self._pending.pop(msgid, None)
-        if answer is None or answer.done():  # withdrawn before it was answered
+        if answer is None or answer.done():  # cancelled before the answer came
             return
         if error is None:
             answer.set_result(result)
@@ -167,7 +170,7 @@ class RpcClient(RpcConnection):
             _log.exception("handling notification %s failed", method)
 
     def request_received(self, msgid: int, method: str, params: list[Any]) -> None:
-        refusal = ProtocolError("this end of the connection answers no calls")
+        refusal = ProtocolError(f"call {abridged(method)} refused: a client answers no calls")
         self.send((RESPONSE, msgid, to_wire(refusal), None))
 
     def connection_closed(self, reason: ConnectionLost) -> None:

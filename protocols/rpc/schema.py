@@ -1,9 +1,7 @@
 """Strict conversion between frozen dataclasses and what MessagePack can carry.
 
-`pack` trusts its argument, which the type checker has seen; `unpack` trusts nothing: a missing or
-unknown field or a value of another type is a `ProtocolError` that names class and field. msgspec
-checks, against a struct that is made of a class on first use: of a dataclass itself it would take
-what is unknown, and defaults in the place of what is missing.
+`pack` trusts its argument, which the type checker has seen. `unpack` trusts nothing: a missing or
+unknown field, or a value of another type, is a `ProtocolError` that names class and field.
 
 Field types: `int`, `float` (an int is accepted), `str`, `bool`, `bytes`, `X | None`, `Literal`,
 `StrEnum`, `tuple[X, ...]`, `list[X]`, `dict[K, X]` and other such dataclasses.
@@ -26,18 +24,18 @@ from csps.protocols.core.errors import ProtocolError
 T = TypeVar("T")
 _first_use = threading.Lock()
 _known: set[type] = set()
-"""Classes that msgspec knows all about."""
+"""Classes that msgspec has inspected completely."""
 _SCALARS: frozenset[type] = frozenset({int, float, str, bool, bytes})
 
 
 def pack(obj: Any) -> dict[str, Any]:
-    """`{field: value}` of a dataclass, nested ones included."""
+    """Return a dataclass as `{field: value}`, nested dataclasses included."""
     packed: dict[str, Any] = msgspec.to_builtins(obj, builtin_types=(bytes,))
     return packed
 
 
 def unpack(cls: type[T], data: Any) -> T:
-    """The `cls` that `data` describes.
+    """Return the `cls` that `data` describes.
 
     Raises
     ------
@@ -47,8 +45,8 @@ def unpack(cls: type[T], data: Any) -> T:
     try:
         if cls in _known:
             return _converted(cls, data)
-        # What msgspec finds out about a class it enters before it has all of it: a second thread
-        # that is the first as well would read nothing where a type should be, and crash.
+        # msgspec publishes its cache entry of a class before the entry is complete. A second
+        # thread that unpacks the class for the first time at that moment would crash.
         with _first_use:
             converted = _converted(cls, data)
             _known.add(cls)
@@ -58,15 +56,17 @@ def unpack(cls: type[T], data: Any) -> T:
 
 
 def _converted(cls: type[T], data: Any) -> T:
+    # The data goes through a struct first: msgspec accepts unknown fields for a dataclass, and
+    # fills in defaults for missing ones.
     message: type = cls
-    # Bytes travel as they are: text that may be base64 is not taken for them.
+    # Bytes travel as bytes: text is never decoded as base64.
     whole = msgspec.convert(data, _struct(message), builtin_types=(bytes,))
     return msgspec.convert(whole, cls, from_attributes=True, builtin_types=(bytes,))
 
 
 @functools.cache
 def _struct(cls: type) -> type[msgspec.Struct]:
-    """What exactly the fields of a dataclass may be."""
+    """Return a struct with exactly the fields of a dataclass."""
     assert dataclasses.is_dataclass(cls), f"{cls!r} is not a message"
     hints = typing.get_type_hints(cls)
     fields = [(field.name, _strict(hints[field.name])) for field in dataclasses.fields(cls)]
@@ -74,14 +74,19 @@ def _struct(cls: type) -> type[msgspec.Struct]:
 
 
 def _strict(kind: Any) -> Any:
-    """A type annotation with structs in the place of dataclasses; `TypeError` if it is not one of
-    the module's list."""
+    """Replace dataclasses by structs in a type annotation.
+
+    Raises
+    ------
+    TypeError
+        The annotation is not in the module's list.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind in _SCALARS or origin is Literal:
         return kind
     if origin in (Union, types.UnionType):
         if len(args) != 2 or type(None) not in args:
-            raise TypeError(f"{kind!r}: the only union that a message may hold is X | None")
+            raise TypeError(f"{kind!r} cannot be a field of a message: the only union is X | None")
         return _strict(args[0] if args[1] is type(None) else args[1]) | None
     if origin is list:
         return list[_strict(args[0])]  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The answering end of MessagePack-RPC (conventions: `rpc_wire`)."""
+"""The answering end of MessagePack-RPC connections (conventions: `csps.protocols.rpc.wire`)."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ class Peer(RpcConnection):
 
     @property
     def identity(self) -> str:
-        """What the client called itself."""
+        """Name that the client gave itself."""
         return self._handshake.name
 
     @property
     def authenticated(self) -> bool:
-        """Whether the client has proven that it knows the cluster secret."""
+        """True once the client has proved that it knows the cluster secret."""
         return self._handshake.done
 
     @property
     def tasks(self) -> set[asyncio.Task[Any]]:
-        """Handlers still at work for this client."""
+        """Handlers that still run for this client."""
         return {call.task for call in self._calls.values()} | self._background
 
     def notify(self, method: str, payload: Any = None) -> None:
-        """Tell the client something, in order; `ConnectionLost` if it is gone.
+        """Send the client a notification, in order; `ConnectionLost` if it is gone.
 
-        Never waits: a client that does not read is cut off at `max_backlog_bytes`. A handler that
-        can wait should `await drain()` now and then.
+        The call never waits: a client that does not read is cut off at `max_backlog_bytes`. A
+        handler that can wait should call `await drain()` now and then.
         """
         if self.closed.done():
             raise ConnectionLost(str(self.closed.result()))
         self.send((NOTIFICATION, method, (payload,)))
 
-    # --- Connection ---
+    # --- RpcConnection ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -90,7 +90,7 @@ class Peer(RpcConnection):
 
     def request_received(self, msgid: int, method: str, params: list[Any]) -> None:
         if not self.authenticated:
-            return self._shake_hands(msgid, method, params)
+            return self._answer_handshake(msgid, method, params)
         if msgid in self._calls:
             raise ProtocolError(f"msgid {msgid} is already in use")
         try:
@@ -107,7 +107,7 @@ class Peer(RpcConnection):
 
     def notification_received(self, method: str, params: list[Any]) -> None:
         if not self.authenticated:
-            return None  # nothing to refuse it with; some clients introduce themselves this way
+            return None  # a notification has no answer; some clients introduce themselves this way
         payload, meta = payload_and_meta(params)
         if method == CANCEL:
             return self._cancel(payload)
@@ -121,7 +121,7 @@ class Peer(RpcConnection):
         return None
 
     def response_received(self, msgid: int, error: Any, result: Any) -> None:
-        raise ProtocolError("unexpected response: this end of the connection asks nothing")
+        raise ProtocolError(f"unexpected response {msgid}: a server makes no calls")
 
     def connection_closed(self, reason: ConnectionLost) -> None:
         self._handshake_timer.cancel()
@@ -131,7 +131,7 @@ class Peer(RpcConnection):
 
     # --- answering ---
 
-    def _shake_hands(self, msgid: int, method: str, params: list[Any]) -> None:
+    def _answer_handshake(self, msgid: int, method: str, params: list[Any]) -> None:
         try:
             payload, _ = payload_and_meta(params)
             self.send((RESPONSE, msgid, None, self._handshake.answer(method, payload)))
@@ -143,17 +143,18 @@ class Peer(RpcConnection):
         if self.authenticated:
             self._handshake_timer.cancel()
             self.trusted()
+            _log.debug("client %s connected", self.identity)
 
     def _cancel(self, msgid: Any) -> None:
         if isinstance(msgid, int) and (call := self._calls.get(msgid)) is not None:
             call.task.cancel()
 
     def finish_call(self, msgid: int) -> None:
-        """A call is over."""
+        """Forget a call that was answered."""
         del self._calls[msgid]
 
     def answer(self, msgid: int, method: str, result: Any) -> None:
-        """Answer a call; with an error if MessagePack cannot carry the result."""
+        """Answer a call; send an error if MessagePack cannot carry the result."""
         try:
             self.send((RESPONSE, msgid, None, result))
         except Exception as exc:  # too long, or not expressible in MessagePack
@@ -178,11 +179,7 @@ class Peer(RpcConnection):
 
 
 class _Call:
-    """A request whose handler is a task, until it is answered.
-
-    The handler's coroutine is the task itself. Were it awaited by a task of ours, a cancellation
-    that arrives before the first step would end that task without a line of it having run.
-    """
+    """A request whose handler is a task, until it is answered."""
 
     def __init__(
         self,
@@ -197,6 +194,8 @@ class _Call:
         self._deadline_s = deadline_s
         self._expired = False
         self._timer = None if deadline_s is None else loop.call_later(deadline_s, self._expire)
+        # The handler's coroutine is the task itself. If another task awaited it, a cancellation
+        # before the first step would end that task without running any of the handler.
         self.task = loop.create_task(work)
         self.task.add_done_callback(self._finish)
 
@@ -243,14 +242,15 @@ class RpcServer:
         ServerHandshake(secret, version)  # an empty secret is refused here, not on first contact
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen; returns the address, with the port the system chose if `port` is 0."""
+        """Listen, and return the address; the system chooses the port if `port` is 0."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: Peer(self), host, port)
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
         return bound_host, bound_port
 
     async def close(self, grace_s: float) -> None:
-        """Accept nobody new, let handlers finish for `grace_s`, then cancel them and hang up."""
+        """Stop listening, let handlers finish for `grace_s`, cancel the rest and close
+        connections."""
         if self._listener is not None:
             self._listener.close()
         if tasks := _all_tasks(self.peers):
@@ -266,7 +266,7 @@ class RpcServer:
             await asyncio.wait([peer.closed for peer in peers])
 
     def handler(self, method: str) -> Handler:
-        """The handler of `method`; `ProtocolError` if there is none."""
+        """Return the handler of `method`; `ProtocolError` if there is none."""
         try:
             return self._handlers[method]
         except KeyError:
@@ -275,10 +275,12 @@ class RpcServer:
             ) from None
 
     def disconnected(self, peer: Peer) -> None:
-        """`peer` is gone."""
+        """Forget a peer whose connection closed."""
         self.peers.discard(peer)
-        if self._on_disconnect is not None and peer.authenticated:
-            self._on_disconnect(peer)
+        if peer.authenticated:
+            _log.debug("client %s disconnected", peer.identity)
+            if self._on_disconnect is not None:
+                self._on_disconnect(peer)
 
 
 def _all_tasks(peers: Iterable[Peer]) -> set[asyncio.Task[Any]]:

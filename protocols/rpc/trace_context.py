@@ -1,7 +1,7 @@
-"""W3C trace context across our own wires.
+"""W3C trace context across the project's own connections.
 
-OpenTelemetry's API only: a process without an SDK installed pays one look-up per call.
-The carrier is a plain `dict[str, str]` with the standard's names, `traceparent` and `tracestate`.
+Only OpenTelemetry's API is used: a process without an SDK pays one look-up per call. The carrier is
+a plain `dict[str, str]` with the standard's names, `traceparent` and `tracestate`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-# Not `opentelemetry.propagate`: that one is whatever the environment configures, and the two ends
-# of a wire must agree.
+# `opentelemetry.propagate` would use whatever the environment configures, but both ends of a
+# connection must agree.
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 STATE_KEY, TIMELINE = "csps", "timeline"
-"""Our entry in `tracestate`. Where a trace begins it is decided whether it also tells the timeline
-of every rank; a client that sends `csps=timeline` with a sampled `traceparent` has decided so."""
+"""Entry of `tracestate`: `csps=timeline` asks for a timeline of every rank.
+
+The process in which a trace begins decides. A client that sends the entry with a sampled
+`traceparent` has decided.
+"""
 
 ERROR_TYPE = "error.type"
 """Attribute of spans that ended in an error."""
 TraceSpan = trace.Span
 NO_SPAN: TraceSpan = trace.INVALID_SPAN
-"""Takes all calls and records nothing."""
+"""Span that accepts all calls and records nothing."""
 
 
 def inject() -> dict[str, str]:
-    """The current span as a carrier; empty when there is none."""
+    """Return the current span as a carrier; an empty one if there is no span."""
     if not trace.get_current_span().get_span_context().is_valid:
         return {}
     carrier: dict[str, str] = {}
@@ -39,7 +42,7 @@ def inject() -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, object]) -> Context:
-    """The context that `carrier` describes, on an empty one; malformed fields are ignored."""
+    """Return the context that `carrier` describes, ignoring malformed fields."""
     fields = {
         name: value
         for name in ("traceparent", "tracestate")
@@ -49,7 +52,7 @@ def extract(carrier: Mapping[str, object]) -> Context:
 
 
 def without_timeline(context: Context) -> Context:
-    """The same for a client that may not ask for a timeline."""
+    """Remove the request for a timeline, for a client that may not ask for one."""
     span = trace.get_current_span(context).get_span_context()
     if STATE_KEY not in span.trace_state:
         return context
@@ -64,12 +67,12 @@ def without_timeline(context: Context) -> Context:
 
 
 def wants_timeline(context: trace.SpanContext) -> bool:
-    """Whether the trace of a span tells what each rank did when."""
+    """Return True if the trace of a span includes a timeline of every rank."""
     return context.trace_flags.sampled and context.trace_state.get(STATE_KEY) == TIMELINE
 
 
 def asks_for_timeline(carrier: Mapping[str, object]) -> bool:
-    """`wants_timeline`, of a trace that came with a message."""
+    """Return True if the trace that came with a message wants a timeline."""
     if not carrier:
         return False
     return wants_timeline(trace.get_current_span(extract(carrier)).get_span_context())
@@ -89,24 +92,25 @@ def attached(carrier: Mapping[str, object]) -> Iterator[None]:
 def span(
     name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
 ) -> Iterator[None]:
-    """A span under the trace that came with a message; nothing at all without one."""
+    """Record a span in the trace that came with a message; do nothing without one."""
     if not carrier:
         yield
         return
     tracer = trace.get_tracer("csps")
     context = extract(carrier)
-    with tracer.start_as_current_span(name, context=context, attributes=dict(attributes)) as it:
+    attributes = dict(attributes)
+    with tracer.start_as_current_span(name, context=context, attributes=attributes) as current:
         try:
             yield
         except Exception as error:
-            it.set_attribute(ERROR_TYPE, type(error).__name__)
+            current.set_attribute(ERROR_TYPE, type(error).__name__)
             raise
 
 
 def begin(
     name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
 ) -> TraceSpan:
-    """A span that its holder ends, for work that no single block of code does."""
+    """Start a span that the caller ends, for work that no single block of code does."""
     if not carrier:
         return NO_SPAN
     tracer = trace.get_tracer("csps")

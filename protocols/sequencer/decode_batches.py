@@ -1,19 +1,13 @@
-"""What an iteration of a stream computes: decode rows and pieces of prompts within a budget.
+"""Decode batches of a gang: what an iteration computes, and which ranks iterate which sequences.
 
-Sarathi-Serve's batching (Alg. 3) on every master: each of its rows that decodes computes its one
-token, whatever the budget. What is left of the budget goes to the prompts that have begun, the
-oldest first, and then to those that have not. A long prompt so delays nobody's next token by more
-than the budget, and no token is wasted on waiting for a prompt to end.
+`chunk_lengths` is Sarathi-Serve's batching (Alg. 3) on every master: each decoding sequence
+computes its one token, and prompt chunks use what is left of the token budget. Ranks, paced ranks
+and the simulator all fill iterations by this function.
 
-All ranks of a gang, paced ranks and the simulator fill an iteration by this one function.
-
-The streams of a gang: their rows, the groups these form, their leases, and how long an iteration
-takes.
-
-A row concerns some ranks of its stream: who draws its tokens, holds its KV, keeps what is to come.
-Rows that share a rank are iterated together, and ranks of which no row asks anything are left
-alone. So the rows of a stream fall into *groups* that share no rank, LoongServe's decode groups:
-they follow from the rows, merge when a row joins that concerns two, and part when it has left.
+A sequence needs some ranks of its batch: its master, its KV holders, the holders of KV to come.
+Sequences that share a rank are iterated together. So the sequences of a batch form *groups* without
+a common rank, LoongServe's decode groups: groups merge when a sequence joins that needs both, and
+split when it has left.
 """
 
 from __future__ import annotations
@@ -24,38 +18,41 @@ from typing import NamedTuple
 
 
 class SequenceCursor(NamedTuple):
-    """How far a row of a stream is. Positions are those of its sequence."""
+    """Progress of a sequence of a batch, in positions of the sequence."""
 
     next: int
-    """The first position that is not computed."""
+    """First position that is not computed."""
     prompt: int
-    """Positions before this one are given. Who computes the last of them draws the first token."""
+    """Length of the prompt. Computing position `prompt - 1` samples the first token."""
     stop: int
-    """No position from here on is computed: the last token is drawn and not embedded."""
+    """First position that is never computed: the last token is sampled, not embedded."""
     master: int = 0
-    """The instance that computes them. Masters work side by side, each within the budget."""
+    """Instance that computes the positions. Each master has the whole budget."""
     first: int = 0
-    """The position that it begins at; of those before, there is KV already."""
+    """First position to compute; the KV of earlier ones is reused."""
 
 
 def chunk_lengths(rows: Sequence[SequenceCursor], budget: int) -> list[int]:
-    """How many positions each row computes in the next iteration.
+    """Return how many positions each sequence computes in the next iteration.
+
+    Prompts that have begun come first, in order of joining, then the others. So a long prompt
+    delays the next token of other sequences by at most the budget.
 
     Args:
-        rows: in order of joining.
-        budget: tokens of an iteration on each master. Rows that decode use it up first, and may
+        rows: cursors in order of joining.
+        budget: tokens of an iteration on each master. Decoding sequences use it up first, and may
             exceed it.
 
     Returns:
-        Lengths in the order of the rows: 1 for a row that decodes, 0 for one that has computed all
-        or has to wait, and the length of its next piece for one that prefills.
+        A length for each cursor: 1 if the sequence decodes, 0 if it is finished or has to wait, the
+        length of its next chunk if it prefills.
     """
-    lengths = [int(it.prompt <= it.next < it.stop) for it in rows]
-    left = dict.fromkeys((it.master for it in rows), budget)
+    lengths = [int(row.prompt <= row.next < row.stop) for row in rows]
+    left = dict.fromkeys((row.master for row in rows), budget)
     for row, length in zip(rows, lengths, strict=True):
         left[row.master] -= length
-    begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
-    new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
+    begun = [index for index, row in enumerate(rows) if row.first < row.next < row.prompt]
+    new = [index for index, row in enumerate(rows) if row.first == row.next < row.prompt]
     for index in (*begun, *new):
         row = rows[index]
         lengths[index] = max(0, min(row.prompt - row.next, left[row.master]))
@@ -64,57 +61,57 @@ def chunk_lengths(rows: Sequence[SequenceCursor], budget: int) -> list[int]:
 
 
 GRANTS = 2
-"""Of a rank that may be outstanding."""
+"""Grants of a rank that may be outstanding."""
 GRANT_NS = 20_000_000
-"""A lease's length, where no step waits for it: what a row that joins has to wait, twice."""
+"""Length of a grant while no step waits for it; a joining sequence waits for up to two of them."""
 GRANT_ITERATIONS = 8
 REMEMBERED = 4096
-"""Sequences that were given up, whose joining may still come."""
+"""Cancelled sequences remembered because their join may still come."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchMember:
-    """A sequence in a stream."""
+    """A sequence of a batch."""
 
     owner: int
     ranks: tuple[int, ...]
-    """That take part in its iterations."""
+    """Ranks that take part in its iterations."""
     joined_seq: int = 0
-    """Number of the entry by which it joined; 0 before."""
+    """Number of the log entry by which it joined; 0 before."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeGrant:
-    """Iterations that are in the log and not over."""
+    """Iterations that are in the log and not finished."""
 
     iterations: int
     ranks: tuple[int, ...]
     masters: tuple[int, ...]
-    """Those of the ranks that report it."""
+    """Ranks that report the grant."""
     unreported: int
-    """How many of them still have to."""
+    """Masters that have not reported yet."""
     longest_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class GrantGroup:
-    """Ranks that iterate together, and rows that concern no others."""
+    """Ranks that iterate together, for sequences that need no other rank."""
 
     batch: SequencedBatch
     ranks: tuple[int, ...]
 
     @property
     def served(self) -> int:
-        """Number of the newest lease on its ranks; 0 before the first."""
+        """Number of the newest grant on these ranks; 0 before the first."""
         return max(self.batch.served[rank] for rank in self.ranks)
 
     @property
     def grants(self) -> int:
-        """Outstanding ones, on the one of its ranks that has most."""
+        """Most outstanding grants on one of these ranks."""
         return max(self.batch.outstanding[rank] for rank in self.ranks)
 
     def long_grant(self) -> int:
-        """Iterations of a lease that no step waits for."""
+        """Return the iterations of a grant for which no step waits."""
         iteration_ns = max(self.batch.iteration_ns[rank] for rank in self.ranks)
         if not iteration_ns:
             return 1
@@ -123,48 +120,47 @@ class GrantGroup:
 
 @dataclass(slots=True, eq=False)
 class SequencedBatch:
-    """One stream. Rows are those that the next lease will have."""
+    """One decode batch. Its members are those of the next grant."""
 
     id: int
     ranks: tuple[int, ...]
     masters: tuple[int, ...]
-    """Those of the ranks that report leases."""
+    """Ranks that report grants."""
     version: int = 0
     members: dict[int, BatchMember] = field(default_factory=dict)
     budget: int = 0
-    """Tokens that an iteration may compute, with rows that prefill."""
+    """Tokens that an iteration with prompt chunks may compute."""
     joined: dict[int, int | None] = field(default_factory=dict)
-    """The first token of each row that is not in the log yet; None for one that rides."""
+    """First token of each member that is not in the log yet; None for a piggybacked prefill."""
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Sequences that are gone, which the log does not say yet, and the ranks that they concerned;
-    not all were rows."""
+    """Sequences that are gone, which the log does not say yet, with the ranks that they needed.
+    Some were never members."""
     grants: dict[int, DecodeGrant] = field(default_factory=dict)
-    """Outstanding ones by their number in the log."""
+    """Outstanding grants by their number in the log."""
     served: dict[int, int] = field(default_factory=dict)
-    """By rank: number of its newest lease; 0 before the first."""
+    """Number of the newest grant by rank; 0 before the first."""
     outstanding: dict[int, int] = field(default_factory=dict)
-    """By rank: leases that are not over."""
+    """Outstanding grants by rank."""
     iteration_ns: dict[int, int] = field(default_factory=dict)
-    """By rank: measured; 0 before the first report."""
+    """Measured time of an iteration by rank; 0 before the first report."""
     groups: tuple[GrantGroup, ...] = ()
     group_of: dict[int, GrantGroup] = field(default_factory=dict)
-    """By rank, of those that rows concern."""
+    """Group by rank, for ranks that members need."""
     members_by_ranks: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Rows by the ranks that they concern."""
+    """Number of members by the ranks that they need."""
 
     @property
     def changed(self) -> bool:
-        """Whether the log has other rows."""
+        """True if the log does not have the present members."""
         return bool(self.joined or self.left)
 
     @property
     def needs_notice(self) -> bool:
-        """Whether some ranks have to be told of sequences that are gone, and no lease of theirs
-        will come."""
+        """True if some ranks need to learn of departures and will have no further grant."""
         return any(not self.group_of.keys() >= set(ranks) for ranks in self.left.values())
 
     def grant(self, seq: int, iterations: int, group: GrantGroup) -> None:
-        """A lease of `iterations` iterations is in the log."""
+        """Record a grant that was appended to the log."""
         masters = (
             tuple(master for master in self.masters if master in group.ranks) or group.ranks[:1]
         )
@@ -174,12 +170,13 @@ class SequencedBatch:
             self.outstanding[rank] += 1
 
     def measured(self, seq: int, nanoseconds: int) -> None:
-        """A master has executed a lease, which is over when all have: masters that need nothing of
-        each other would run ahead by as much as they are quicker, and whatever makes them wait for
-        each other then, a row of both or a step, would wait for all of that."""
+        """Record that a master has executed a grant."""
         grant = self.grants[seq]
         grant.longest_ns = max(grant.longest_ns, nanoseconds)
         grant.unreported -= 1
+        # A grant ends when all masters have reported. Otherwise masters that do not depend on each
+        # other would drift apart, and the next step or sequence that needs both would wait for the
+        # whole lag of the slower one.
         if not grant.unreported:
             del self.grants[seq]
             latest = max(1, grant.longest_ns // grant.iterations)
@@ -189,7 +186,7 @@ class SequencedBatch:
                 self.iteration_ns[rank] = (3 * before + latest) // 4 if before else latest
 
     def count(self, ranks: tuple[int, ...], change: int) -> None:
-        """A row has come, or gone, that concerns these ranks."""
+        """Record that a member which needs these ranks has joined (+1) or left (-1)."""
         before = self.members_by_ranks.get(ranks, 0)
         if before + change:
             self.members_by_ranks[ranks] = before + change
@@ -201,15 +198,15 @@ class SequencedBatch:
     def _regroup(self) -> None:
         merged: list[set[int]] = []
         for ranks in self.members_by_ranks:
-            apart = [it for it in merged if it.isdisjoint(ranks)]
-            joined = set(ranks).union(*(it for it in merged if not it.isdisjoint(ranks)))
+            apart = [group for group in merged if group.isdisjoint(ranks)]
+            joined = set(ranks).union(*(group for group in merged if not group.isdisjoint(ranks)))
             merged = [*apart, joined]
-        self.groups = tuple(GrantGroup(self, tuple(sorted(it))) for it in merged)
+        self.groups = tuple(GrantGroup(self, tuple(sorted(group))) for group in merged)
         self.group_of = {rank: group for group in self.groups for rank in group.ranks}
 
 
 class SequencedBatches:
-    """All streams, and where each sequence is a row."""
+    """All decode batches, and the batch of each sequence."""
 
     def __init__(self, ranks: int) -> None:
         self._all: dict[int, SequencedBatch] = {}
@@ -218,12 +215,12 @@ class SequencedBatches:
         self._discarded: dict[int, None] = {}
 
     def open(self, batch: int, ranks: tuple[int, ...], masters: tuple[int, ...]) -> None:
-        """A stream without rows."""
-        assert batch not in self._all, f"stream {batch} is open"
-        assert ranks
-        assert len(set(ranks)) == len(ranks)
-        assert masters
-        assert set(masters) <= set(ranks)
+        """Open a batch without sequences."""
+        assert batch not in self._all, f"batch {batch} is already open"
+        assert ranks, f"batch {batch} has no ranks"
+        assert len(set(ranks)) == len(ranks), f"batch {batch} names a rank twice: {ranks}"
+        assert masters, f"batch {batch} has no masters"
+        assert set(masters) <= set(ranks), f"batch {batch}: masters {masters} not among {ranks}"
         opened = self._all[batch] = SequencedBatch(batch, ranks, masters)
         opened.served, opened.outstanding = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         opened.iteration_ns = dict.fromkeys(ranks, 0)
@@ -231,7 +228,7 @@ class SequencedBatches:
             self._on[rank].append(opened)
 
     def get(self, batch: int) -> SequencedBatch | None:
-        """A stream that was opened."""
+        """Return an open batch, or None."""
         return self._all.get(batch)
 
     def __iter__(self) -> Iterator[SequencedBatch]:
@@ -239,11 +236,11 @@ class SequencedBatches:
 
     @property
     def groups(self) -> Iterator[GrantGroup]:
-        """Of all streams."""
+        """All groups of all batches."""
         return (group for batch in self._all.values() for group in batch.groups)
 
     def groups_on(self, rank: int) -> Iterator[GrantGroup]:
-        """Groups with a rank, one of each stream at most."""
+        """Yield the groups that have a rank, at most one of each batch."""
         return (batch.group_of[rank] for batch in self._on[rank] if rank in batch.group_of)
 
     def join(
@@ -255,35 +252,39 @@ class SequencedBatches:
         budget: int,
         ranks: Iterable[int],
     ) -> None:
-        """A sequence becomes a row, unless it was given up before."""
+        """Add a sequence to a batch, unless the sequence was cancelled before."""
         if sequence in self._discarded:
             return
-        assert sequence not in self._of_sequence, f"sequence {sequence} is a row"
+        assert sequence not in self._of_sequence, f"sequence {sequence} is in a batch already"
         joined = self._all[batch]
-        concerned = tuple(sorted(ranks)) or tuple(sorted(joined.ranks))
-        assert set(concerned) <= set(joined.ranks), "a row of ranks that are not of its stream"
+        needed = tuple(sorted(ranks)) or tuple(sorted(joined.ranks))
+        assert set(needed) <= set(joined.ranks), (
+            f"sequence {sequence} needs ranks {needed}, batch {batch} has {joined.ranks}"
+        )
         joined.budget = budget or joined.budget
-        joined.members[sequence] = BatchMember(owner, concerned)
+        joined.members[sequence] = BatchMember(owner, needed)
         joined.joined[sequence] = token
-        joined.count(concerned, 1)
+        joined.count(needed, 1)
         self._of_sequence[sequence] = joined
 
     def batch_of(self, sequence: int) -> SequencedBatch | None:
-        """The stream in which a sequence is a row, if it is one."""
+        """Return the batch of a sequence, or None."""
         return self._of_sequence.get(sequence)
 
     def relocate(self, sequence: int, ranks: Iterable[int]) -> SequencedBatch:
-        """A row concerns other ranks from now on: its KV has moved. Returns its stream."""
+        """Change the ranks that a sequence needs, since its KV was moved; return its batch."""
         batch = self._of_sequence[sequence]
         member = batch.members[sequence]
         before, member.ranks = member.ranks, tuple(sorted(ranks))
-        assert set(member.ranks) <= set(batch.ranks), "a row of ranks that are not of its stream"
+        assert set(member.ranks) <= set(batch.ranks), (
+            f"sequence {sequence} needs ranks {member.ranks}, batch {batch.id} has {batch.ranks}"
+        )
         batch.count(member.ranks, 1)
         batch.count(before, -1)
         return batch
 
     def leave(self, sequence: int) -> None:
-        """A sequence is no row any more, if it was one."""
+        """Remove a sequence from its batch, if it has one."""
         batch = self._of_sequence.pop(sequence, None)
         if batch is not None:
             member = batch.members.pop(sequence)
@@ -292,20 +293,20 @@ class SequencedBatches:
             batch.left[sequence] = member.ranks
 
     def discard(self, sequence: int) -> None:
-        """A sequence is given up, be it a row or only prepared to become one: ranks hold slots for
-        it in either case, and give them back when the log says so."""
+        """Drop a cancelled sequence, whether it is in a batch or only prepared to join one."""
         self._discarded[sequence] = None
         if len(self._discarded) > REMEMBERED:
             del self._discarded[next(iter(self._discarded))]
         if sequence in self._of_sequence:
             self.leave(sequence)
         else:
+            # Ranks hold slots for a prepared sequence, too, and free them when the log says so.
             for batch in self:
                 batch.left.setdefault(sequence, batch.ranks)
 
     def finish(self, batch: SequencedBatch, sequence: int, seq: int) -> bool:
-        """A row was finished by a lease; whether it leaves. It may have left, and even have joined
-        again, since."""
+        """Remove a sequence that a grant finished; return False if it has left, or joined again,
+        since."""
         member = batch.members.get(sequence)
         if member is None or not 0 < member.joined_seq < seq:
             return False

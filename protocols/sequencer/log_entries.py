@@ -1,7 +1,7 @@
-"""A gang's log, and what ranks report about it, as they cross between ranks.
+"""Entries of a gang's log, reports of ranks about them, and how both are encoded.
 
-Rank 0's conductor (`sequencer.py`) appends entries; every rank executes those that name it, in
-the log's order. A frame is a MessagePack array of entries or of reports.
+Rank 0's sequencer (`sequencer.py`) appends entries; each rank executes those that name it, in the
+log's order. A frame is a MessagePack array of entries or of reports.
 """
 
 from __future__ import annotations
@@ -16,92 +16,99 @@ from csps.protocols.core.placement import Span
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""An id, a number of something, or nanoseconds."""
+"""Id, number or nanoseconds."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RunQuantum(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Compute a step up to a part; the first one begins it, the one to its last part ends it."""
+    """Compute a step up to a yield point. The first quantum begins the step, the one to the last
+    yield point ends it."""
 
     step: Count
     until: Positive
     cancelled: tuple[Count, ...] = ()
-    """Sequences given up from the next layer on; each is named once."""
+    """Sequences cancelled from the next layer on; each is named once."""
 
 
 class Iterate(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A lease: iterate a stream's rows `iterations` times, or those of a group of its ranks."""
+    """A decode grant: iterate a batch's sequences, or those of a group of its ranks,
+    `iterations` times."""
 
     batch: Count
     version: Count
-    """Changes of the stream before this entry."""
+    """Changes of the batch before this entry."""
     iterations: Positive
     group: tuple[Count, ...] = ()
-    """Ranks: only rows that concern no others are iterated. Empty: all rows, at all ranks."""
+    """Ranks of a group: only sequences that need no other rank are iterated. Empty: all of the
+    batch."""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Change a stream's rows: first some leave, then others join. A sequence may do both."""
+    """Change a batch's sequences: some leave first, then others join. A sequence may do both."""
 
     batch: Count
     version: Positive
-    """Changes of the stream, this one included."""
+    """Changes of the batch, this one included."""
     joined: tuple[tuple[Count, Count | None], ...] = ()
-    """(sequence, the token that its first iteration is given; None if it rides, and computes its
-    prompt first)."""
+    """(sequence, token that its first iteration is given). None instead of a token: the prefill
+    of the sequence is piggybacked, so its prompt comes first."""
     left: tuple[Count, ...] = ()
     budget: Count = 0
-    """Tokens that an iteration may compute from now on (`iteration.fill`)."""
+    """Tokens that an iteration may compute from now on (`decode_batches.chunk_lengths`)."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Give back what a step holds, and stop it if it has begun; there is no report of it.
+    """Free what a step has reserved, and stop it if it has begun. Nothing is reported.
 
-    A step that has begun may lie below another one, which goes on.
+    A step that has begun may be paused below another one, which continues.
     """
 
     step: Count
 
 
 class EndOwner(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Drop what is prepared for an owner. What ran for it was aborted, and its rows have left."""
+    """Drop what is prepared for an owner. Its running steps were aborted and its sequences have
+    left."""
 
     owner: Count
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The last entry."""
+    """End the log."""
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Free some of the KV of a sequence that is over, and say how much is left of it."""
+    """Free some of the KV of a finished sequence, and report how much of it is left."""
 
     sequence: Count
     spans: tuple[Span, ...]
 
 
 class PlaceSequence(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """A row goes on where its KV has been moved to: placement, master and keepers change at all
-    ranks before the same iteration. Follows upon the last `RunQuantum` of the step that moved it."""
+    """Continue a sequence on the ranks to which its KV was moved.
+
+    Placement, master and KV holders change on all ranks before the same iteration. The entry
+    follows the last `RunQuantum` of the step that moved the KV.
+    """
 
     sequence: Count
     ranks: tuple[Count, ...]
-    """Whom the row concerns from now on."""
+    """Ranks that the sequence needs from now on."""
 
 
 Op = RunQuantum | Iterate | Change | Abort | EndOwner | Shutdown | Free | PlaceSequence
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One line of the log."""
+    """One entry of the log."""
 
     seq: Positive
-    """Its number. Consecutive in the log, increasing at each rank."""
+    """Number of the entry: consecutive in the log, increasing on each rank."""
     op: Op
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A rank has a step's tokens, and has taken its slots."""
+    """A rank has received a step's tokens and reserved its slots."""
 
     rank: Count
     step: Count
@@ -112,29 +119,29 @@ class RanQuantum(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     rank: Count
     seq: Positive
-    """Of the `RunQuantum`."""
+    """Number of the `RunQuantum`."""
     step: Count
     yield_point: Count
-    """Reached."""
+    """Yield point that was reached."""
     nanoseconds: Count
-    """Taken by the step itself since the `RunQuantum` before."""
+    """Time that the step itself took since its previous `RunQuantum`."""
 
 
 class Iterated(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """An instance's first rank has executed an `Iterate`, as all of them report."""
+    """The first rank of an instance has executed an `Iterate`; every instance reports."""
 
     rank: Count
     seq: Positive
-    """Of the `Iterate`."""
+    """Number of the `Iterate`."""
     batch: Count
     nanoseconds: Count
-    """Of all iterations of the lease."""
+    """Time of all iterations of the grant."""
     finished: tuple[Count, ...] = ()
     """Sequences of this master that need no further iteration."""
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A rank is being closed, and its gang ends with it."""
+    """A rank is shutting down, and its gang with it."""
 
 
 Report = Prepared | RanQuantum | Iterated | Leaving
@@ -145,29 +152,29 @@ _REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
 def pack_entries(entries: Iterable[Entry]) -> bytes:
-    """A frame of entries, in the order of the log."""
+    """Encode entries as a frame, in the order of the log."""
     return _ENCODER.encode(list(entries))
 
 
 def unpack_entries(frame: bytes) -> list[Entry]:
-    """The entries of a frame.
+    """Decode a frame of entries.
 
     Raises:
-        ProtocolError: the frame is none of entries.
+        ProtocolError: the frame holds something else.
     """
     return _decoded(_ENTRIES, frame, "log entries")
 
 
 def pack_reports(reports: Iterable[Report]) -> bytes:
-    """A frame of reports of one rank, in the order in which it made them."""
+    """Encode reports of one rank as a frame, in the order in which they were made."""
     return _ENCODER.encode(list(reports))
 
 
 def unpack_reports(frame: bytes) -> list[Report]:
-    """The reports of a frame.
+    """Decode a frame of reports.
 
     Raises:
-        ProtocolError: the frame is none of reports.
+        ProtocolError: the frame holds something else.
     """
     return _decoded(_REPORTS, frame, "reports")
 

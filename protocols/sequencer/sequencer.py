@@ -1,21 +1,15 @@
-"""Whose turn it is on the ranks of a gang: steps and streams that share them take turns.
+"""The order of a gang's log: when each step and each decode batch computes on which ranks.
 
-Between two quanta of steps on a rank each stream there has a lease, if it has rows, and between two
-leases of a stream the step on top has a quantum, if it may go on. Whatever a turn waits for is the
-report of an entry that is in the log already (`protocols.sequencer`).
+All steps and batches share one log, even on overlapping ranks, so that no two ranks wait for each
+other: each rank executes the entries that name it in the log's order, and the oldest entry that is
+not executed everywhere can always be executed. Scheduling decisions and reports of ranks come in as
+events; entries come out. There is no clock, no I/O and no unordered iteration, and all numbers are
+integers: the same calls give the same entries.
 
-Who computes when on a gang's ranks: the order of its log.
-
-Steps and streams on overlapping groups of ranks share one order, so that no two ranks wait for each
-other: each executes what names it, in the log's order, and the oldest entry that is not executed
-everywhere can always be executed. What a scheduler decided comes in as events, with what ranks
-report; entries come out. There is no clock and no input or output here, nothing is iterated but in
-a fixed order, and all numbers are whole: the same calls give the same entries.
-
-A rank has at most a long step, above it an urgent one, and above both an iteration of a stream.
-Whatever this waits for is the report of an entry that is in the log already, so it will come: a
-stream never waits for a step's report, a step waits for its own and for the leases of streams on
-its ranks.
+A rank has at most a low-priority step, above it a high-priority one, and above both an iteration of
+a batch. Steps and batches alternate on a rank: each batch gets a grant between two quanta, and the
+step on top a quantum between two grants of a batch. Each waits only for reports of entries that are
+in the log already, so the reports will come.
 """
 
 from __future__ import annotations
@@ -49,25 +43,25 @@ from csps.protocols.sequencer.steps import Quantum, SequencedStep, SequencedStep
 
 
 class RunOrder:
-    """Looks at steps and streams, and changes nothing of them."""
+    """Chooses what runs next. Reads steps and batches and changes neither."""
 
     def __init__(self, ranks: int, steps: SequencedSteps, batches: SequencedBatches) -> None:
         self._steps, self._batches = steps, batches
         self._ran = [0] * ranks
-        """Number of the newest `Run` that each rank has in the log."""
+        """Number of the newest `RunQuantum` of each rank."""
 
     def ran(self, step: SequencedStep, seq: int) -> None:
-        """A step has been given a quantum, by this entry."""
+        """Record that a log entry gave a step a quantum."""
         for rank in step.task.ranks:
             self._ran[rank] = seq
 
     def steps(self) -> list[SequencedStep]:
-        """Those that may have a quantum now. No two of them share a rank."""
+        """Return the steps that may have a quantum now. No two of them share a rank."""
         return [step for step in self._steps.running() if self._may_run(step)]
 
     def group(self) -> tuple[GrantGroup, int] | None:
-        """Of those that may have a lease now the group that has waited longest, and how many
-        iterations it may have."""
+        """Return the group that has waited longest among those that may have a grant, and its
+        iterations."""
         found: tuple[GrantGroup, int] | None = None
         for group in self._batches.groups:
             waited = found is None or group.served < found[0].served
@@ -76,10 +70,10 @@ class RunOrder:
         return found
 
     def _may_run(self, step: SequencedStep) -> bool:
-        """Whether a step may have a quantum: each stream on its ranks had a lease since the last
-        quantum there, of whichever step."""
+        """Return True if a step may have a quantum."""
         if not self._can_continue(step) or len(step.outstanding) >= self._most_outstanding(step):
             return False
+        # Each batch on the step's ranks must have had a grant since the last quantum of any step.
         return all(
             self._ran[rank] < group.batch.served[rank]
             for rank in step.task.ranks
@@ -90,28 +84,27 @@ class RunOrder:
         return not step.ending and not self._steps.interrupted(step)
 
     def _most_outstanding(self, step: SequencedStep) -> int:
-        """Quanta of a step that may be outstanding: two where nothing else can have its ranks
-        before it is finished, so that they need not wait for its report to come and go."""
+        """Return how many quanta of a step may be outstanding."""
+        # Two if nothing else can have its ranks before it finishes: the ranks then need not idle
+        # while a report travels to rank 0.
         beside = any(True for rank in step.task.ranks for _ in self._batches.groups_on(rank))
         return 1 if beside or self._steps.interruptible(step) else 2
 
     def _grant_length(self, group: GrantGroup) -> int:
-        """Iterations of a lease that a group may have now; 0 for none.
-
-        A step whose report is awaited gets the turn that it could not take yet, as long as the
-        group has something to do in the meantime.
-        """
+        """Return the iterations of the grant that a group may have now; 0 if it may have none."""
         grants = group.grants
         if grants >= GRANTS:
             return 0
         if self._alone(group):
             return group.long_grant()
+        # A step that could not run while its report was awaited is next, as long as the group has
+        # iterations to compute in the meantime.
         if grants and any(self._is_due(rank, group) for rank in group.ranks):
             return 0
         return 1
 
     def _alone(self, group: GrantGroup) -> bool:
-        """Whether no step, and no group of another stream, wants any of a group's ranks."""
+        """Return True if no step, and no group of another batch, wants any of a group's ranks."""
         return not any(
             self._steps.wanted[rank]
             or any(other is not group for other in self._batches.groups_on(rank))
@@ -119,36 +112,37 @@ class RunOrder:
         )
 
     def _is_due(self, rank: int, group: GrantGroup) -> bool:
-        """Whether a step on a rank would go on, and has had no quantum since a stream's lease."""
+        """Return True if a step on a rank could continue, with no quantum since a batch's grant."""
         step = self._steps.on_top(rank)
         served = group.batch.served[rank]
         return step is not None and self._can_continue(step) and self._ran[rank] < served
 
 
 QUANTUM_NS = 50_000_000
+"""Time that a step computes before another step or batch may run."""
 SHORT_STEP_TOKENS = 4096
-"""Steps of up to so many tokens take about as long for each of them: attention is a small part."""
+"""Tokens of a step up to which its time is proportional to them: attention is a small part."""
 
 
 class Sequencer:
-    """Appends to a gang's log. After any number of events, `take` has what they lead to."""
+    """Appends entries to a gang's log. `take` returns the entries that past events lead to."""
 
     def __init__(self, ranks: int, quantum_ns: int = QUANTUM_NS) -> None:
-        """For a gang of `ranks` ranks; a step computes for about `quantum_ns` at a time."""
+        """Create the sequencer of a gang whose steps compute for about `quantum_ns` at a time."""
         self._ranks = tuple(range(ranks))
         self._quantum_ns = quantum_ns
         self._steps = SequencedSteps(ranks)
         self._batches = SequencedBatches(ranks)
         self._order = RunOrder(ranks, self._steps, self._batches)
         self._token_ns = 0
-        """What a token of a short step has taken; 0 before the first one."""
+        """Average time of a token of a short step; 0 before the first one."""
         self._ended: set[int] = set()
         self._closed = False
         self._seq = 0
         self._log: list[tuple[Entry, tuple[int, ...]]] = []
 
     def take(self) -> list[tuple[Entry, tuple[int, ...]]]:
-        """Entries to append now, in order, each with the ranks that execute it."""
+        """Return the new entries, in order, each with the ranks that execute it."""
         if not self._closed:
             self._steps.start()
             self._announce_departures()
@@ -160,17 +154,19 @@ class Sequencer:
     # Events
 
     def open_batch(self, batch: int, ranks: tuple[int, ...], masters: tuple[int, ...] = ()) -> None:
-        """A stream without rows, whose iterations its ranks do together.
+        """Open a batch without sequences, whose ranks iterate together.
 
         Args:
-            masters: ranks that each report every lease; the first one if none is named, where that
-                one speaks for all.
+            masters: ranks that each report every grant. Empty: the first rank reports for all.
         """
         self._batches.open(batch, ranks, masters or ranks[:1])
 
     def submit(self, task: StepSpec) -> None:
-        """A step is to be run once its ranks have prepared it, of which they may tell before. One
-        that moves a row's KV goes with the row: nothing is moved of what has left."""
+        """Submit a step, which runs once all its ranks have prepared it; they may have done so
+        before.
+
+        A step that moves a sequence's KV is aborted if the sequence has left its batch.
+        """
         if self._closed or task.owner in self._ended:
             self._steps.refuse(task)
             return
@@ -180,7 +176,7 @@ class Sequencer:
                 self._append(Abort(task.id), task.ranks)
                 self._steps.refuse(task)
                 return
-            if task.sequences[0] in batch.joined:  # ranks look for the row when the step begins
+            if task.sequences[0] in batch.joined:  # ranks must know it before the step begins
                 self._change(batch)
         self._steps.add(task)
 
@@ -193,22 +189,23 @@ class Sequencer:
         budget: int = 0,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        """A sequence becomes a row of a stream; its first iteration is given `token`, or a piece
-        of its prompt.
+        """Add a sequence to a batch.
 
         Args:
-            budget: the stream's from now on, unless it is 0.
-            ranks: whom the row concerns; all of the stream's if none is named. Rows that have no
-                rank in common are iterated apart.
+            token: the token that the first iteration is given. None: the iteration computes a chunk
+                of the sequence's prompt (piggybacked prefill).
+            budget: tokens of an iteration of the batch from now on; 0 leaves it unchanged.
+            ranks: ranks that the sequence needs; empty means all of the batch. Sequences without a
+                common rank are iterated separately.
         """
         if not self._closed and owner not in self._ended:
             self._batches.join(batch, sequence, token, owner, budget, ranks)
 
     def report(self, report: Report) -> None:
-        """What a rank reports.
+        """Handle a report of a rank.
 
         Raises:
-            ProtocolError: it reports what it was not told to do.
+            ProtocolError: the rank reports something that it was not asked to do.
         """
         match report:
             case Prepared(rank, step):
@@ -226,14 +223,15 @@ class Sequencer:
         return self._steps.unprepared()
 
     def prepared(self, step: int, rank: int) -> None:
-        """A rank has a step's tokens, and has taken its slots."""
+        """Record that a rank has received a step's tokens and reserved its slots."""
         self._steps.prepare(step, rank)
 
     def ran(self, rank: int, seq: int, step: int, yield_point: int, nanoseconds: int) -> None:
-        """A step's leader has executed a quantum; nothing if the step was aborted since.
+        """Record that a step's leader has executed a quantum; ignore it if the step was aborted
+        since.
 
         Raises:
-            ProtocolError: it is not the step's oldest quantum, or another rank reports it.
+            ProtocolError: the quantum is not the step's oldest one, or another rank reports it.
         """
         running = self._steps.get(step)
         if running is None:
@@ -258,30 +256,33 @@ class Sequencer:
     def iterated(
         self, rank: int, seq: int, batch: int, nanoseconds: int, finished: tuple[int, ...] = ()
     ) -> None:
-        """A master has executed a lease. It is over when all of the stream's masters say so; rows
-        that finished leave whenever theirs does.
+        """Record that a master has executed a grant, which ends when all masters have reported it.
+
+        Sequences that finished leave at once.
 
         Raises:
-            ProtocolError: the stream has no such master, or no such lease.
+            ProtocolError: the batch has no such master, or no such grant.
         """
         iterating = self._batches.get(batch)
         grant = None if iterating is None else iterating.grants.get(seq)
         if iterating is None or grant is None or rank not in grant.masters:
-            raise ProtocolError(f"rank {rank} reports entry {seq} of stream {batch} unasked")
+            raise ProtocolError(f"rank {rank} reports entry {seq} of batch {batch} unasked")
         iterating.measured(seq, nanoseconds)
         for sequence in finished:
             if self._batches.finish(iterating, sequence, seq):
                 self._end_moves(sequence)
 
     def _end_moves(self, sequence: int) -> None:
-        """A row has left: its KV is not moved any further."""
+        """Abort the steps that move the KV of a sequence which has left."""
         for step in self._steps.of_sequence(sequence):
             if step.task.places and not step.ending:
                 self._abort(step)
 
     def cancel(self, sequence: int) -> None:
-        """A sequence is given up: as a row or what is to become one, and in all steps that are
-        known. A step that has no other one is aborted, unless its last quantum is on its way."""
+        """Cancel a sequence in its batch and in all its steps.
+
+        A step without other sequences is aborted, unless its last quantum is in the log.
+        """
         for step in self._steps.of_sequence(sequence):
             if step.ending or sequence in step.cancelled:
                 continue
@@ -292,8 +293,7 @@ class Sequencer:
         self._batches.discard(sequence)
 
     def retain(self, sequence: int, released: tuple[Span, ...]) -> None:
-        """A sequence is over, as a row or as what was to become one, and of its KV these spans are
-        not kept."""
+        """End a sequence, retain its KV for the prefix cache, and free these spans of it."""
         if self._closed:
             return
         self._end_moves(sequence)
@@ -304,13 +304,15 @@ class Sequencer:
         self.evict(sequence, released)
 
     def evict(self, sequence: int, spans: tuple[Span, ...]) -> None:
-        """Some KV of a sequence that is over is not kept any more."""
+        """Free some retained KV of a sequence."""
         if not self._closed:
             self._append(Free(sequence, spans), self._ranks)
 
     def end_owner(self, owner: int) -> None:
-        """All that an owner has submitted is given up, and no more of it is taken. A step whose
-        last quantum is on its way still reports."""
+        """Drop all that an owner has submitted, and accept no more of it.
+
+        A step whose last quantum is in the log still reports.
+        """
         if self._closed or owner in self._ended:
             return
         self._ended.add(owner)
@@ -320,21 +322,21 @@ class Sequencer:
             elif not step.ending:
                 self._abort(step)
         for batch in self._batches:
-            rows = [sequence for sequence, row in batch.members.items() if row.owner == owner]
-            for sequence in rows:
+            owned = [seq for seq, member in batch.members.items() if member.owner == owner]
+            for sequence in owned:
                 self._batches.leave(sequence)
-            # What the ranks have for the owner's rows goes with the next entry.
-            if rows:
+            # `EndOwner` requires that the owner's sequences have left.
+            if owned:
                 self._change(batch)
         self._append(EndOwner(owner), self._ranks)
 
     @property
     def closed(self) -> bool:
-        """The log has its last entry."""
+        """True once the log has its last entry."""
         return self._closed
 
     def shutdown(self) -> None:
-        """Abort what runs, and append no more."""
+        """Abort running steps and append the last entry."""
         if self._closed:
             return
         for step in tuple(self._steps.running()):
@@ -355,7 +357,7 @@ class Sequencer:
         self._steps.remove(step)
 
     def _quanta(self) -> bool:
-        """Give every step a quantum that may have one; whether one had."""
+        """Give a quantum to every step that may have one; return False if there was none."""
         steps = self._order.steps()
         for step in steps:
             self._run(step)
@@ -372,18 +374,18 @@ class Sequencer:
         step.until = until
         self._order.ran(step, seq)
         if step.ending and step.task.places:
-            (row,) = step.task.sequences
-            batch = self._batches.relocate(row, step.task.places)
-            self._append(PlaceSequence(row, batch.members[row].ranks), batch.ranks)
+            (moved,) = step.task.sequences
+            batch = self._batches.relocate(moved, step.task.places)
+            self._append(PlaceSequence(moved, batch.members[moved].ranks), batch.ranks)
 
     def _is_short(self, step: SequencedStep) -> bool:
-        """Whether all of a step probably is a quantum, as other short ones have shown."""
-        rows = step.task.rows
-        known = 0 < rows <= SHORT_STEP_TOKENS and self._token_ns
-        return not step.until and bool(known) and rows * self._token_ns <= self._quantum_ns
+        """Return True if a whole step probably fits a quantum, judged by past short steps."""
+        tokens = step.task.rows
+        known = 0 < tokens <= SHORT_STEP_TOKENS and self._token_ns
+        return not step.until and bool(known) and tokens * self._token_ns <= self._quantum_ns
 
     def _grant(self) -> bool:
-        """Give the group a lease whose turn it is; whether there is one."""
+        """Give a grant to the group that is next; return False if there is none."""
         found = self._order.group()
         if found is None:
             return False
@@ -406,7 +408,7 @@ class Sequencer:
         batch.joined, batch.left = {}, {}
 
     def _announce_departures(self) -> None:
-        """Tell ranks of rows that have left even where no lease follows."""
+        """Name sequences that have left, for ranks that have no further grant."""
         for batch in self._batches:
             if batch.needs_notice:
                 self._change(batch)

@@ -1,6 +1,7 @@
-"""The control loop between what the directory says and what the router is attached to.
+"""The router's attachment to gangs: it attaches, links, renews leases, and detaches.
 
-The gangs, as the directory names them and as long as they live, and the KV link between them.
+`Cluster` tells its listener of gangs and links. `Reconciler` is the control loop behind it: it
+works towards what the directory says whenever that changes.
 """
 
 from __future__ import annotations
@@ -21,137 +22,64 @@ from csps.services.cluster.kv_links import KvLink, KvLinks
 from csps.services.cluster.membership import ClusterView, Directory
 
 _log = logging.getLogger(__name__)
-
-
-class Reconciler:
-    """Works towards what the directory says, over and over.
-
-    One task follows the directory, another works. That one is started over whenever something
-    changes, so an attempt to reach ranks that have vanished holds up nothing.
-
-    Args:
-        reconcile: one attempt at what a view says, until nothing is left to do.
-        ended: told of each attempt that was not outdated how it ended: its error, if any.
-        retry_s: pause after a failed attempt, unless there is news earlier.
-    """
-
-    def __init__(
-        self,
-        directory: Directory,
-        reconcile: Callable[[ClusterView], Coroutine[Any, Any, None]],
-        ended: Callable[[BaseException | None], None],
-        *,
-        retry_s: float,
-    ) -> None:
-        self._directory, self._reconcile, self._ended = directory, reconcile, ended
-        self._retry_s = retry_s
-        self._view = ClusterView()
-        self._changed = asyncio.Event()
-
-    def retry_now(self) -> None:
-        """What an attempt had achieved is no longer so."""
-        self._changed.set()
-
-    async def follow(self) -> None:
-        """Learn what the directory says; for ever."""
-        version = -1
-        while True:
-            try:
-                version, view = await self._directory.wait_change(version)
-            except Exception as exc:  # whatever a directory of another process may raise
-                _log.warning("the directory does not answer: %s", exc)
-                await asyncio.sleep(self._retry_s)
-                continue
-            if view != self._view:
-                self._view = view
-                self._changed.set()
-
-    async def work(self) -> None:
-        """Attempt after attempt; for ever."""
-        while True:
-            self._changed.clear()
-            await wait_at_most(self._changed, await self._attempt())
-
-    async def _attempt(self) -> float | None:
-        """Work towards the view until done, failed or outdated; returns how long to pause."""
-        work = asyncio.create_task(self._reconcile(self._view))
-        news = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-            work.cancel()  # changes nothing if it is done
-            await asyncio.wait({work, news})
-        if work.cancelled():
-            return None
-        error = work.exception()
-        self._ended(error)
-        return None if error is None else self._retry_s
-
-
-async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for the event, at most that long if a time is given."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass
-
-
 PAIR: tuple[GangRole, ...] = ("prefill", "decode")
-UNUSABLE = "what is there cannot be used, see the router's log"
-"""All that `phase` says of a mistake of the operator's, which names addresses and paths."""
+UNUSABLE = "gang rejected, see the router's log"
+"""Text of `phase` after an operator's mistake; only the log names addresses and paths."""
 STANDBY = "another router still serves"
-"""What `phase` says of a successor, which waits."""
+"""Text of `phase` on a successor that waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterDeadlines:
-    """Seconds."""
+    """Deadlines in seconds."""
 
     attach_s: float = 10.0
-    """To connect to a rank, and again for it to accept this router."""
+    """Deadline for connecting to a rank, and again for the rank to accept this router."""
     link_s: float = 60.0
-    """For all ranks of both gangs to form their common process group."""
+    """Deadline for all ranks of both gangs to form their common process group."""
     retry_s: float = 0.5
     """Pause after a failed attempt, unless the directory has news earlier."""
     close_s: float = 5.0
-    """For the background tasks to end."""
+    """Deadline for the background tasks to end."""
 
 
 class ClusterListener(Protocol):
-    """Whoever uses the gangs. Callbacks on the event loop, one for each fact.
+    """Receives facts about gangs and links, as callbacks on the event loop.
 
-    A gang is up before a link of it is, and its link is down before the gang is. A link may go
-    down and another one come up between the same two gangs, which keep all that they hold.
+    `gang_up` comes before `link_up`, and `link_down` before `gang_down`. A link may go down and
+    another one come up between the same two gangs, which keep their KV.
     """
 
     @property
     def busy(self) -> bool:
-        """There are requests, begun or waiting."""
+        """Return whether there are requests, waiting or begun."""
         ...
 
     def gang_up(self, gang: GangClient) -> None:
-        """Every rank of the gang is attached."""
+        """Take a gang of which every rank is attached."""
 
     def gang_down(self, gang: GangClient, reason: str) -> None:
-        """The gang is gone with all it held; the other one lives on."""
+        """Drop a lost gang with all its KV; the other gang lives on."""
 
     def link_up(self, link: KvLink) -> None:
-        """The two gangs can exchange KV."""
+        """Take a link over which two gangs can transfer KV."""
 
     def link_down(self, link: KvLink, reason: str) -> None:
-        """They no longer can: KV that has not landed over this link never will."""
+        """Drop a broken link; KV not received over it never will be."""
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        """A rank of a gang that is up has sent a notification."""
+        """Take a notification from a rank of an attached gang."""
 
 
 class Cluster:
-    """Attaches to gangs that appear, links them, and keeps them from other routers.
+    """Attaches to gangs that appear, links them, and fences other routers off.
 
     Args:
-        roles: of the gangs that serve: a pair, or "elastic" alone.
+        directory: names the gangs that serve.
+        secret: authenticates the router to the ranks.
+        router_id: identifies this router to the ranks.
+        generations: store of router generations.
+        roles: roles of the gangs that serve: a pair, or "elastic" alone.
     """
 
     def __init__(
@@ -174,39 +102,41 @@ class Cluster:
         self._listener: ClusterListener | None = None
         self._gangs: dict[GangRole, GangClient] = {}
         self._priority_in_doubt = asyncio.Event()
-        """A gang was lost just now, or found to be of use or of none."""
+        """Set when a gang was lost, or an attempt found gangs usable or unusable."""
         self._model: str | None = None
-        """Fingerprint of the last attached gang's."""
+        """Fingerprint of the last attached gang's model."""
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
         self._obstacle = ""
-        """What the last attempt met with, where clients may know."""
+        """Cause of the last failure, in words that clients may read."""
 
     def listen(self, listener: ClusterListener) -> None:
-        """Tell `listener` from now on."""
-        assert self._listener is None, "a cluster has one listener"
+        """Report gangs and links to `listener` from now on."""
+        assert self._listener is None, "the cluster already has a listener"
         self._listener = listener
 
     @property
     def link(self) -> KvLink | None:
-        """The current one; None while the cluster is not ready."""
+        """Return the current link; None while the cluster is not ready."""
         return self._links.current
 
     @property
     def phase(self) -> str:
-        """What the cluster waits for, in words that tell a client nothing of its inside; empty
-        when it is ready."""
+        """Return what the cluster waits for, in words that clients may read; empty when ready."""
         if self.link is not None:
             return ""
         return f"{self._awaited}: {self._obstacle}" if self._obstacle else self._awaited
 
     @property
     def generation(self) -> int:
-        """What ranks tell this router from older ones by; 0 until granted. A gang that is up was
-        attached under it; when another router was newer, all gangs go down and it is a new one."""
+        """Return the generation by which ranks tell this router from older ones; 0 until granted.
+
+        An attached gang was attached under it. When another router turns out to be newer, all gangs
+        go down and the next generation is claimed.
+        """
         return self._fencing.generation
 
     @property
@@ -215,23 +145,23 @@ class Cluster:
         return _waiting_for(missing) if missing else "connecting the gangs"
 
     async def start(self) -> None:
-        """Begin; the listener is told of gangs and links."""
+        """Start following the directory; the listener is told of gangs and links."""
         self._tasks = [
             asyncio.create_task(self._reconciler.follow(), name="follow the directory"),
             asyncio.create_task(self._reconciler.work(), name="keep gangs connected"),
-            asyncio.create_task(self._renew_leases(), name="keep the leases of gangs"),
+            asyncio.create_task(self._renew_leases(), name="renew the leases of gangs"),
             asyncio.create_task(
-                self._renew_takeover_priority(), name="keep the place before newer routers"
+                self._renew_takeover_priority(), name="renew the takeover priority"
             ),
         ]
 
     def drain(self) -> None:
-        """Take no gang over any more, and keep those that there are: a successor may have the
-        ones that replace them."""
+        """Attach to no more gangs but keep the attached ones: new gangs may belong to a
+        successor."""
         self._draining = True
 
     async def close(self) -> None:
-        """Hang up on all ranks, which drop whatever they do for this router."""
+        """Disconnect from all ranks, which drop their work for this router."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -253,7 +183,7 @@ class Cluster:
             self._priority_in_doubt.set()
 
     def _report(self, error: BaseException) -> None:
-        """Keep the reason; say it aloud once, not at every attempt."""
+        """Keep the reason; log it once and not at every attempt."""
         if (trouble := str(error)) != self._reported:
             expected = isinstance(error, CspsError)
             _log.warning("cluster not ready: %s", error, exc_info=None if expected else error)
@@ -270,7 +200,7 @@ class Cluster:
             members = view.gang(gang.role)
             if members is None or members.gang_id == gang.gang_id:
                 continue
-            # A directory that had to start again may know an older gang before it knows ours.
+            # A restarted directory may know an older gang before it knows the attached one.
             if members.incarnation >= gang.members.incarnation:
                 self._lose(gang, f"gang {gang.gang_id} was replaced by {members.gang_id}")
 
@@ -283,6 +213,7 @@ class Cluster:
             if role not in self._gangs and (members := view.gang(role)) is not None
         ]
         try:
+            # A retried request must go on with the model that it began with.
             model = self._model if self._busy else None
             await self._fencing.attach(found, self._attached, model=model)
         except Superseded as error:
@@ -294,7 +225,10 @@ class Cluster:
         self._gangs[gang.role] = gang
         self._model = gang.descriptions[0].model_fingerprint
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
-        _log.info("attached to %s gang %s (%d ranks)", gang.role, gang.gang_id, gang.world_size)
+        _log.info(
+            "attached to %s gang %s (%d ranks, generation %d)",
+            gang.role, gang.gang_id, gang.world_size, self.generation,
+        )  # fmt: skip
         if self._listener is not None:
             self._listener.gang_up(gang)
 
@@ -309,7 +243,7 @@ class Cluster:
         return self._listener is not None and self._listener.busy
 
     async def _renew_takeover_priority(self) -> None:
-        """Go before newer routers while requests have lost what computes them."""
+        """Claim priority over newer routers while requests lack a gang."""
         while True:
             self._priority_in_doubt.clear()
             usable = self._obstacle != UNUSABLE
@@ -322,7 +256,7 @@ class Cluster:
         try:
             await self._fencing.set_takeover_priority(wanted)
         except Exception as exc:  # whatever a store of another process may raise
-            _log.warning("cannot say who goes first: %s", exc)
+            _log.warning("failed to update router priority: %s", exc)
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if self._gangs.get(gang.role) is not gang:
@@ -379,3 +313,78 @@ def _obstacle(error: BaseException | None) -> str:
 def _waiting_for(roles: Sequence[GangRole]) -> str:
     named = (f"an {role}" if role == "elastic" else f"a {role}" for role in roles)
     return f"waiting for {' and '.join(named)} gang"
+
+
+class Reconciler:
+    """Works towards what the directory says, over and over.
+
+    One task follows the directory, another one works. The work starts over whenever something
+    changes, so an attempt to reach ranks that have vanished delays nothing.
+
+    Args:
+        reconcile: one attempt at what a view says, until nothing is left to do.
+        ended: called after each attempt that was not outdated, with its error, if any.
+        retry_s: pause after a failed attempt, unless there is news earlier.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        reconcile: Callable[[ClusterView], Coroutine[Any, Any, None]],
+        ended: Callable[[BaseException | None], None],
+        *,
+        retry_s: float,
+    ) -> None:
+        self._directory, self._reconcile, self._ended = directory, reconcile, ended
+        self._retry_s = retry_s
+        self._view = ClusterView()
+        self._changed = asyncio.Event()
+
+    def retry_now(self) -> None:
+        """Start another attempt: what the last one achieved is lost."""
+        self._changed.set()
+
+    async def follow(self) -> None:
+        """Follow the directory, for ever."""
+        version = -1
+        while True:
+            try:
+                version, view = await self._directory.wait_change(version)
+            except Exception as exc:  # whatever a directory of another process may raise
+                _log.warning("the gang directory does not answer, retrying: %s", exc)
+                await asyncio.sleep(self._retry_s)
+                continue
+            if view != self._view:
+                self._view = view
+                self._changed.set()
+
+    async def work(self) -> None:
+        """Make one attempt after another, for ever."""
+        while True:
+            self._changed.clear()
+            await wait_at_most(self._changed, await self._attempt())
+
+    async def _attempt(self) -> float | None:
+        """Work towards the view until done, failed or outdated; return how long to pause."""
+        work = asyncio.create_task(self._reconcile(self._view))
+        news = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            work.cancel()  # no effect if it is done
+            await asyncio.wait({work, news})
+        if work.cancelled():
+            return None
+        error = work.exception()
+        self._ended(error)
+        return None if error is None else self._retry_s
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for the event, at most `seconds` if given."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,17 +1,12 @@
-"""Increasing numbers, written where they outlive whoever asked for them.
+"""A router's right to command gangs: its generation, and its takeover priority.
 
-Routers are fenced by their generation (`protocols.fence`), gangs are told apart by their
-incarnation (`services.cluster.membership`). A number is stored before it is handed out, so that no
-restart hands it out again.
+A generation is a number that only grows. It is stored before it is handed out, where it outlives
+routers and ranks, so no restart hands it out again. Ranks obey the newest router that attached
+(`protocols.gang.members`). Gangs number their incarnations the same way.
 
-Who goes before a newer router: one that has lost a gang in the middle of its requests.
-
-Ranks keep a newer router waiting while an older one holds them. A redeployment may replace the
-ranks as well: Ray Serve ends gangs at once, and nobody holds those that come after them. If the
-successor took them, the streams of the router before it would end. So that one says, where it
-outlives all ranks, that it goes first, until it has its gangs again or its requests have ended.
-
-A router's right to command gangs: its generation, and taking gangs over under it.
+Ranks refuse a newer router while an older one holds them. But a redeployment may replace the ranks
+as well, and nobody holds the new ones. A router that lost a gang in the middle of its requests
+therefore claims takeover priority in the same store, until it has gangs again or its requests end.
 """
 
 from __future__ import annotations
@@ -27,29 +22,34 @@ from csps.protocols.core.errors import ConfigError, RanksHeld, Superseded
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
 
+_log = logging.getLogger(__name__)
+
 
 class Generations(Protocol):
-    """A counter that only grows, shared by all who ask it, and which numbers are held."""
+    """A shared counter that only grows, and the takeover priorities of its numbers."""
 
     async def claim(self) -> int:
-        """The next number, from 1; nobody else gets it, now or later."""
+        """Return the next number, from 1. Nobody else gets it, now or later."""
         ...
 
     async def claim_priority(self, number: int, heartbeat: int) -> None:
-        """Let all see that a number is held. Whose `heartbeat` does not change any more may be dead."""
+        """Publish that a number has takeover priority.
+
+        A claim whose `heartbeat` stops changing may be a dead router's.
+        """
         ...
 
     async def release_priority(self, number: int) -> None:
-        """Hold it no more."""
+        """Give up the takeover priority of a number."""
         ...
 
     async def priorities(self) -> dict[int, int]:
-        """The numbers that are held, and the last beat of each."""
+        """Return the numbers with takeover priority, and the last heartbeat of each."""
         ...
 
 
 class MemoryGenerations:
-    """For one process, as tests need it."""
+    """Generations in one process, for tests."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -68,58 +68,8 @@ class MemoryGenerations:
         return dict(self._priorities)
 
 
-class _LastHeartbeat(NamedTuple):
-    heartbeat: int
-    since: float
-
-
-class TakeoverPriority:
-    """One router's side. Times are `time.monotonic()` of this process."""
-
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
-        self._heartbeat = 0
-        self._claimed = 0
-        """The generation that this router goes first under; 0 while it does not."""
-        self._seen: dict[int, _LastHeartbeat] = {}
-
-    async def renew(self, generation: int) -> None:
-        """Go first, under this generation; with 0, no more. Due every `fence.KEEP_ALIVE_S`."""
-        claimed, self._claimed = self._claimed, generation
-        if generation:
-            self._heartbeat += 1
-            await self._generations.claim_priority(generation, self._heartbeat)
-        if claimed and claimed != generation:
-            await self._generations.release_priority(claimed)
-
-    async def check(self, generation: int, now: float) -> None:
-        """Whether a router of this generation may take gangs over now.
-
-        Raises:
-            RanksHeld: an older router goes first, and was alive within `fence.LIVENESS_TIMEOUT_S`.
-        """
-        claimed = await self._generations.priorities()
-        self._seen = {
-            number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
-        }
-        for number, seen in self._seen.items():
-            if number < generation and now - seen.since <= LIVENESS_TIMEOUT_S:
-                raise RanksHeld(f"the router of generation {number} has requests and goes first")
-
-    def _see(self, number: int, heartbeat: int, now: float) -> _LastHeartbeat:
-        seen = self._seen.get(number)
-        return (
-            seen
-            if seen is not None and seen.heartbeat == heartbeat
-            else _LastHeartbeat(heartbeat, now)
-        )
-
-
-_log = logging.getLogger(__name__)
-
-
 class Fencing:
-    """Attaches to gangs under a generation that grows whenever another router was newer."""
+    """Attaches to gangs under a generation, and claims a new one when another router was newer."""
 
     def __init__(self, generations: Generations, *, secret: bytes, router_id: str) -> None:
         self._generations = generations
@@ -127,10 +77,10 @@ class Fencing:
         self._secret, self._router_id = secret, router_id
         self._attachments = 0
         self.generation = 0
-        """0 until one is granted, and again from the moment that another router is newer."""
+        """Granted generation; 0 before the first one, and once another router is newer."""
 
     async def set_takeover_priority(self, wanted: bool) -> None:
-        """Whether this router goes before newer ones; due every `fence.KEEP_ALIVE_S`."""
+        """Claim or give up priority over newer routers. Call it every `KEEP_ALIVE_S`."""
         await self._takeover_priority.renew(self.generation if wanted else 0)
 
     async def attach(
@@ -140,25 +90,27 @@ class Fencing:
         *,
         model: str | None = None,
     ) -> None:
-        """Take over those of the gangs that answer, or none while another router holds any.
+        """Attach to the gangs that answer, or to none while another router holds any.
 
         Args:
-            attached: called with each gang that was taken over; the others are hung up on.
+            gangs: gangs to attach to.
+            attached: called with each attached gang; the others are disconnected.
             model: fingerprint that gangs must have, if any.
 
         Raises:
-            RanksHeld: another router is alive, and holds one of them or goes first.
-            Superseded: another router is newer; next time this one will be.
-            FaultError, ConfigError: a gang cannot be reached, or used.
+            RanksHeld: another router is alive and holds a gang or has takeover priority.
+            Superseded: another router is newer; the next attempt claims a newer generation.
+            FaultError: a gang cannot be reached.
+            ConfigError: a gang cannot be used.
         """
         if not self.generation:
             self.generation = await self._generations.claim()
-            _log.info("router generation %d", self.generation)
+            _log.info("this router has generation %d", self.generation)
         await self._takeover_priority.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
         try:
             errors = await _each(lambda gang: self._ask(gang, model), gangs)
-            # Of a router that is alive not one gang may be taken: it would lose the others' work.
+            # All or none: a live router that lost one gang would lose the others' work as well.
             self._check_newest(errors.values())
             free = [gang for gang in gangs if gang not in errors]
             errors |= await _each(lambda gang: gang.attach(self.generation), free)
@@ -182,11 +134,13 @@ class Fencing:
                 raise error
 
     async def _ask(self, gang: GangClient, model: str | None) -> None:
-        """Whether the gang could be taken over, and used: one that could not is never held, not
-        even for a moment, in which a router that could use it would be refused."""
+        """Check that a gang could be attached and used, without holding it.
+
+        A gang that is unusable is never held, not even briefly: a router that could use it would be
+        refused meanwhile.
+        """
         self._attachments += 1
-        # A new name each time, so that a rank which this router was attached to before drops
-        # what it still does for it.
+        # A new name each time: a rank then drops what it still does for an earlier attachment.
         name = f"{self._router_id}.{self._attachments}"
         await gang.connect(secret=self._secret, router_id=name)
         await gang.check_free(self.generation)
@@ -194,14 +148,66 @@ class Fencing:
         found = gang.descriptions[0].model_fingerprint
         if model is not None and found != model:
             raise ConfigError(
-                f"{gang.role} gang {gang.gang_id} serves another model, {found}, than the requests "
-                f"began with, {model}"
+                f"{gang.role} gang {gang.gang_id} serves model {found}; live requests need {model}"
             )
 
 
 async def _each(
     work: Callable[[GangClient], Awaitable[None]], gangs: Sequence[GangClient]
 ) -> dict[GangClient, BaseException]:
-    """Do it with all gangs at once; what went wrong with which."""
+    """Do the work with all gangs at once; return the errors by gang."""
     results = await asyncio.gather(*map(work, gangs), return_exceptions=True)
-    return {gang: it for gang, it in zip(gangs, results, strict=True) if it is not None}
+    return {gang: error for gang, error in zip(gangs, results, strict=True) if error is not None}
+
+
+class _LastHeartbeat(NamedTuple):
+    heartbeat: int
+    since: float
+
+
+class TakeoverPriority:
+    """One router's claim to gangs before newer routers. Times are `time.monotonic()` seconds."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._heartbeat = 0
+        self._claimed = 0
+        """Generation for which this router claimed priority; 0 for none."""
+        self._seen: dict[int, _LastHeartbeat] = {}
+
+    async def renew(self, generation: int) -> None:
+        """Claim priority for this generation, or give it up with 0. Call it every
+        `KEEP_ALIVE_S`."""
+        claimed, self._claimed = self._claimed, generation
+        if generation:
+            self._heartbeat += 1
+            await self._generations.claim_priority(generation, self._heartbeat)
+        if claimed and claimed != generation:
+            await self._generations.release_priority(claimed)
+
+    async def check(self, generation: int, now: float) -> None:
+        """Check that a router of this generation may attach to gangs now.
+
+        Raises:
+            RanksHeld: an older router has priority, and its heartbeat changed within
+                `LIVENESS_TIMEOUT_S`.
+        """
+        claimed = await self._generations.priorities()
+        self._seen = {
+            number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
+        }
+        # An older router whose heartbeat stands still is dead and stands in nobody's way.
+        for number, seen in self._seen.items():
+            if number < generation and now - seen.since <= LIVENESS_TIMEOUT_S:
+                raise RanksHeld(
+                    f"the router of generation {number} has requests and takeover priority over "
+                    f"generation {generation}"
+                )
+
+    def _see(self, number: int, heartbeat: int, now: float) -> _LastHeartbeat:
+        seen = self._seen.get(number)
+        return (
+            seen
+            if seen is not None and seen.heartbeat == heartbeat
+            else _LastHeartbeat(heartbeat, now)
+        )

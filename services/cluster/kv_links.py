@@ -1,4 +1,4 @@
-"""The KV-transfer connection from the gang that computes prompts to the one that decodes them."""
+"""The KV-transfer link from the gang that prefills to the gang that decodes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class KvLink:
-    """The KV-transfer connection from a prefill gang to a decode gang, while it stands. An elastic
-    gang is linked to itself, without a connection, as long as it lives."""
+    """The KV-transfer connection from a prefill gang to a decode gang, while it stands.
+
+    An elastic gang is linked to itself, without a connection, as long as it lives.
+    """
 
     prefill: GangClient
     decode: GangClient
     epoch: str
-    """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
+    """`generation.counter`, never reused; ranks refuse KV of another epoch."""
 
     @property
     def to_itself(self) -> bool:
-        """Of a gang to itself."""
+        """Return whether the link is an elastic gang's to itself."""
         return self.prefill is self.decode
 
 
 class KvLinks:
-    """Links two gangs, and again whenever their connection is broken: one link at a time.
+    """Links two gangs, and again whenever their connection breaks: one link at a time.
 
     Args:
-        up, down: told when a link stands, and when and why it no longer does.
-        deadline_s: for all ranks of both gangs to form their common process group.
+        up: called when a link stands.
+        down: called when a link no longer stands, with the reason.
+        deadline_s: deadline for all ranks of both gangs to form their common process group.
     """
 
     def __init__(
@@ -50,11 +53,11 @@ class KvLinks:
         self.current: KvLink | None = None
 
     async def connect(self, prefill: GangClient, decode: GangClient, *, generation: int) -> None:
-        """Link two gangs under a new epoch; a gang to itself without asking it.
+        """Link two gangs under a new epoch; link an elastic gang to itself without a message.
 
         Raises:
-            ConfigError: KV of the one means nothing to the other.
-            FaultError: they do not connect, or one of them is gone.
+            ConfigError: KV of one gang means nothing to the other.
+            FaultError: the gangs do not connect, or one of them is lost.
         """
         self._made += 1
         epoch = f"{generation}.{self._made}"
@@ -66,30 +69,37 @@ class KvLinks:
                 for gang in (prefill, decode)
             )
         if prefill.lost.done() or decode.lost.done():
-            raise GangLost("a gang was lost while it was linked")
+            raise GangLost(
+                f"gang {prefill.gang_id} or {decode.gang_id} was lost while they were linked"
+            )
         self.current = KvLink(prefill=prefill, decode=decode, epoch=epoch)
-        _log.info("ready: gangs %s and %s, epoch %s", prefill.gang_id, decode.gang_id, epoch)
+        _log.info("linked gangs %s and %s, epoch %s: ready", prefill.gang_id, decode.gang_id, epoch)
         self._up(self.current)
 
     def broken(self, gang: GangClient, message: LinkBroken) -> str | None:
-        """A rank has lost its connection, while both gangs may be well: the link is unmade.
-        Returns why; None if the message is of an earlier link."""
+        """Drop the link after a rank lost its connection; both gangs may be well.
+
+        Returns:
+            The reason; None if the message is about an earlier link.
+        """
         if self.current is None or message.epoch != self.current.epoch:
             return None
         reason = f"rank {message.rank} of {gang.role} gang {gang.gang_id} lost {message.reason}"
-        _log.warning("the KV-transfer connection %s is broken: %s", message.epoch, reason)
+        _log.warning(
+            "KV-transfer link of epoch %s is broken, reconnecting: %s", message.epoch, reason
+        )
         self.disconnect(reason)
         return reason
 
     def disconnect(self, reason: str) -> None:
-        """The current link, if there is one, is none any more."""
+        """Drop the current link, if there is one."""
         link, self.current = self.current, None
         if link is not None:
             self._down(link, reason)
 
 
 def _check_agree(prefill: GangClient, decode: GangClient) -> None:
-    """KV of one gang must mean the same to the other."""
+    """Raise ConfigError unless KV of one gang means the same to the other."""
     ours, theirs = prefill.descriptions[0], decode.descriptions[0]
     for name in ("model_fingerprint", "layers"):
         if getattr(ours, name) != getattr(theirs, name):

@@ -1,9 +1,7 @@
-"""Who is there: the membership of the gangs, as the router learns it.
+"""Gangs that serve now, and the ranks that make them up.
 
-In production the answer comes from a registry that outlives replicas, by long poll; in tests and
-in a single process from `StaticDirectory`.
-
-Which ranks make up the gangs that serve now: a plain class, no clock, no cluster.
+`Membership` is a plain class without clock or cluster. The router reads it through a `Directory`: a
+registry that outlives replicas, by long poll, or in tests a `StaticDirectory`.
 """
 
 from __future__ import annotations
@@ -24,31 +22,31 @@ class ClusterView:
     elastic: GangMembers | None = None
 
     def gang(self, role: GangRole) -> GangMembers | None:
-        """The gang of `role`."""
+        """Return the gang of this role."""
         return {"prefill": self.prefill, "decode": self.decode, "elastic": self.elastic}[role]
 
 
 class Directory(Protocol):
-    """Answers when something has changed."""
+    """Answers when the view has changed."""
 
     async def wait_change(self, version: int) -> tuple[int, ClusterView]:
-        """Wait until the view is newer than `version`; returns its version and the view.
+        """Wait until the view is newer than `version`; return its version and the view.
 
-        -1 is older than every view. An implementation may return earlier with the same version,
-        as a long poll does that has run into its time limit.
+        Version -1 is older than every view. An implementation may return early with the same
+        version, as a long poll does at its time limit.
         """
         ...
 
 
 class StaticDirectory:
-    """A directory in this process's memory; `publish` replaces the view."""
+    """A directory in this process's memory."""
 
     def __init__(self, view: ClusterView | None = None) -> None:
         self._version, self._view = 0, view or ClusterView()
         self._changed = asyncio.Event()
 
     def publish(self, view: ClusterView) -> None:
-        """Make `view` the current one and wake whoever waits for a change."""
+        """Replace the view and wake whoever waits for a change."""
         self._version, self._view = self._version + 1, view
         self._changed.set()
         self._changed = asyncio.Event()
@@ -59,25 +57,70 @@ class StaticDirectory:
         return self._version, self._view
 
 
-LIVENESS_TIMEOUT_S = 30.0
-"""Ten repetitions: a gang whose ranks have registered longer ago is likely to be dead."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank, the gang it belongs to, and where its RPC server listens."""
+    """One rank, its gang, and the address of its RPC server."""
 
     role: GangRole
     gang_id: str
     world_size: int
     address: RankAddress
     incarnation: int = 0
-    """What rank 0 knows: a number larger than that of every gang which this one replaces."""
+    """Rank 0's number, larger than that of every gang which this one replaces; 0 for others."""
+
+
+LIVENESS_TIMEOUT_S = 30.0
+"""Ten repetitions: a gang whose ranks registered longer ago is probably dead."""
+
+
+class Membership:
+    """Collects ranks into gangs.
+
+    The newest complete gang of a role counts, in whatever order gangs register: after a registry
+    restart, the last ranks of a gang that is being torn down may come first, or last. A newer gang
+    whose registrations stopped does not displace an older one.
+    """
+
+    def __init__(self) -> None:
+        self.view = ClusterView()
+        self._gangs: dict[str, _Gang] = {}
+
+    def join(self, member: Member, now: float) -> bool:
+        """Register a rank; return whether that changed `view`. Idempotent."""
+        gang = self._gangs.setdefault(
+            member.gang_id, _Gang(role=member.role, world_size=member.world_size)
+        )
+        rank = member.address.rank
+        gang.ranks[rank], gang.registered_at[rank] = member.address, now
+        gang.incarnation = max(gang.incarnation, member.incarnation)
+        return self._install(member.role, self._newest(member.role, now))
+
+    def _newest(self, role: GangRole, now: float) -> GangMembers | None:
+        complete = {
+            gang_id: gang
+            for gang_id, gang in self._gangs.items()
+            if gang.role == role and gang.complete
+        }
+        living = {gang_id: gang for gang_id, gang in complete.items() if gang.alive(now)}
+        # Without a living gang the newest one counts: its registrations may only be late.
+        candidates = living or complete
+        if not candidates:
+            return None
+        newest = max(candidates, key=lambda gang_id: candidates[gang_id].incarnation)
+        for dead in complete.keys() - living.keys() - {newest}:
+            del self._gangs[dead]
+        return _members(newest, candidates[newest])
+
+    def _install(self, role: GangRole, gang: GangMembers | None) -> bool:
+        if gang == self.view.gang(role):
+            return False
+        self.view = replace(self.view, **{role: gang})
+        return True
 
 
 @dataclass
 class _Gang:
-    """What is known of a gang, complete or not."""
+    """One gang, complete or not."""
 
     role: GangRole
     world_size: int
@@ -91,47 +134,6 @@ class _Gang:
 
     def alive(self, now: float) -> bool:
         return now - min(self.registered_at.values()) <= LIVENESS_TIMEOUT_S
-
-
-class Membership:
-    """Collects ranks into gangs.
-
-    Of the complete gangs of a role the newest counts, whatever order they register in: after a
-    registry had to start again, the last ranks of a gang that is being torn down may come first,
-    or last. A newer gang that has fallen silent stands in no older one's way.
-    """
-
-    def __init__(self) -> None:
-        self.view = ClusterView()
-        self._gangs: dict[str, _Gang] = {}
-
-    def join(self, member: Member, now: float) -> bool:
-        """Take a rank in; True if that changed `view`. Joining twice is the same as once."""
-        gang = self._gangs.setdefault(
-            member.gang_id, _Gang(role=member.role, world_size=member.world_size)
-        )
-        rank = member.address.rank
-        gang.ranks[rank], gang.registered_at[rank] = member.address, now
-        gang.incarnation = max(gang.incarnation, member.incarnation)
-        return self._install(member.role, self._newest(member.role, now))
-
-    def _newest(self, role: GangRole, now: float) -> GangMembers | None:
-        complete = {it: gang for it, gang in self._gangs.items() if gang.role == role}
-        complete = {it: gang for it, gang in complete.items() if gang.complete}
-        living = {it: gang for it, gang in complete.items() if gang.alive(now)}
-        candidates = living or complete
-        if not candidates:
-            return None
-        newest = max(candidates, key=lambda it: candidates[it].incarnation)
-        for dead in complete.keys() - living.keys() - {newest}:
-            del self._gangs[dead]
-        return _members(newest, candidates[newest])
-
-    def _install(self, role: GangRole, gang: GangMembers | None) -> bool:
-        if gang == self.view.gang(role):
-            return False
-        self.view = replace(self.view, **{role: gang})
-        return True
 
 
 def _members(gang_id: str, gang: _Gang) -> GangMembers:

@@ -1,6 +1,7 @@
-"""What a replica knows of the machine it runs on.
+"""Ray as a replica sees it: its node, its application, and generations in the GCS.
 
-`Generations` in the key-value store of Ray's GCS, which lives as long as the cluster.
+`RayGenerations` implements `Generations` in the key-value store of Ray's GCS, which lives as long
+as the cluster.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from csps.protocols.core.topology import Location
 from csps.services.settings.settings import Settings
 
 SERVER_LABEL = "csps.io/server"
-"""Label of a Ray node (`ray start --labels`): the Rack-Server id of its machine, such as 0-3."""
+"""Label of a Ray node (`ray start --labels`): its machine's Rack-Server id, such as 0-3."""
+_NAMESPACE = "csps"
 
 
 def listen_host(settings: Settings) -> str:
-    """The interface to listen on: the one that the operator named, or the node's own."""
+    """Return the address to listen on: the one from the settings, or the node's own."""
     return _node_address() if settings.host == "auto" else settings.host
 
 
 def labelled_location(labels: Mapping[str, Any], gpu: int) -> Location:
-    """A GPU of a node, by the Rack-Server id that the operator gave the node; nodes without one
-    are all taken for one server.
+    """Return the location of a GPU, from the Rack-Server id that labels its node.
+
+    Nodes without a label count as one server.
 
     Raises:
-        ConfigError: the label is no such id.
+        ConfigError: the label is not a Rack-Server id.
     """
     server = str(labels.get(SERVER_LABEL, "0-0"))
     try:
@@ -44,43 +47,40 @@ def labelled_location(labels: Mapping[str, Any], gpu: int) -> Location:
 
 
 def own_labels() -> dict[str, Any]:
-    """Of the node that this process runs on."""
+    """Return the labels of this process's node."""
     labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
     return labels
 
 
-def _node_address() -> str:
-    """This node's address as the cluster knows it.
+def application_name() -> str:
+    """Return the application of this replica; several may share a Ray cluster."""
+    return serve.get_replica_context().app_name
 
-    Not `ray.util.get_node_ip_address`: in a worker that is the address of whichever interface
-    leads out of the machine, which `ray start --node-ip-address` may have ruled out.
+
+def _node_address() -> str:
+    """Return this node's address as the cluster knows it.
+
+    `ray.util.get_node_ip_address` is wrong in a worker: it returns the address of whichever
+    interface leads out of the machine, which `ray start --node-ip-address` may have ruled out.
     """
     node_id = ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return next(str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] == node_id)
 
 
-_NAMESPACE = "csps"
-
-
-def application_name() -> str:
-    """Of the application that this replica belongs to; several may share a Ray cluster."""
-    return serve.get_replica_context().app_name
-
-
 class RayGenerations:
-    """One counter of one application.
+    """A counter of one application.
 
-    The store cannot add and has no transactions, but it can refuse to overwrite: the counter is
-    the largest of the keys `NAME/number`, and claiming a number is making its key. What is held
-    stands under `NAME-held/number`.
+    The store has neither increments nor transactions, but it can refuse to overwrite. The counter
+    is the largest of the keys `NAME/number`, and creating a key claims its number. Takeover
+    priorities are the keys `NAME-held/number`.
     """
 
     def __init__(self, name: str) -> None:
-        """Ask for nothing yet.
+        """Store the name; contact nobody yet.
 
         Args:
-            name: the same for all who share the counter, such as "csps/routers".
+            name: shared by all users of the counter, such as "csps/routers".
         """
         self._prefix, self._priority_prefix = f"{name}/", f"{name}-held/"
 
@@ -119,12 +119,12 @@ class RayGenerations:
             taken = internal_kv._internal_kv_put(
                 self._key(number), b"", overwrite=False, namespace=_NAMESPACE
             )
-            # A key that could be made may be an old one that was tidied away meanwhile; then
-            # there is a larger one.
+            # A key that could be created may be an old one that was deleted meanwhile; then there
+            # is a larger one.
             numbers = self._numbers()
             newest = max(numbers)
             if not taken and newest == number:
-                self._discard([it for it in numbers if it < number])
+                self._discard([older for older in numbers if older < number])
                 return number
 
     def _numbers(self) -> list[int]:

@@ -1,4 +1,7 @@
-"""Serve deployment that fills in the router's cost table: how shall prefills attend?"""
+"""The Serve deployment that fills in the router's cost table, and its client.
+
+The router asks over RPC which strategy prefills of each bucket should use, and how fast it is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from csps.services.telemetry import tracing
 
 CONNECT_DEADLINE_S = 10.0
 ANSWER_DEADLINE_S = 60.0
-"""Of the call. No request waits for it."""
+"""Deadline for the call. No request waits for it."""
 CLOSE_GRACE_S = 1.0
 
 _TRACER = trace.get_tracer("csps.configurator")
@@ -43,18 +46,18 @@ class Configurator:
         self._address = await self._rpc.start(listen_host(settings))
 
     async def address(self) -> tuple[str, int]:
-        """Where to ask."""
+        """Return the host and port of the RPC server."""
         return self._address
 
     async def _strategies(self, payload: Any, peer: Peer) -> dict[str, Any]:
         questions = unpack(StrategyQuestions, payload)
         with _TRACER.start_as_current_span("configure") as span:
             span.set_attribute("csps.configurator.buckets", len(questions.asked))
-            # Simulating takes seconds, and others ask meanwhile whether this process lives.
+            # On a thread: simulating takes seconds, and health checks must be answered meanwhile.
             return pack(await asyncio.to_thread(self._rules.answer, questions))
 
     async def _profile(self, settings: Settings) -> None:
-        """Until what is missing was measured, or cannot be."""
+        """Measure what is missing while the machine is idle, then load the rules again."""
         from csps.services.profiling.idle_profile import profile_when_idle
 
         await profile_when_idle(settings, name=application_name())
@@ -69,15 +72,15 @@ class Configurator:
 
 
 def make_rules(settings: Settings, *, later: bool = False) -> StrategyRules:
-    """The rules for the model and for what was profiled.
+    """Return the rules for the served model and its profiles.
 
     Args:
-        later: what is missing will be measured.
+        later: missing profiles will be measured, so predictions wait for them.
 
     Raises:
-        CheckpointError: the model's directory does not say.
+        CheckpointError: the model directory does not describe the model.
     """
-    # As below.
+    # Imported late: `services.app` imports this module where torch is not needed.
     from csps.services.measured.attention_options import accuracy_model, predicted_options
     from csps.services.measured.measured_groups import link_ratio
 
@@ -92,12 +95,12 @@ def make_rules(settings: Settings, *, later: bool = False) -> StrategyRules:
 
 
 def attention_shape(settings: Settings) -> AttentionShape:
-    """The sizes of the served model's attention.
+    """Return the sizes of the served model's attention.
 
     Raises:
-        CheckpointError: its directory does not say.
+        CheckpointError: the model directory does not describe the model.
     """
-    # The shell is imported to build the application as well, where torch is not needed.
+    # Imported late: `services.app` imports this module where torch is not needed.
     from csps.models.network.spec import read_spec
     from csps.services.measured.measured_groups import shape_of
 
@@ -105,7 +108,7 @@ def attention_shape(settings: Settings) -> AttentionShape:
 
 
 class ConfiguratorClient:
-    """Asks the configurator, and finds it again after it was replaced."""
+    """Asks the configurator, and reconnects after it was replaced."""
 
     def __init__(self, handle: DeploymentHandle[Configurator], secret: ClusterSecret) -> None:
         self._handle = handle
@@ -114,21 +117,21 @@ class ConfiguratorClient:
         self._connecting = asyncio.Lock()
 
     async def strategies(self, questions: StrategyQuestions) -> StrategyChoices:
-        """How requests shall attend, bucket by bucket.
+        """Return the choices for each question.
 
         Raises:
-            CspsError: why there is no answer.
+            CspsError: the configurator did not answer.
         """
         client = await self._connected()
         answer = await client.call("strategies", pack(questions), deadline_s=ANSWER_DEADLINE_S)
         return unpack(StrategyChoices, answer)
 
     async def connect(self) -> None:
-        """Connect before there is anything to ask."""
+        """Connect before there is a question."""
         await self._connected()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         if self._client is not None:
             await self._client.close()
 

@@ -1,8 +1,8 @@
-"""Serve replicas that host the ranks of a gang.
+"""The Serve replica that hosts one rank of a gang.
 
 Ray Serve places the ranks of a gang together and replaces the whole gang when one dies. A replica
-is a thin shell: the rank has its own threads and talks to the router and to other ranks by itself.
-Nothing of a request ever passes through the shell or through Ray.
+is a thin shell: the rank has its own threads and talks to the router and to other ranks itself. No
+part of a request passes through the shell or through Ray.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from csps.services.settings.settings import Settings
 from csps.services.telemetry import tracing
 
 if TYPE_CHECKING:
-    # The shell is imported to build the application as well, where torch is not needed.
+    # `services.app` imports this module where torch is not needed.
     from csps.actors.comm.process_group import HostedStore, StoreAddress
     from csps.actors.worker.rank import Rank
 
@@ -44,7 +44,7 @@ DRAIN_POLL_S = 0.1
 
 
 class GangRank:
-    """One rank of one gang inside one Serve replica."""
+    """One rank of one gang in one Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits an async constructor
         self,
@@ -69,7 +69,7 @@ class GangRank:
         )  # fmt: skip
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the rank cannot go on, which replaces its gang."""
+        """Raise, for Serve, if the rank cannot go on; Serve then replaces its gang."""
         self._rank.check_health()
         self._registration.check()
 
@@ -95,7 +95,7 @@ class GangRank:
 
 
 def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
-    """What the settings say about one rank."""
+    """Return the configuration of one rank."""
     section = settings.gangs[role]
     check_gpus(settings)
     return RankConfig(
@@ -120,32 +120,33 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
-    """The rank's Rack-Server-GPU id: from the settings, or from its node's label.
+    """Return the rank's Rack-Server-GPU id, from the settings or from its node's label.
 
-    With a label, a rank's number stands for its GPU's, which only has to differ in the server.
+    With a label, the rank's number stands for its GPU's; it only has to differ within the server.
 
     Raises:
-        ConfigError: the label is no Rack-Server id; Serve then shows why the rank does not start.
+        ConfigError: the label is not a Rack-Server id; Serve then shows why the rank does not
+            start.
     """
     named = settings.topology.of(role)
     return named[rank] if named else str(labelled_location(own_labels(), rank))
 
 
 async def _incarnation(role: GangRole) -> int:
-    """Gangs of a deployment are counted where the count outlives the registry."""
+    """Number a new gang of this role, where the count outlives the registry."""
     return await RayGenerations(f"{application_name()}/{role}-gangs").claim()
 
 
 def _gang_context() -> GangContext:
     gang = serve.get_replica_context().gang_context
-    assert gang is not None, "deployed without GangSchedulingConfig"
+    assert gang is not None, "the rank was deployed without GangSchedulingConfig"
     return gang
 
 
 async def _rendezvous_store(
     gang: GangContext, host: str, registry: DeploymentHandle[Registry]
 ) -> HostedStore | StoreAddress:
-    """Rank 0 hosts the rendezvous store of the gang, the others learn where it is."""
+    """Host the gang's rendezvous store on rank 0; find it on the other ranks."""
     from csps.actors.comm.process_group import StoreAddress, host_store
 
     if gang.rank > 0:
@@ -164,7 +165,10 @@ def _make_rank(
 
 
 async def _router_detached(rank: Rank, deadline_s: float) -> None:
-    """Serve stops all deployments at once; the router goes on until its requests have ended."""
+    """Wait until the router has detached, at most `deadline_s` seconds.
+
+    Serve stops all deployments at once, but the router still needs the ranks while it drains.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
             while rank.attached:  # noqa: ASYNC110 (it changes on another thread)

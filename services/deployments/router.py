@@ -1,4 +1,4 @@
-"""The router: HTTP in front, gangs behind, and the only process that knows all requests."""
+"""The Serve ingress: HTTP in front, gangs behind, and the only process that knows all requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from csps.services.telemetry.metrics import Metrics
 
 
 class Router:
-    """Serve ingress. All mechanisms live in plain classes; this puts them together."""
+    """Serve ingress. Plain classes contain all mechanisms; this class connects them."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Router:
         configurator: DeploymentHandle[Configurator],
         gangs: Sequence[DeploymentHandle[GangRank]],
     ) -> None:
-        # `gangs` makes the gangs a part of the application; they are reached without Ray.
+        # `gangs` only makes the gangs part of the application: the router reaches them without Ray.
         self._settings = settings
         self._flush_spans = tracing.install("csps-router", settings.telemetry)
         self._configurator = ConfiguratorClient(configurator, secret)
@@ -65,7 +65,7 @@ class Router:
         self._metrics.watch(self._service)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Serve once the constructor has returned."""
+        """Return the ASGI application; Serve calls this after the constructor."""
         api = HttpApi(
             parser=RequestParser(self._settings),
             service=self._service,
@@ -78,7 +78,7 @@ class Router:
         return api.app(self._lifespan)
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the scheduler cannot go on, which replaces the router."""
+        """Raise, for Serve, if the scheduler cannot go on; Serve then replaces the router."""
         self._service.check_health()
 
     @asynccontextmanager

@@ -1,9 +1,8 @@
-"""Questions put to a model in this process, which computes each haystack once.
+"""Put questions to a model in this process or to a deployed server.
 
-With kind ``single`` the needles not asked for are dropped from the KV that the question sees, so it
-finds one needle only, however many questions share the haystack.
-
-Questions put to a deployed model.
+`LocalAnswerer` computes each haystack once. With kind ``single`` it drops the other needles from
+the KV that the question sees, so that it finds one needle only, however many questions share the
+haystack.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ class ReadQuestion(NamedTuple):
     question: Question
     context: Context
     needles: list[Span]
-    """Where the haystack's needles lie in the context."""
+    """Spans of the haystack's needles in the context."""
     cue: str
-    """What is still to be computed before the answer."""
+    """Text still to be computed before the answer."""
 
 
 class LocalAnswerer:
-    """Computes each question behind the KV of its haystack, as if no other had been asked."""
+    """Answerer that computes each question behind the KV of its haystack, as if it were alone."""
 
     def __init__(self, model: LocalModel) -> None:
         self.model = model
 
     def answers(self, case: Case) -> list[str]:
-        """The replies, in the order of the questions."""
+        """Return the replies, in the order of the questions."""
         replies: list[str] = []
         for question, context, needles, cue in read(self.model, case):
             seen = context
             if question.kind == "single" and len(needles) > 1:
                 seen = context.without(
-                    span for i, span in enumerate(needles) if i not in question.needles
+                    span for index, span in enumerate(needles) if index not in question.needles
                 )
             replies.append(self.model.answer(seen, cue))
         return replies
@@ -70,18 +69,18 @@ def read(model: LocalModel, case: Case) -> Iterator[ReadQuestion]:
 
 
 SERVER_TIMEOUT_SECONDS = 600.0
-"""For one answer, queueing included."""
+"""Limit for one answer, queueing included."""
 
 
 def client_of(base_url: str, api_key: str | None = None) -> httpx.Client:
-    """For a server at this address, with or without the ``/v1``."""
+    """Return a client of the server at this address, with or without the ``/v1``."""
     root = base_url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.Client(base_url=root, headers=headers, timeout=SERVER_TIMEOUT_SECONDS)
 
 
 class ServerAnswerer:
-    """A deployed OpenAI-compatible server, asked greedily."""
+    """Answerer that asks a deployed OpenAI-compatible server greedily."""
 
     def __init__(
         self,
@@ -102,15 +101,15 @@ class ServerAnswerer:
         return name
 
     def answers(self, case: Case) -> list[str]:
-        """The replies, in the order of the questions; `concurrency` of them at once."""
+        """Return the replies, in the order of the questions; `concurrency` of them at once."""
         with ThreadPoolExecutor(self._concurrency) as threads:
             return list(threads.map(self.complete, map(case.prompt, case.questions)))
 
     def complete(self, prompt: str) -> str:
-        """What the server writes behind a prompt.
+        """Return the server's completion of a prompt.
 
         Raises:
-            httpx.HTTPError: it answers with an error, or not at all.
+            httpx.HTTPError: the server answers with an error, or not at all.
         """
         body = {
             "model": self.model,

@@ -1,9 +1,9 @@
-"""What is asked: haystacks and questions over a grid of kinds, lengths and depths.
+"""Generate haystacks and questions over a grid of kinds, lengths and depths.
 
-Long prompts are dear, so ``share`` questions can be put to one haystack: it is computed once, and
-each question is computed behind its KV as if no other had been asked. ``share = 1`` gives each
-question a haystack of its own, as a server always has it. A question before its text is seen by
-all of it, so that nothing computed is shared then.
+Long prompts are expensive, so ``share`` questions can use one haystack: it is computed once, and
+each question is computed behind its KV as if it were alone. ``share = 1`` gives each question a
+haystack of its own, which is how a server gets them. A question before its text changes all KV, so
+nothing is shared then.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from csps.models.needle_prompts.words import Count, count_words
 
 DEFAULT_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MAX_ANSWER_TOKENS = 32
-"""No right answer is longer."""
+"""Longest right answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is asked, reproducible from these fields."""
+    """Selection of questions, reproducible from these fields."""
 
     kinds: tuple[Kind, ...] = ("single", "multi_key")
     lengths: tuple[int, ...] = DEFAULT_LENGTHS
     """Tokens of a whole prompt, without special tokens."""
     questions: int = 200
-    """For each kind and length."""
+    """Questions for each kind and length."""
     needles: int = 8
     """Facts in a haystack, except with kind ``single``; more if ``share`` needs more."""
     share: int = 1
     """Questions put to one haystack."""
     filler: str = "sentences"
-    """A kind (`needle_prompts.filler_kinds`), or the path of a text file."""
+    """Kind (`needle_prompts.filler.FILLER_KINDS`), or the path of a text file."""
     order: Order = "last"
-    """Where the question stands."""
+    """Position of the question."""
     seed: int = 1
-    """Streams of random numbers differ from training's, whatever its seed."""
+    """Seed; random numbers differ from training's, whatever its seed."""
 
     def __post_init__(self) -> None:
         if self.share < 1 or self.questions % self.share:
-            raise ValueError(f"questions ({self.questions}) must be a multiple of share")
+            raise ValueError(
+                f"questions ({self.questions}) must be a multiple of share ({self.share})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A haystack and the questions to it."""
+    """A haystack and the questions about it."""
 
     length: int
     haystack: Haystack
@@ -64,7 +66,7 @@ class Case:
     order: Order = "last"
 
     def prompt(self, question: Question) -> str:
-        """What a server is sent."""
+        """Return the prompt for a server."""
         before, behind = question.around(self.order)
         return before + self.haystack.text + behind
 
@@ -72,16 +74,16 @@ class Case:
 def cases(
     evaluation: Evaluation, kind: Kind, length: int, count: Count | None = None
 ) -> Iterator[Case]:
-    """Haystacks with ``share`` questions each; the depths asked for cover 0 to 1 evenly.
+    """Yield haystacks with ``share`` questions each; the depths asked for cover 0 to 1 evenly.
 
-    Without a count function a word is taken for a token, as in generated text it is.
+    Without a count function a word counts as a token, which holds for generated text.
     """
     haystacks = evaluation.questions // evaluation.share
-    for number in range(haystacks):
-        rng = random.Random(f"evaluation/{evaluation.seed}/{kind}/{length}/{number}")
-        # Haystack n takes every haystacks-th depth from the n-th, so that together they cover all.
+    for case_index in range(haystacks):
+        rng = random.Random(f"evaluation/{evaluation.seed}/{kind}/{length}/{case_index}")
+        # Haystack n has every haystacks-th depth from the n-th: together they cover all.
         depths = [
-            (number + 0.5 + haystacks * index) / evaluation.questions
+            (case_index + 0.5 + haystacks * index) / evaluation.questions
             for index in range(evaluation.share)
         ]
         yield _case(rng, evaluation, kind, length, depths, count)
@@ -104,12 +106,12 @@ def _case(
     def asked(index: int) -> list[int]:
         if kind == "two_hop":
             return [index, share + index]
-        return [(index + i) % needles for i in range(3 if kind == "multi" else 1)]
+        return [(index + offset) % needles for offset in range(3 if kind == "multi" else 1)]
 
     def questions(haystack: Haystack) -> tuple[Question, ...]:
         return tuple(ask(haystack, kind, asked(index)) for index in range(share))
 
-    # Questions of a kind are of one length, so a draft tells how much room they need.
+    # Questions of a kind have one length, so a draft shows how much room they need.
     draft = build_haystack(rng, 16 * (needles + 1), facts)
     size = count or count_words
     asking = max(sum(map(size, question.around(evaluation.order))) for question in questions(draft))

@@ -1,26 +1,20 @@
-"""A picture of accuracy by length and depth.
+"""Run `csps eval`: accuracy on facts hidden in long text, over a depth x length grid.
 
-`csps eval`: accuracy on facts hidden in long text, over a depth x length grid.
-
-In this process, with exact attention, or through a deployed OpenAI-compatible server (greedy
-``/v1/completions``), which can be asked in several ways one beside the other: exactly and sparsely.
-The prompts are those of `csps.models.needle_prompts`.
+It asks a model in this process, with exact attention, or a deployed OpenAI-compatible server
+(greedy ``/v1/completions``). A server can be asked in several ways side by side: exactly and
+sparsely. The prompts are those of `csps.models.needle_prompts`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # matplotlib is optional
-    from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
 import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -35,9 +29,13 @@ from csps.services.evaluation.local_model import LocalModel
 from csps.services.evaluation.scores import Answered, evaluate, sensitivity, summary
 from csps.services.settings.settings import shipped_models
 
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
 
 def plot(summaries: dict[str, Any], path: Path) -> None:
-    """Heat map of accuracy, one panel for each kind: depth down, length to the right."""
+    """Draw a heat map of accuracy, one panel for each kind: depth down, length to the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +59,7 @@ def plot(summaries: dict[str, Any], path: Path) -> None:
 
 
 def _draw_panel(axis: Axes, grid: dict[str, list[float | None]]) -> AxesImage:
-    """Draws accuracy by length and depth; an empty cell had no question."""
+    """Draw accuracy by length and depth; an empty cell had no question."""
     rows = list(zip(*grid.values(), strict=True))
     cells = [[float("nan") if value is None else value for value in row] for row in rows]
     image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -79,11 +77,11 @@ def _draw_panel(axis: Axes, grid: dict[str, list[float | None]]) -> AxesImage:
 
 DEFAULT_MODEL = shipped_models() / "needle"
 REAL_FILLERS = ("english", "code", "bytes")
-"""Kinds whose words are no tokens, so that they have to be counted; files are no others."""
+"""Kinds whose words are not tokens, so that these must be counted; files are such kinds too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status. `argv` instead of the process's own arguments."""
+    """Run the command and return its exit status; `argv` replaces the process's own arguments."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -116,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(
     arguments: argparse.Namespace, evaluation: Evaluation, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What ``--json`` writes."""
+    """Return what ``--json`` writes."""
     if arguments.base_url:
         return _measure_server(arguments, evaluation, report)
     model = LocalModel.load(arguments.model, getattr(torch, arguments.dtype))
@@ -155,14 +153,15 @@ def _is_counted(filler: str) -> bool:
 
 
 def _counter(folder: Path) -> Count:
-    """Counts the tokens of a text with a checkpoint's tokenizer."""
+    """Return a function that counts the tokens of a text with a checkpoint's tokenizer."""
     tokenizer = Tokenizer(folder)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _summaries(answered: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
-    """``results`` of the first way to ask, ``beside`` it those of the others by their JSON."""
-    summaries = {name: summary(each) for name, each in answered.items()}
+    """Return ``results`` of the first way to ask, and ``beside`` it those of the others by their
+    JSON."""
+    summaries = {name: summary(results) for name, results in answered.items()}
     first, *others = summaries
     beside = {name: summaries[name] for name in others}
     named = {"extra_body": json.loads(first)} if first else {}
@@ -170,7 +169,7 @@ def _summaries(answered: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Of the command; exits with a line that says what contradicts what."""
+    """Parse the arguments; exit with a line that names a contradiction."""
     parser = argparse.ArgumentParser(
         prog="csps eval",
         description="Accuracy on facts hidden in long text, over a depth x length grid.",
@@ -194,7 +193,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=KINDS,
         default=["single", "multi_key"],
-        help="of questions (single multi_key)",
+        help="kinds of questions (single multi_key)",
     )
     prompts.add_argument(
         "--lengths",
@@ -203,19 +202,24 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         default=[1024, 2048, 4096, 8192],
         help="tokens of the prompts (1024 to 8192)",
     )
-    prompts.add_argument("--questions", type=int, default=50, help="for each kind and length")
+    prompts.add_argument(
+        "--questions", type=int, default=50, help="questions for each kind and length"
+    )
     prompts.add_argument("--needles", type=int, default=8, help="facts in a haystack")
     prompts.add_argument("--share", type=int, default=1, help="questions to each haystack")
     prompts.add_argument(
         "--filler",
         metavar="KIND|FILE",
         default="sentences",
-        help=f"what they are hidden in: {', '.join(FILLER_KINDS)}, or a text file",
+        help=f"text that hides the facts: {', '.join(FILLER_KINDS)}, or a text file",
     )
     prompts.add_argument(
-        "--question", choices=ORDERS, default="last", help="where it stands: before or behind"
+        "--question",
+        choices=ORDERS,
+        default="last",
+        help="position of the question: before or behind the text",
     )
-    prompts.add_argument("--seed", type=int, default=1, help="of facts and texts (1)")
+    prompts.add_argument("--seed", type=int, default=1, help="seed of facts and texts (1)")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -229,7 +233,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"
     )
-    models.add_argument("--threads", type=int, help="of torch, in this process")
+    models.add_argument("--threads", type=int, help="threads of torch, in this process")
     models.add_argument("--base-url", help="ask this server instead, e.g. http://127.0.0.1:8000")
     models.add_argument("--served-model", help="its name there; default: the first that it lists")
     models.add_argument("--concurrency", type=int, default=1, help="requests at once to a server")
@@ -252,9 +256,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 
@@ -262,17 +266,19 @@ def _refuse_contradictions(parser: argparse.ArgumentParser, arguments: argparse.
     if arguments.share < 1 or arguments.questions % arguments.share:
         parser.error("--questions must be a multiple of --share")
     if arguments.base_url and arguments.sensitivity:
-        parser.error("--sensitivity looks into the KV, so it needs the model in this process")
+        parser.error("--sensitivity changes the KV, so it needs the model in this process")
     if arguments.base_url and arguments.share > 1 and "single" in arguments.kinds:
         parser.error("a server sees all needles of a shared haystack: single needs --share 1")
     if arguments.extra_body and not arguments.base_url:
-        parser.error("--extra-body goes to a server: it needs --base-url")
+        parser.error("--extra-body is sent to a server: it needs --base-url")
     if arguments.sensitivity and arguments.question == "first":
-        parser.error("--sensitivity drops any filler, and so would the question: ask last")
+        parser.error("--sensitivity would drop the question with the filler: ask last")
     try:
         filler_of(arguments.filler)
     except (OSError, ValueError) as error:
-        parser.error(f"--filler {arguments.filler}: no kind ({', '.join(FILLER_KINDS)}), {error}")
+        parser.error(
+            f"--filler {arguments.filler}: not a kind ({', '.join(FILLER_KINDS)}), {error}"
+        )
 
 
 if __name__ == "__main__":

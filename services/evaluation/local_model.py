@@ -1,4 +1,4 @@
-"""A model in this process, and the KV it answers from."""
+"""Run a model in this process, and keep the KV that it answers from."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Context:
     """Position of the next token."""
 
     def without(self, spans: Iterable[Span]) -> Context:
-        """Some tokens dropped; all others keep their positions."""
-        kept = torch.ones(len(self.keys[0]), dtype=torch.bool)
+        """Return the context without some tokens; all others keep their positions."""
+        mask = torch.ones(len(self.keys[0]), dtype=torch.bool)
         for start, end in spans:
-            kept[start:end] = False
+            mask[start:end] = False
         return Context(
-            keys=tuple(k_thd[kept] for k_thd in self.keys),
-            values=tuple(v_thd[kept] for v_thd in self.values),
+            keys=tuple(k_thd[mask] for k_thd in self.keys),
+            values=tuple(v_thd[mask] for v_thd in self.values),
             end=self.end,
         )
 
@@ -55,8 +55,8 @@ class LocalModel:
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> LocalModel:
-        """Of a checkpoint folder."""
-        # The tokenizers library's own class, because it tells where in the text a token lies.
+        """Load a checkpoint folder."""
+        # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return cls(
             load_network(folder, dtype=dtype), tokenizer, frozenset(read_eos_token_ids(folder))
@@ -70,7 +70,7 @@ class LocalModel:
 
     @torch.inference_mode()
     def answer(self, past: Context, text: str) -> str:
-        """What follows the past and the text, greedily; the past stays as it is."""
+        """Generate the text that follows the past and `text`, greedily; the past is not changed."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         reply: list[int] = []
         logits_v, own = self._forward(ids, past)
@@ -83,35 +83,33 @@ class LocalModel:
         return str(self.tokenizer.decode(reply))
 
     def count(self, text: str) -> int:
-        """Tokens of a text, without special ones."""
+        """Count the tokens of a text, without special ones."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def tokens_of(self, text: str, spans: Sequence[Span]) -> list[Span]:
-        """Token spans, special tokens counted, that cover character spans of a text."""
+        """Return the token spans, special tokens counted, that cover character spans of a text."""
         starts, ends = zip(*self.tokenizer.encode(text).offsets, strict=True)
         return [(bisect_right(ends, start), bisect_left(starts, end)) for start, end in spans]
 
     def _forward(
         self, ids: Sequence[int], past: Context | None, own: Context | None = None
     ) -> tuple[Tensor, Context]:
-        """Next-token logits, and the KV of the tokens behind the past.
-
-        The past is attended to where it lies and merged: a decode step copies none of it.
-        """
+        """Return next-token logits, and the KV of the tokens behind the past."""
         begin = own.end if own else past.end if past else 0
         end = begin + len(ids)
         rotary = self.network.rotary(torch.arange(begin, end))
         x_td = self.network.embed(torch.tensor(ids))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for number, layer in enumerate(self.network.layers):
+        for index, layer in enumerate(self.network.layers):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
             if own:
-                k_thd = torch.cat((own.keys[number], k_thd))
-                v_thd = torch.cat((own.values[number], v_thd))
+                k_thd = torch.cat((own.keys[index], k_thd))
+                v_thd = torch.cat((own.values[index], v_thd))
+            # The past is attended to in place and merged: a decode step copies none of it.
             parts = [_attend_causally(q_thd, k_thd, v_thd, end)]
             if past:
-                parts.append(_attend_to_all(q_thd, past.keys[number], past.values[number]))
+                parts.append(_attend_to_all(q_thd, past.keys[index], past.values[index]))
             outs, lses = zip(*parts, strict=True)
             x_td = layer.finish(x_td, merge(outs, lses)[0])
             keys.append(k_thd)
@@ -121,8 +119,10 @@ class LocalModel:
 
 
 def _attend_causally(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, end: int) -> Partial:
-    """Queries and keys are of the positions right before `end`."""
-    q_positions, k_positions = (torch.arange(end - len(it), end) for it in (q_thd, k_thd))
+    """Attend causally; queries and keys have the positions right before `end`."""
+    q_positions, k_positions = (
+        torch.arange(end - len(rows_thd), end) for rows_thd in (q_thd, k_thd)
+    )
     return attention(q_thd, k_thd, v_thd, q_positions=q_positions, k_positions=k_positions)
 
 

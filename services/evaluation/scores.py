@@ -1,9 +1,7 @@
-"""How a model answered: question by question, and by length and depth.
+"""Score answers by length and depth, and measure if they come from the needles.
 
-Whether answers come from the needles: accuracy with tokens dropped from the KV.
-
-Dropping the needle makes a model fail that reads it, dropping as much (or much more) filler does
-not.
+`sensitivity` drops tokens from the KV. A model that reads the needle fails without it; it does not
+fail without as much, or much more, filler.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class QuestionAnswerer(Protocol):
     """A model that answers questions to a haystack, each on its own."""
 
     def answers(self, case: Case) -> list[str]:
-        """Its replies, in the order of the questions."""
+        """Return the replies, in the order of the questions."""
         ...
 
 
@@ -38,13 +36,13 @@ class Answered:
     kind: Kind
     length: int
     depth: float
-    """Of the first needle asked for."""
+    """Depth of the first needle asked for."""
     expected: str
     reply: str
 
     @property
     def correct(self) -> bool:
-        """The same words as expected, and no others."""
+        """True if the reply has the same words as expected, and no others."""
         return is_correct(self.expected, self.reply)
 
 
@@ -54,12 +52,12 @@ def evaluate(
     report: Callable[[str], None] = lambda line: None,
     count: Count | None = None,
 ) -> dict[str, list[Answered]]:
-    """Put all questions to each answerer, one beside the other.
+    """Put all questions to each answerer, side by side.
 
     Args:
-        answerers: by the name under which their lines and results stand.
-        report: gets a line for each kind, length and answerer.
-        count: of tokens, where a word is not one.
+        answerers: answerers by the name of their lines and results.
+        report: called with a line for each kind, length and answerer.
+        count: counts tokens, if a word is not one.
     """
     results: dict[str, list[Answered]] = {name: [] for name in answerers}
     for kind in evaluation.kinds:
@@ -75,11 +73,11 @@ def evaluate(
 
 
 def in_words(answered: Sequence[Answered]) -> str:
-    """Right answers, and the share of them with its confidence interval."""
-    right, questions = sum(one.correct for one in answered), len(answered)
+    """Return the right answers, and their fraction with its confidence interval."""
+    right, questions = sum(answer.correct for answer in answered), len(answered)
     low, high = wilson(right, questions)
-    share = f"{right / questions:.1%} [{low:.1%}, {high:.1%}]"
-    return f"{right:>4} of {questions} right, {share:<24}"
+    fraction = f"{right / questions:.1%} [{low:.1%}, {high:.1%}]"
+    return f"{right:>4} of {questions} right, {fraction:<24}"
 
 
 def _answered(asked: Iterable[Case], answerer: QuestionAnswerer) -> Iterator[Answered]:
@@ -95,15 +93,16 @@ def _answered(asked: Iterable[Case], answerer: QuestionAnswerer) -> Iterator[Ans
 
 
 def accuracy(answered: Iterable[Answered]) -> float:
-    """Share of right replies."""
-    return fmean(one.correct for one in answered)
+    """Return the fraction of right replies."""
+    return fmean(answer.correct for answer in answered)
 
 
 def summary(results: Sequence[Answered], depth_bins: int = 10) -> dict[str, Any]:
-    """By kind: accuracy by length with its confidence interval, and by length and depth."""
-    kinds = dict.fromkeys(one.kind for one in results)
+    """Return, by kind, accuracy by length with its confidence interval, and by length and depth."""
+    kinds = dict.fromkeys(answer.kind for answer in results)
     return {
-        kind: _kind_summary([r for r in results if r.kind == kind], depth_bins) for kind in kinds
+        kind: _kind_summary([answer for answer in results if answer.kind == kind], depth_bins)
+        for kind in kinds
     }
 
 
@@ -111,27 +110,28 @@ def _kind_summary(results: Sequence[Answered], depth_bins: int) -> dict[str, Any
     by_length: dict[str, float] = {}
     interval: dict[str, list[float]] = {}
     grid: dict[str, list[float | None]] = {}
-    for length in sorted({one.length for one in results}):
-        row = [one for one in results if one.length == length]
+    for length in sorted({answer.length for answer in results}):
+        row = [answer for answer in results if answer.length == length]
         by_length[str(length)] = round(accuracy(row), 4)
-        ends = wilson(sum(one.correct for one in row), len(row))
+        ends = wilson(sum(answer.correct for answer in row), len(row))
         interval[str(length)] = [round(end, 4) for end in ends]
         bins: list[list[Answered]] = [[] for _ in range(depth_bins)]
-        for one in row:
-            bins[min(int(one.depth * depth_bins), depth_bins - 1)].append(one)
+        for answer in row:
+            bins[min(int(answer.depth * depth_bins), depth_bins - 1)].append(answer)
         grid[str(length)] = [round(accuracy(cell), 4) if cell else None for cell in bins]
-    wrong = [one for one in results if not one.correct]
+    wrong = [answer for answer in results if not answer.correct]
     return {
         "questions": len(results),
         "accuracy_by_length": by_length,
         "interval_by_length": interval,
         "accuracy_by_length_and_depth": grid,
-        "wrong": [asdict(one) for one in wrong[:20]],
+        "wrong": [asdict(answer) for answer in wrong[:20]],
     }
 
 
 class Dropped(Protocol):
-    """Which token spans to drop for a question, of a haystack of ``size`` tokens."""
+    """Function that returns token spans to drop for a question, of a haystack of ``size``
+    tokens."""
 
     def __call__(self, needles: Sequence[Span], question: Question, size: int) -> list[Span]: ...
 
@@ -156,7 +156,7 @@ def _drop_half_the_filler(needles: Sequence[Span], question: Question, size: int
 def _random_filler(
     needles: Sequence[Span], question: Question, size: int, count: int
 ) -> list[Span]:
-    """Single tokens outside all needles; the first token stays, as an attention sink."""
+    """Return single tokens outside all needles; the first token stays, as an attention sink."""
     facts = {token for start, end in needles for token in range(start, end)}
     filler = [token for token in range(1, size) if token not in facts]
     rng = random.Random(f"{question.text}/{size}")
@@ -177,19 +177,19 @@ def sensitivity(
     report: Callable[[str], None] = lambda line: None,
     count: Count | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Accuracy on ``multi_key`` by what is dropped and by length."""
+    """Return accuracy on ``multi_key`` by what is dropped and by length."""
     table: dict[str, dict[str, float]] = {name: {} for name in DROPS}
     for length in evaluation.lengths:
         asked = list(cases(evaluation, "multi_key", length, count))
         replies = [_with_drops(model, case) for case in asked]
         for name, row in table.items():
-            row[str(length)] = round(fmean(right for each in replies for right in each[name]), 4)
+            row[str(length)] = round(fmean(right for reply in replies for right in reply[name]), 4)
             report(f"dropping {name:>15}, {length:>6} tokens: {row[str(length)]:7.2%}")
     return table
 
 
 def _with_drops(model: LocalModel, case: Case) -> dict[str, list[bool]]:
-    """Right or wrong for each question of a haystack, by what is dropped."""
+    """Return right or wrong for each question of a haystack, by what is dropped."""
     right: dict[str, list[bool]] = {name: [] for name in DROPS}
     for question, context, needles, cue in read(model, case):
         for name, choose in DROPS.items():

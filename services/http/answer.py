@@ -1,8 +1,7 @@
-"""Stop strings: found in text across token boundaries, and never shown, not even in part.
+"""The OpenAI answer made of sampled tokens: text, log-probabilities, stop strings, events.
 
-From drawn tokens to what a client reads: text, log-probabilities, the reason for the end.
-
-One request between the dispatcher and the client: tokens in, pieces of an OpenAI answer out.
+`GeneratedResponse` reads tokens from a request's handle. `AnswerText` turns them into deltas, and
+`StopStrings` withholds text that may be part of a stop string.
 """
 
 from __future__ import annotations
@@ -38,134 +37,8 @@ from csps.services.requests.request_handle import RequestHandle
 from csps.services.telemetry.request_trace import RequestTrace
 
 
-class StopStrings:
-    """Watches one answer for the strings that end it.
-
-    Text that could be the beginning of a stop string is held back until more text decides.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
-        self._withheld = ""
-        self.found = False
-        """A stop string has appeared; nothing more will be returned."""
-
-    def push(self, text: str) -> str:
-        """What can be shown now that `text` has come."""
-        if self.found or not self._stops:
-            return "" if self.found else text
-        text = self._withheld + text
-        end = self._first_stop(text)
-        if end is not None:
-            self.found, self._withheld = True, ""
-            return text[:end]
-        certain = len(text) - self._doubtful(text)
-        self._withheld = text[certain:]
-        return text[:certain]
-
-    def flush(self) -> str:
-        """What was held back, at the end of an answer that no stop string ended."""
-        withheld, self._withheld = self._withheld, ""
-        return withheld
-
-    def _first_stop(self, text: str) -> int | None:
-        """Where the leftmost stop string begins."""
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(places, default=None)
-
-    def _doubtful(self, text: str) -> int:
-        """Characters at the end of `text` that may begin a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
-
-
-class AnswerDelta(NamedTuple):
-    """What one token added to an answer. A tuple, because one is made for every token."""
-
-    text: str
-    """Empty in the middle of a character, or while it may turn out to be a stop string."""
-    tokens: int
-    """Of the answer with this one, a final end-of-sequence token included."""
-    finish_reason: FinishReason | None = None
-    logprob: TextLogprob | None = None
-
-
-class AnswerText:
-    """Assembles one answer; push tokens until a piece has a finish reason, or `cancelled`."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str], min_tokens: int, skip_special: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
-        self._stop = StopStrings(stop)
-        self._min_tokens = min_tokens
-        self._characters = 0
-        """Of the answer so far, those that may turn out to be a stop string included."""
-        self.tokens = 0
-        """Tokens drawn so far, a final end-of-sequence token included."""
-        self.cancelled = False
-        """The server gave the request up."""
-
-    def push_all(self, tokens: Sequence[SampledToken]) -> list[AnswerDelta]:
-        """Take tokens in that have come together; what is behind the answer's end is dropped."""
-        deltas: list[AnswerDelta] = []
-        for token in tokens:
-            if token.finish_reason == "cancelled":
-                self.cancelled = True
-                break
-            deltas.append(delta := self.push(token))
-            if delta.finish_reason is not None:
-                break
-        return deltas
-
-    def push(self, token: SampledToken) -> AnswerDelta:
-        """Take the next token in."""
-        self.tokens += 1
-        offset = self._characters
-        text, reason = self._shown(token)
-        logprob = None if token.logprob is None else self._logprob(token, token.logprob, offset)
-        return AnswerDelta(text, self.tokens, reason, logprob)
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string ended the answer, while the engine still draws tokens."""
-        return self._stop.found
-
-    def _shown(self, token: SampledToken) -> tuple[str, FinishReason | None]:
-        # A token that ends the answer is a signal and not a part of it.
-        text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token)
-        if token.finish_reason is not None:
-            text += self._detokenizer.flush()
-        self._characters += len(text)
-        # Before `min_tokens` no stop string counts, as the client asked.
-        if self.tokens > self._min_tokens:
-            text = self._stop.push(text)
-        if self._stop.found:
-            return text, "stop"
-        if token.finish_reason is not None:
-            text += self._stop.flush()
-        return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
-
-    def _logprob(self, token: SampledToken, logprob: float, offset: int) -> TextLogprob:
-        top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
-        drawn = self._text_logprob(token.token, logprob)
-        return replace(drawn, offset=offset, top=tuple(top))
-
-    def _text_logprob(self, token: int, logprob: float) -> TextLogprob:
-        token_bytes = self._tokenizer.token_bytes(token)
-        # As OpenAI has it, a token that is no text reads `\xf0\x9f`. U+FFFD would make all such
-        # tokens the same, and of alternatives with the same text a completion shows only one.
-        text = token_bytes.decode(errors="backslashreplace")
-        return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)
-
-
 class GeneratedResponse:
-    """Owns a running request from its submission to its end."""
+    """One request's answer, from submission to the end."""
 
     def __init__(
         self,
@@ -188,11 +61,10 @@ class GeneratedResponse:
         )
 
     async def deltas(self) -> AsyncGenerator[list[AnswerDelta]]:
-        """The answer: each time what has come since. Closing this gives everything back and ends
-        the trace.
+        """Yield the answer, each time all deltas since the last one. Closing it ends the request.
 
         Raises:
-            CspsError: what the request failed with.
+            CspsError: the error with which the request failed.
         """
         reason: FinishReason | None = None
         try:
@@ -217,15 +89,15 @@ class GeneratedResponse:
             )
             self._trace.end()
 
-    # --- in one piece ---
+    # --- without streaming ---
 
     async def whole(self) -> dict[str, Any]:
-        """Body of the answer of a request that does not stream."""
-        deltas = [delta async for some in self.deltas() for delta in some]
+        """Return the body of an answer that is not streamed."""
+        deltas = [delta async for batch in self.deltas() for delta in batch]
         text = "".join(delta.text for delta in deltas)
         logprobs = [delta.logprob for delta in deltas if delta.logprob is not None]
         reason = deltas[-1].finish_reason
-        assert reason is not None
+        assert reason is not None, "deltas() ended without a finish reason"
         body = (
             self._completion(text, logprobs, reason)
             if isinstance(self._request, CompletionRequest)
@@ -267,14 +139,18 @@ class GeneratedResponse:
             csps=self._report(),
         )
 
-    # --- piece by piece ---
+    # --- streaming ---
 
     async def events(
         self, first: asyncio.Future[list[AnswerDelta]], rest: AsyncIterator[list[AnswerDelta]]
     ) -> AsyncGenerator[bytes]:
-        """Server-sent events: the pieces, usage, the end. What is there at once comes in one.
+        """Yield server-sent events: the deltas, usage, the end. A failure is an event as well.
 
-        A failure becomes an event too.
+        Deltas that are ready together leave in one write.
+
+        Args:
+            first: the first item of `deltas`.
+            rest: the other items of `deltas`.
         """
         stream = self._stream()
         try:
@@ -303,7 +179,7 @@ class GeneratedResponse:
     def _events(
         self, stream: CompletionStream | ChatStream, deltas: Sequence[AnswerDelta]
     ) -> bytes:
-        """Of tokens that have come together, one after another; with the last the stream ends."""
+        """Return the events of deltas that came together; the last delta ends the stream."""
         last = deltas[-1].finish_reason is not None
         events = [self._event(stream, delta) for delta in deltas]
         if last:
@@ -332,3 +208,129 @@ class GeneratedResponse:
 
     def _report(self) -> dict[str, Any] | None:
         return self._handle.explain() if self._request.csps.explain else None
+
+
+class AnswerDelta(NamedTuple):
+    """One token's contribution to an answer. A tuple, because every token makes one."""
+
+    text: str
+    """Text to show; empty within a character, or while it may become a stop string."""
+    tokens: int
+    """Tokens of the answer up to this one, including a final end-of-sequence token."""
+    finish_reason: FinishReason | None = None
+    logprob: TextLogprob | None = None
+
+
+class AnswerText:
+    """Assembles one answer; push tokens until a delta has a finish reason, or `cancelled`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str], min_tokens: int, skip_special: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
+        self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self._characters = 0
+        """Characters of the answer so far, including withheld ones."""
+        self.tokens = 0
+        """Tokens sampled so far, including a final end-of-sequence token."""
+        self.cancelled = False
+        """The server cancelled the request."""
+
+    def push_all(self, tokens: Sequence[SampledToken]) -> list[AnswerDelta]:
+        """Take tokens that came together; drop those behind the answer's end."""
+        deltas: list[AnswerDelta] = []
+        for token in tokens:
+            if token.finish_reason == "cancelled":
+                self.cancelled = True
+                break
+            deltas.append(delta := self.push(token))
+            if delta.finish_reason is not None:
+                break
+        return deltas
+
+    def push(self, token: SampledToken) -> AnswerDelta:
+        """Take the next token."""
+        self.tokens += 1
+        offset = self._characters
+        text, reason = self._shown(token)
+        logprob = None if token.logprob is None else self._logprob(token, token.logprob, offset)
+        return AnswerDelta(text, self.tokens, reason, logprob)
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string ended the answer, while the ranks still sample tokens."""
+        return self._stop.found
+
+    def _shown(self, token: SampledToken) -> tuple[str, FinishReason | None]:
+        # A token that ends the answer is a signal, not text.
+        text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token)
+        if token.finish_reason is not None:
+            text += self._detokenizer.flush()
+        self._characters += len(text)
+        # The client asked to ignore stop strings up to `min_tokens`.
+        if self.tokens > self._min_tokens:
+            text = self._stop.push(text)
+        if self._stop.found:
+            return text, "stop"
+        if token.finish_reason is not None:
+            text += self._stop.flush()
+        return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
+
+    def _logprob(self, token: SampledToken, logprob: float, offset: int) -> TextLogprob:
+        top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
+        sampled = self._text_logprob(token.token, logprob)
+        return replace(sampled, offset=offset, top=tuple(top))
+
+    def _text_logprob(self, token: int, logprob: float) -> TextLogprob:
+        token_bytes = self._tokenizer.token_bytes(token)
+        # As OpenAI has it, a token that is no text reads `\xf0\x9f`. U+FFFD would make all such
+        # tokens the same, and of alternatives with the same text a completion shows only one.
+        text = token_bytes.decode(errors="backslashreplace")
+        return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)
+
+
+class StopStrings:
+    """Finds stop strings in the text of one answer, across token boundaries.
+
+    Text that may be the beginning of a stop string is withheld until more text decides.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._withheld = ""
+        self.found = False
+        """A stop string was found; nothing more is returned."""
+
+    def push(self, text: str) -> str:
+        """Return the text that can be shown after `text`."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        text = self._withheld + text
+        end = self._first_stop(text)
+        if end is not None:
+            self.found, self._withheld = True, ""
+            return text[:end]
+        certain = len(text) - self._doubtful(text)
+        self._withheld = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """Return the withheld text, at the end of an answer without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
+
+    def _first_stop(self, text: str) -> int | None:
+        """Return where the leftmost stop string begins."""
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(starts, default=None)
+
+    def _doubtful(self, text: str) -> int:
+        """Return how many characters at the end of `text` may begin a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,6 +1,6 @@
-"""Server-sent events over ASGI: deterministic clean-up, and signs of life during a long prefill.
+"""The HTTP API as a Starlette application. It knows the request service, and nothing of Ray.
 
-The HTTP API as a Starlette application; knows the request service, and nothing of Ray.
+`HttpApi` has the handlers of all routes. `EventStream` sends the events of a streamed answer.
 """
 
 from __future__ import annotations
@@ -40,79 +40,20 @@ from csps.services.settings.credentials import ApiKeys, TimelineClients
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import RequestTrace
 
-HEARTBEAT_S = 15.0
-"""Between comment lines while there is nothing to say; proxies cut silent connections at 30-60 s.
-"""
-HEARTBEAT = b": still working\n\n"
-
-
-class EventStream(Response):
-    """Sends what an asynchronous generator yields, then calls `close`, however it ends.
-
-    Starlette's own streaming response leaves closing the generator to the garbage collector, and
-    with it the slots of a request whose client has gone.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        *,
-        close: Callable[[], Awaitable[None]],
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self._events = events
-        self._close = close
-        self._heartbeat_s = heartbeat_s
-        self._sent = 0
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs until the last event, or until the client has gone."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with suppress(ClientDisconnect):
-                await while_connected(receive, self._send_all(send))
-        finally:
-            await self._events.aclose()
-            await self._close()
-
-    async def _send_all(self, send: Send) -> None:
-        heartbeats = asyncio.ensure_future(self._send_heartbeats(send))
-        try:
-            async for event in self._events:
-                self._sent += 1
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        finally:
-            heartbeats.cancel()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_heartbeats(self, send: Send) -> None:
-        while True:
-            before = self._sent
-            await asyncio.sleep(self._heartbeat_s)
-            if self._sent == before:
-                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
-
-
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
-
 FIRST_TOKEN_GRACE_S = 10.0
 CLIENT_GONE = 499
-"""Nobody reads it; it stands in access logs."""
+"""Status for access logs; the client is gone and never reads it."""
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_STARTED = int(time.time())
 
 
 class Service(Protocol):
-    """What the API needs of whoever runs requests: `services.router.service.RequestService`."""
+    """Interface of the request service (`services.router.service.RequestService`) to the API."""
 
     def check_room(self, slo: SloBounds) -> None:
-        """Raise `QueueFull` if any request would be refused now; this one would be held to
-        `slo`."""
+        """Raise `QueueFull` if a request with these objectives would be refused now."""
         ...
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
@@ -121,17 +62,17 @@ class Service(Protocol):
 
     @property
     def capacity_check(self) -> CapacityCheck | None:
-        """What fits the gangs; None before there were any."""
+        """Return what fits the gangs; None before the first ones."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Requests would be served now."""
+        """Return whether a request would be served now."""
         ...
 
     @property
     def trouble(self) -> str:
-        """Why not `ready`, in words that clients may read."""
+        """Return why the service is not `ready`, in words that clients may read."""
         ...
 
 
@@ -154,7 +95,7 @@ class HttpApi:
     tokenizer_pool: TokenizerPool = field(default_factory=TokenizerPool)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes = [
             Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
@@ -168,20 +109,20 @@ class HttpApi:
         )
 
     async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
+        """Handle `POST /v1/completions`."""
         return await self._generate(request, self.parser.completion, "text_completion")
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+        """Handle `POST /v1/chat/completions`."""
         return await self._generate(request, self.parser.chat, "chat")
 
     async def models(self, request: Request) -> Response:
-        """`GET /v1/models`."""
+        """Handle `GET /v1/models`."""
         self.keys.check(request.headers.get("authorization"))
         return JSONResponse(ModelList(data=[self._card()]).model_dump())
 
     async def model(self, request: Request) -> Response:
-        """`GET /v1/models/{model}`."""
+        """Handle `GET /v1/models/{model}`."""
         self.keys.check(request.headers.get("authorization"))
         wanted = request.path_params["model"]
         if wanted != self.parser.model:
@@ -189,13 +130,13 @@ class HttpApi:
         return JSONResponse(self._card().model_dump())
 
     async def health(self, request: Request) -> Response:
-        """`GET /health`: 200 when a request would be served now, 503 with the reason otherwise."""
+        """Handle `GET /health`: 200 if a request would be served now, else 503 with the reason."""
         if self.service.ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": self.service.trouble}, 503)
 
     async def scrape(self, request: Request) -> Response:
-        """`GET /metrics` in the Prometheus text format."""
+        """Handle `GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _generate(self, request: Request, parse: ParseMethod, operation: str) -> Response:
@@ -209,7 +150,8 @@ class HttpApi:
     async def _receive(
         self, request: Request, parse: ParseMethod, operation: str, owner: bytes, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
-        """Nothing but the exchange is left of the body afterwards."""
+        """Read, parse and submit a request; return its response, and whether to stream it."""
+        # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
         self.service.check_room(self.parser.slo(asked))
@@ -246,7 +188,7 @@ class HttpApi:
             return await read_body(
                 request, self.max_body_bytes, grown=grown, deadlines=self.parser.deadlines
             )
-        except QueueFull as error:  # too many long bodies are being read
+        except QueueFull as error:  # too many large bodies are being read
             self.metrics.refused(error, self.parser.slo(asked))
             raise
 
@@ -267,13 +209,11 @@ class HttpApi:
         return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)
 
 
-_STARTED = int(time.time())
-
-
 async def _stream(request: Request, response: GeneratedResponse) -> Response:
-    """Waits a while for the first token: what goes wrong until then has a status code of its own.
+    """Return a streaming response; wait up to `FIRST_TOKEN_GRACE_S` for the first token.
 
-    After that the answer begins without it, because proxies cut connections that stay silent.
+    An error within that time has a status code of its own. Then the answer begins without a token,
+    because proxies cut silent connections.
     """
     deltas = response.deltas()
     first = asyncio.ensure_future(anext(deltas))
@@ -292,26 +232,26 @@ async def _stream(request: Request, response: GeneratedResponse) -> Response:
 
 
 async def _settled(future: asyncio.Future[list[AnswerDelta]], seconds: float) -> None:
-    """Wait so long for `future`; raise what it has failed with."""
+    """Wait up to `seconds` for `future`; raise the error with which it failed."""
     done, _ = await asyncio.wait({future}, timeout=seconds)
-    for it in done:
-        it.result()
+    for ended in done:
+        ended.result()
 
 
 def client_request_id_of(request: Request) -> str:
-    """The client's `x-request-id` if it is fit to be logged, otherwise a fresh one.
+    """Return the client's `x-request-id` if it is safe to log, else a fresh one.
 
-    Serve echoes the header in the answer, and makes one up where there is none.
+    Serve echoes the header in the answer, and makes one up if there is none.
     """
     given = request.headers.get("x-request-id", "")
     return given if _SAFE_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def _guarded(handler: Handler) -> Handler:
-    """Turns what a handler raises into an answer.
+    """Return a handler that turns exceptions into answers.
 
-    Starlette's own handler for `Exception` raises on after having answered, and Serve would log
-    every refused request as a crash.
+    Starlette's own handler for `Exception` raises again after its answer, so Serve would log every
+    refused request as a crash.
     """
 
     async def guarded(request: Request) -> Response:
@@ -323,3 +263,60 @@ def _guarded(handler: Handler) -> Handler:
             return error_response(error)
 
     return guarded
+
+
+HEARTBEAT_S = 15.0
+"""Pause between comment lines on a silent stream; proxies cut silent connections at 30-60 s."""
+HEARTBEAT = b": still working\n\n"
+
+
+class EventStream(Response):
+    """Sends what an asynchronous generator yields, then calls `close`, however it ends.
+
+    Starlette's streaming response leaves closing the generator to the garbage collector, and with
+    it freeing the slots of a request whose client is gone.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], Awaitable[None]],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._close = close
+        self._heartbeat_s = heartbeat_s
+        self._sent = 0
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the last one, or until the client disconnects."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._send_all(send))
+        finally:
+            await self._events.aclose()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        heartbeats = asyncio.ensure_future(self._send_heartbeats(send))
+        try:
+            async for event in self._events:
+                self._sent += 1
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            heartbeats.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_heartbeats(self, send: Send) -> None:
+        while True:
+            before = self._sent
+            await asyncio.sleep(self._heartbeat_s)
+            if self._sent == before:
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})

@@ -1,8 +1,6 @@
-"""What comes in with a request: its body, within bounds, and the client's leaving.
+"""Request bodies: reading them within bounds, counting large ones, parsing them on threads.
 
-How much memory the large bodies of requests take, from their first byte until they are read.
-
-Threads that turn bodies into requests: large bodies have a lane of their own.
+`while_connected` cancels work when the client disconnects.
 """
 
 from __future__ import annotations
@@ -32,14 +30,15 @@ async def read_body(
     grown: Callable[[int], None] = lambda size: None,
     deadlines: HttpSettings,
 ) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Args:
-        grown: told its length as it comes; what it raises ends the reading.
+        limit: most bytes that a body may have.
+        grown: called with the length after each chunk; an exception from it ends the reading.
 
     Raises:
-        PayloadTooLarge: it is longer than `limit` bytes; the rest is not read.
-        BodyTooSlow: it, or a part of it, did not come in time.
+        PayloadTooLarge: the body is longer than `limit` bytes; the rest is not read.
+        BodyTooSlow: the body, or its next chunk, missed its deadline.
     """
     whole_s, chunk_s = deadlines.body_deadline_s, deadlines.body_silence_s
     try:
@@ -76,13 +75,17 @@ def _postpone(timeout: asyncio.Timeout, seconds: float) -> None:
     timeout.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
 
-    The body must have been read before: what `receive` still brings is the client's leaving.
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it if the client disconnects.
+
+    The body must have been read before, so that `receive` brings only the disconnect.
 
     Raises:
-        ClientDisconnect: nobody waits for the answer any more.
+        ClientDisconnect: the client is gone.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -109,19 +112,16 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
             await task
 
 
-def _too_large(limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
-
-
 LARGE_BODY_BYTES = 256 * 1024
-"""Some 60,000 tokens: beyond, reading a body takes longer than a short request's prefill."""
+"""Some 60,000 tokens: parsing a larger body takes longer than a short request's prefill."""
 MAX_LARGE_BYTES = 256 * 1024 * 1024
-"""Of all large bodies that arrive, wait to be read or are read."""
+"""Limit on all large bodies that arrive, wait for a thread or are parsed."""
 RETRY_AFTER_S = 2.0
+LARGE_AT_ONCE = 2
 
 
 class LargeBytes:
-    """The bytes of all large bodies together. Thread-safe."""
+    """Bytes of all large bodies together. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class LargeBytes:
         """Count `more` bytes of a body of which `own` are counted already.
 
         Raises:
-            QueueFull: they are too many beside those of others; alone, a body may have any length.
+            QueueFull: other bodies leave too little room; a body alone may have any length.
         """
         with self._lock:
             if self.in_use > own and self.in_use + more > MAX_LARGE_BYTES:
@@ -139,32 +139,32 @@ class LargeBytes:
             self.in_use += more
 
     def free(self, size: int) -> None:
-        """They are not here any more."""
+        """Discount bytes."""
         with self._lock:
             self.in_use -= size
 
 
 class BodyBudget:
-    """One body, counted from when it is a large one until nobody needs it any more."""
+    """Counts one body from when it is large until nothing needs it any more."""
 
     def __init__(self, large_bytes: LargeBytes) -> None:
         self._large_bytes = large_bytes
         self._counted = 0
         self.reading: Future[Any] | None = None
-        """What a thread does with it, also when the handler has been cancelled meanwhile."""
+        """Work of a thread on the body; it goes on even if the handler is cancelled."""
 
     def grown(self, size: int) -> None:
-        """It has so many bytes by now.
+        """Count the body at its new length.
 
         Raises:
-            QueueFull: too many bytes of others are here.
+            QueueFull: other large bodies leave too little room.
         """
         if size > LARGE_BODY_BYTES:
             self._large_bytes.take(size - self._counted, own=self._counted)
             self._counted = size
 
     def release(self) -> None:
-        """The handler does not need it any more."""
+        """Discount the body once the handler and the thread are done with it."""
         if self.reading is None:
             self._free(None)
         else:
@@ -176,7 +176,7 @@ class BodyBudget:
 
 @contextmanager
 def counted_body(large_bytes: LargeBytes) -> Iterator[BodyBudget]:
-    """A body from before its first byte until the handler has done with it."""
+    """Count a body from before its first byte until the handler is done with it."""
     budget = BodyBudget(large_bytes)
     try:
         yield budget
@@ -184,15 +184,12 @@ def counted_body(large_bytes: LargeBytes) -> Iterator[BodyBudget]:
         budget.release()
 
 
-LARGE_AT_ONCE = 2
-
-
 class TokenizerPool:
-    """Parses and tokenizes beside the event loop, where it would stop everybody's tokens.
+    """Threads that parse and tokenize: on the event loop it would delay all tokens.
 
-    Small bodies take the loop's own threads. With those alone, as many large bodies as there are
-    threads would keep every short request waiting. A semaphore in front of them does not help: a
-    client that goes away cancels the wait, but not the thread.
+    Small bodies use the loop's own threads, and large bodies two of their own: as many large bodies
+    as there are threads would otherwise delay every short request. A semaphore is not enough,
+    because a client that disconnects cancels the wait but not the thread.
     """
 
     def __init__(self) -> None:
@@ -200,15 +197,15 @@ class TokenizerPool:
         self.large_bytes = LargeBytes()
 
     def counted_body(self) -> AbstractContextManager[BodyBudget]:
-        """To be entered before the first byte of a body comes, and left after `run`."""
+        """Return a budget; enter it before a body's first byte and leave it after `run`."""
         return counted_body(self.large_bytes)
 
     async def run(self, body: bytes, read: Callable[[bytes], T], budget: BodyBudget) -> T:
-        """`read(body)` on a thread."""
+        """Return `read(body)`, computed on a thread."""
         if len(body) <= LARGE_BODY_BYTES:
             return await asyncio.to_thread(read, body)
-        # A read that is cancelled in the queue stays there until a thread takes it: without this
-        # it would keep its body, which nobody counts any more.
+        # A cancelled read stays in the executor's queue until a thread takes it. Cleared here, it
+        # does not keep a body that no budget counts any more.
         pending = [body]
         budget.reading = reading = self._large.submit(lambda: read(pending.pop()))
         try:
@@ -217,5 +214,5 @@ class TokenizerPool:
             pending.clear()
 
     def close(self) -> None:
-        """Read nothing more. What a thread is at goes on to its end."""
+        """Start no more work; a running thread finishes."""
         self._large.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Errors of the HTTP layer; all leave in the shape of `protocols.openai_responses.error_body`."""
+"""HTTP errors. Every error leaves as `protocols.openai.responses.error_body`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class PayloadTooLarge(RequestError):
 
 
 class BodyTooSlow(RequestError):
-    """The request body did not come within its deadline."""
+    """The request body missed its deadline."""
 
     status: ClassVar[int] = 408
     code = "request_timeout"
 
 
 class NoSuchRoute(RequestError):
-    """Nothing is served under this path."""
+    """The path is not served."""
 
     status: ClassVar[int] = 404
     code = "not_found"
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, for other HTTP methods."""
+    """The path is served for other HTTP methods."""
 
     status: ClassVar[int] = 405
     code = "method_not_allowed"
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """`error` as an answer; what nobody expected goes into the log, and only there."""
+    """Return `error` as an answer; an unexpected one is shown in the log only."""
     status, body, headers = error_body(_public(error))
     _log(status, error)
     return JSONResponse(body, status, headers=headers)
 
 
 def last_event(error: Exception) -> bytes:
-    """The same as an event, for a stream whose status line has left long ago."""
+    """Return `error` as an event, for a stream whose status line was sent long ago."""
     status, _, _ = error_body(_public(error))
     _log(status, error)
     return error_event(_public(error))
@@ -67,12 +67,12 @@ def _log(status: int, error: Exception) -> None:
 
 
 def _public(error: Exception) -> Exception:
-    """`error` as one that the API knows, where it comes from a room that does not know the API."""
+    """Return an error that the API knows, for one that knows nothing of the API."""
     return InvalidRequest(str(error)) if isinstance(error, InvalidTextError) else error
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """What Starlette itself refuses: unknown paths and methods."""
+    """Answer what Starlette itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {abridged(request.url.path, 200)}"
     refusal: RequestError

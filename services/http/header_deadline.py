@@ -1,9 +1,9 @@
-"""Clients that stop in the middle of their headers: answered with 408 and hung up on.
+"""A deadline for HTTP headers: a client that stalls within them is answered 408 and disconnected.
 
-Neither Serve nor uvicorn, its HTTP server, has a deadline for headers: half a request line would
-hold a connection, and with it a file descriptor, for as long as the client likes. HAProxy has one,
-which `services.launch.http_front` sets; this is the same for Serve's own proxies and for the port
-of the router behind them.
+Neither Serve nor uvicorn, its HTTP server, has such a deadline: half a request line would occupy a
+connection, and with it a file descriptor, for as long as the client likes. HAProxy has one, set by
+`services.launch.reverse_proxy`. This one is for Serve's own proxies and for the router's port
+behind them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from csps.protocols.core.errors import ConfigError, abridged
 
 HEADER_DEADLINE_S = 10.0
-"""For the headers of a request to come, from the connection's or the request's first byte."""
+"""Deadline for a request's headers, from the first byte of the connection or request."""
 VARIABLE = "CSPS_HEADER_DEADLINE_S"
-"""Changes it. The HTTP front belongs to Ray, which starts before an application has settings."""
+"""Environment variable that changes the deadline; Ray's proxies start before the settings are
+read."""
 HOOK = "csps.services.http.header_deadline:install"
-"""For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+"""Value of `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
 
 _REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def header_deadline_s() -> float:
-    """The deadline that holds in this process.
+    """Return the deadline that holds in this process, in seconds.
 
     Raises:
         ConfigError: the variable is not a number of seconds.
@@ -42,15 +43,17 @@ def header_deadline_s() -> float:
     except ValueError:
         seconds = math.nan
     if not 0.001 <= seconds < math.inf:
-        raise ConfigError(f"{VARIABLE} is {abridged(text)}: expected a number of seconds")
+        raise ConfigError(
+            f"{VARIABLE} is {abridged(text)}: expected a number of seconds, at least 0.001"
+        )
     return seconds
 
 
 def install() -> list[Any]:
-    """Have every HTTP server that this process starts from now on keep the deadline.
+    """Make every HTTP server that this process starts from now on keep the deadline.
 
-    Serve calls it in each process that speaks HTTP, before the server starts, and asks it for
-    middlewares: none, because they see a request only when its headers are complete.
+    Serve calls it in each process that speaks HTTP, before the server starts, and expects
+    middlewares. There are none: a middleware sees a request only once its headers are complete.
     """
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:HeaderDeadlineProtocol"
     return []
@@ -59,9 +62,9 @@ def install() -> list[Any]:
 class HeaderDeadlineProtocol(HttpToolsProtocol):
     """uvicorn's connection, with a deadline for headers.
 
-    It holds as well for the rest of a body after the answer, which is read by nobody. A body before
-    its answer has deadlines of its own (`services.http.body`), and so has the wait for a next
-    request on a connection that is kept alive (uvicorn's).
+    The deadline also holds for the rest of a body behind its answer, which nobody reads. A body
+    before its answer has deadlines of its own (`services.http.body`), and uvicorn has one for the
+    next request of a kept-alive connection.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,36 +75,36 @@ class HeaderDeadlineProtocol(HttpToolsProtocol):
         self._in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio."""
+        """Start the deadline with the connection."""
         super().connection_made(transport)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
+        """Stop the deadline."""
         self._disarm()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """Called by the parser with the first byte of a request."""
+        """Start the deadline with the first byte of a request."""
         super().on_message_begin()
         self._in_headers = True
         self._arm()
 
     def on_headers_complete(self) -> None:
-        """Called by the parser."""
+        """Stop the deadline for the body."""
         self._in_headers, self._in_body = False, True
         self._disarm()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Called by the parser with the last byte of a request."""
+        """Stop the deadline with the last byte of a request that is answered already."""
         self._in_body = False
         if self._answered():
             self._disarm()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called by uvicorn."""
+        """Start the deadline for the rest of a body that is answered already."""
         super().on_response_complete()
         if self._in_body:
             self._arm()
@@ -120,7 +123,7 @@ class HeaderDeadlineProtocol(HttpToolsProtocol):
 
     def _expired(self) -> None:
         if not self._answered():
-            # These are headers of the next request, sent while this one is being answered.
+            # A pipelined request's headers: closing now would cut off the answer before it.
             return self._arm()
         if self._in_headers and not self.transport.is_closing():
             self.transport.write(_REQUEST_TIMEOUT)

@@ -1,4 +1,7 @@
-"""From the bytes of a request to a validated, tokenized `RequestSpec`. CPU work, no I/O."""
+"""Turns the bytes of a request into a validated, tokenized `RequestSpec`. CPU work, no I/O.
+
+`RequestParser` knows the served model; the functions below it translate the `csps` options.
+"""
 
 from __future__ import annotations
 
@@ -40,30 +43,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetadata:
-    """What is known of a request beside its body."""
+    """Facts about a request besides its body."""
 
     client_request_id: str
     asked: SloBounds = field(default_factory=SloBounds)
-    """Objectives in its headers."""
+    """Objectives from the request's headers."""
     capacity_check: CapacityCheck | None = None
-    """What fits the gangs, once they are known."""
+    """Capacity of the gangs; None before the first ones."""
     owner: bytes = b""
-    """Digest of the API key; nothing where none is needed."""
+    """Digest of the API key; empty if the server needs no key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest:
-    """A request that may be submitted."""
+    """A request that is ready to be submitted."""
 
     request: GenerationRequest
     spec: RequestSpec
 
 
 class RequestParser:
-    """Knows one model's tokenizer, chat template and limits. Safe to use from several threads.
+    """Parses requests for one model: its tokenizer, chat template and limits. Thread-safe.
 
     Raises:
-        CheckpointError: the model directory lacks what is needed to read requests.
+        CheckpointError: the model directory lacks what is needed to parse requests.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -79,17 +82,17 @@ class RequestParser:
         )
         self._default_max_tokens = settings.default_max_tokens
         self.deadlines = settings.http
-        """For a body to come."""
+        """Deadlines for reading bodies."""
         self._deadline_s = settings.deadlines.request_s
         self._reuses = settings.kv_reuse.enabled
         self._slo = settings.slo
 
     def slo(self, asked: SloBounds, *, prompt_tokens: int = 0) -> SloBounds:
-        """What a request is held to: the server's objectives, unless it brings its own.
+        """Return a request's objectives: the server's, unless its headers set their own.
 
         Args:
-            asked: what its headers say.
-            prompt_tokens: 0 where nobody has read it yet.
+            asked: objectives from the headers.
+            prompt_tokens: length of the prompt; 0 before it is read.
         """
         own = self._slo
         longer_ms = own.ttft_ms_per_1k_tokens * prompt_tokens / 1000
@@ -101,7 +104,7 @@ class RequestParser:
         )
 
     def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
-        """`POST /v1/completions`.
+        """Parse the body of `POST /v1/completions`.
 
         Raises:
             RequestError, InvalidTextError: the client's mistake.
@@ -112,7 +115,7 @@ class RequestParser:
         return self._parsed(request, prompt, request.alternatives, metadata)
 
     def chat(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
-        """`POST /v1/chat/completions`.
+        """Parse the body of `POST /v1/chat/completions`.
 
         Raises:
             RequestError, InvalidTextError: the client's mistake.
@@ -160,11 +163,12 @@ class RequestParser:
     def _prefix(
         self, request: GenerationRequest, metadata: RequestMetadata, bounds: Objective | None
     ) -> PrefixKey | None:
-        """Of a request that may reuse KV: sparse attention sees its prompt in its own way.
+        """Return the prefix-cache key of a request, or None if it may not reuse KV.
 
         Args:
-            bounds: within which its KV may be less than exact.
+            bounds: bounds within which the request's KV may be inexact; None for exact KV.
         """
+        # Sparse attention changes the KV of later layers: it must not be reused.
         if not self._reuses or request.csps.attention == "csa":
             return None
         return PrefixKey.of(
@@ -182,16 +186,16 @@ class RequestParser:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _check_prompt(self, ids: NDArray[np.int32]) -> None:
-        # Text as well: tokenizers may know more tokens than the model, "<pad>" for instance, and
-        # an id without an embedding would break the ranks, not only the request.
+        # For text as well: a tokenizer may have more tokens than the model, such as "<pad>", and
+        # an id without an embedding would crash the ranks, not only fail the request.
         if (highest := int(ids.max())) >= self._vocab:
             raise self._no_such_token(highest, "prompt")
 
     def _warn_of_tokens_without_embedding(self) -> None:
         if (highest := self.tokenizer.highest_id) >= self._vocab:
             _log.warning(
-                "the tokenizer has token ids up to %d, the model embeds %d tokens: "
-                "prompts that contain the others are refused", highest, self._vocab,
+                "the tokenizer has token ids up to %d, the model embeds only %d tokens: "
+                "prompts with other tokens are refused", highest, self._vocab,
             )  # fmt: skip
 
     def _rendered(self, request: ChatCompletionRequest) -> str:
@@ -208,7 +212,7 @@ class RequestParser:
     def _max_tokens(
         self, request: GenerationRequest, prompt_tokens: int, capacity_check: CapacityCheck | None
     ) -> int:
-        """How many tokens the answer may have: as asked for, or as many as fit."""
+        """Return the answer's limit: as the client asked, or as much as fits."""
         room = self.max_positions - prompt_tokens
         wanted = request.output_limit
         if wanted is None:
@@ -217,7 +221,7 @@ class RequestParser:
             )
             wanted = max(1, min(self._default_max_tokens, room, longest))
         if wanted > room:
-            # What the gangs hold may be less than what the model can do.
+            # The gangs' slots may be a lower limit than the model's positions.
             here = (
                 None if capacity_check is None else capacity_check.rejection(prompt_tokens, wanted)
             )
@@ -266,7 +270,7 @@ class RequestParser:
 
 
 def objective(options: CspsRequestOptions) -> Objective:
-    """What to make the best of; a bound on TTFT alone means "as accurate as that allows"."""
+    """Return what to optimize; with a bound on TTFT alone that is accuracy."""
     only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
     return Objective(
         kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
@@ -276,11 +280,13 @@ def objective(options: CspsRequestOptions) -> Objective:
 
 
 def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
-    """Whether the configurator may choose, within bounds, what the request's attention drops: those
-    that have bounds and no attention of their own, and sparse attention without a drop ratio.
+    """Return whether the configurator may choose, within bounds, which keys attention drops.
+
+    It may for a request with bounds and no attention of its own, and for sparse attention without a
+    drop ratio.
 
     Args:
-        given: `given_of_csa`.
+        given: result of `given_of_csa`.
     """
     if options.attention == "csa":
         by_hand = {"drop_ratios", "nested", "decode_kept_only"}
@@ -289,7 +295,7 @@ def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
 
 
 def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
-    """Fields of `CsaSettings` that the client fixes."""
+    """Return the fields of `CsaSettings` that the client fixed."""
     named = {field.name: field.name for field in fields(CsaSettings)} | {
         "drop_ratios": "drop_ratio"
     }
@@ -297,9 +303,10 @@ def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
 
 
 def csa_settings(options: CspsRequestOptions) -> CsaSettings:
-    """What the client fixes of its sparse attention; what it leaves open drops nothing, and judges
-    by the same layer if it judges by a window: what the layer before looked at may be something
-    else, which models of few layers show (benchmarks/results/two-servers-2026-11-21.md)."""
+    """Return the settings of sparse attention; keys are dropped only as the client asked.
+
+    With an importance window the default `importance_layer` is "same".
+    """
     given = {
         name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
     }
@@ -308,14 +315,16 @@ def csa_settings(options: CspsRequestOptions) -> CsaSettings:
         settings = replace(settings, drop_ratios=options.drop_ratio)
     if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
         return settings
+    # The layer before may look at other keys than this one, which models of few layers show
+    # (benchmarks/results/two-servers-2026-11-21.md).
     return replace(settings, importance_layer="same")
 
 
 def read_slo(headers: Mapping[str, str]) -> SloBounds:
-    """The `x-slo-*` headers.
+    """Return the objectives from the `x-slo-*` headers.
 
     Raises:
-        InvalidRequest: one is not a positive number of milliseconds.
+        InvalidRequest: a header is not a positive number of milliseconds.
     """
     return SloBounds(
         ttft_ms=_milliseconds(headers, "x-slo-ttft-ms"),

@@ -1,7 +1,7 @@
-"""The arguments of `csps serve`, `stop`, `demo` and `check-config`.
+"""Parse the arguments of `csps serve`, `stop`, `demo` and `check-config`.
 
-What the commands do is imported when one runs: `csps serve --help` should not take the seconds that
-Ray and torch take to import.
+Each command imports its implementation when it runs: `csps serve --help` must not wait seconds for
+Ray and torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def demo(argv: Sequence[str]) -> None:
 
 
 def check_config(argv: Sequence[str]) -> None:
-    """Say whether a configuration can be deployed."""
+    """Report if a configuration can be deployed."""
     parser = _parser("check-config", "Check a configuration file.")
     _add_config(parser)
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`csps demo`: one long question to a running server, with its answer and its times."""
+"""Run `csps demo`: one long question to a running server, with its answer and its times."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from csps.services.settings.credentials import known_keys
 PROMPT_TOKENS = 16_384
 MAX_ANSWER_TOKENS = 32
 DEADLINE_S = 600.0
-"""Between two pieces of the answer; the first one takes longest."""
+"""Limit between two chunks of the answer; the first one takes longest."""
 
 
 @dataclass
 class StreamedAnswer:
-    """What came back, and when."""
+    """An answer, and the time of each of its tokens."""
 
     text: str = ""
     stamps: list[float] = field(default_factory=list)
-    """`time.perf_counter()` of each chunk that carried a token."""
+    """Times (`time.perf_counter()`) of the chunks that carried a token."""
     usage: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
-    """The `csps` extension: plan, placement, timings."""
+    """Content of the `csps` extension: plan, placement, timings."""
 
 
 def demo(config: DeployConfig, name: str = "request") -> None:
     """Hide a fact in 16K tokens of text, ask for it, stream the answer, print the times.
 
-    The text is always the same: a server that keeps KV answers it from that of the time before, and
-    what is printed says so.
+    The text is always the same. A server that retains KV reuses it the second time, and the output
+    says so.
     """
     prompt = question(config)
     depths = ", ".join(f"{needle.depth:.0%}" for needle in prompt.asked)
@@ -58,7 +58,8 @@ def demo(config: DeployConfig, name: str = "request") -> None:
 
 
 def question(config: DeployConfig) -> NeedlePrompt:
-    """Facts hidden in English prose, at most `PROMPT_TOKENS` by the served model's tokenizer."""
+    """Generate English prose with facts, at most `PROMPT_TOKENS` by the served model's
+    tokenizer."""
     tokenizer = Tokenizer(config.settings.model_dir)
 
     def count(text: str) -> int:
@@ -115,7 +116,7 @@ def _chunks(config: DeployConfig, body: dict[str, Any]) -> Iterator[dict[str, An
 
 
 def _authorization(config: DeployConfig) -> dict[str, str]:
-    """Of a client that has the first of the server's keys, where there are any."""
+    """Return the header of a client with the first of the server's keys, if there are any."""
     keys = known_keys(config.settings.api_keys_file)
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
@@ -133,7 +134,7 @@ def _record(streamed: StreamedAnswer, chunk: dict[str, Any]) -> None:
 
 
 def summary(prompt: NeedlePrompt, streamed: StreamedAnswer, started: float) -> list[str]:
-    """What the person at the terminal wants to know."""
+    """Return the lines about a finished answer: correctness, times, tokens, plan."""
     stamps = streamed.stamps
     ttft_s = stamps[0] - started
     tbt_ms = 1000 * (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
@@ -148,31 +149,33 @@ def summary(prompt: NeedlePrompt, streamed: StreamedAnswer, started: float) -> l
 
 
 def reuse_lines(usage: dict[str, Any]) -> list[str]:
-    """What the time to the first token does not contain."""
+    """Return a line about the reused KV, which the time to the first token does not contain."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     if not cached:
         return []
-    return [f"  an earlier request has left the KV of {cached} tokens: only the rest was computed"]
+    return [
+        f"  reused the KV of {cached} tokens from an earlier request; only the rest was computed"
+    ]
 
 
 def plan_lines(report: dict[str, Any]) -> list[str]:
-    """The plan in words."""
+    """Describe the plan and the placement in words."""
     plan, placement = report["plan"], report["placement"]
     bounds = placement["bounds"]
-    parts = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
-    shares = [
+    chunks = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
+    slices = [
         f"{kv_slice['span']['stop'] - kv_slice['span']['start']} on {kv_slice['instance']}"
         for kv_slice in placement["shares"]
     ]
     return [
         f"plan: {plan['attention']} attention, {plan['strategy']} ({plan['reason']})",
-        f"prefill on instances {placement['group']} ({parts} tokens), "
-        f"KV cache: {', '.join(shares)}, decoded by {placement['master']}",
+        f"prefill on instances {placement['group']} ({chunks} tokens), "
+        f"KV cache: {', '.join(slices)}, decoded by {placement['master']}",
     ]
 
 
 def usage_hints(config: DeployConfig) -> str:
-    """Lines to copy."""
+    """Return lines to copy: further requests, metrics, traces."""
     settings, url = config.settings, config.url
     model, telemetry = settings.model_name, settings.telemetry
     traces = telemetry.otlp_endpoint or f"{telemetry.spans_dir} (csps trace list)"

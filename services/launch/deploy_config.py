@@ -1,6 +1,6 @@
-"""Reading and checking `config.yaml` before anything is started.
+"""Read and check `config.yaml` before anything is started.
 
-Ray's own schema ignores misspelled keys; here each is an error that names the nearest right one.
+Ray's own schema ignores misspelled keys; here each is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000
 LAST_PORT = 65_535
 SERVE_DEFAULT_NAME = "default"
-"""Of an application that the file gives no name."""
+"""Name of an application that the file does not name."""
 _RESOLVED = {
     "model",
     "served_model_name",
@@ -30,7 +30,7 @@ _RESOLVED = {
     "scheduling",
     "telemetry",
 }
-"""Settings with a path, which processes elsewhere would take from their own working directory."""
+"""Settings with a path, which processes elsewhere would resolve in their own working directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class DeployConfig:
     """A checked Serve configuration."""
 
     data: dict[str, Any]
-    """As `serve deploy` takes it, with absolute paths."""
+    """Configuration for `serve deploy`, with absolute paths."""
     settings: Settings
     host: str
     port: int
@@ -56,14 +56,14 @@ class DeployConfig:
 
     @property
     def url(self) -> str:
-        """Where the API will be, seen from this machine."""
+        """The API's address, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}"
 
 
 def read_config(path: Path, *, port: int | None = None) -> DeployConfig:
-    """The configuration in `path`; `port` overrides its HTTP port.
+    """Read the configuration in `path`; `port` overrides its HTTP port.
 
     Raises:
         ConfigError: one line that says what is wrong, and where.
@@ -111,7 +111,7 @@ def _check_listening(http: Mapping[str, Any]) -> None:
 
 
 def _check_keys(data: Any) -> None:
-    """Every key of Serve's own part of the file is one that Serve knows."""
+    """Raise ConfigError if Serve's own part of the file has a key that Serve does not know."""
     from ray.serve.schema import (
         DeploymentSchema,
         HTTPOptionsSchema,

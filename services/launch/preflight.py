@@ -1,11 +1,9 @@
-"""What must be true of a checkpoint before ranks are started on it, and how much each will load.
+"""Check a checkpoint and a machine before a server is started on them.
 
-Only JSON files and the headers of the weight files are read. The ranks would find the same, but
-only after Ray has started them, several times over and in a log file.
+Only JSON files and the headers of the weight files are read. Ranks would find the same errors, but
+only after Ray has started them, several times over and in a log file. Each finding is one line.
 
-How much main memory a server on this machine takes when it is full.
-
-What must be true of a machine before a server is started on it. Each finding is one line.
+`MemoryNeed` says how much main memory a fully loaded server takes on this machine.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from csps.services.settings.settings import Settings
 
 
 def check_model(settings: Settings) -> None:
-    """See that the router can read requests for the model, and that every rank can load it.
+    """Raise if the router cannot read requests for the model, or if a rank cannot load it.
 
     Raises:
         ConfigError: the architecture or a feature of it is not supported, a tensor is missing or
-            of another shape, the model cannot be cut into `tp` shares, or a file is damaged.
+            of another shape, the model cannot be split over `tp` ranks, or a file is damaged.
     """
     with _one_line("model"):
         read_spec(settings.model_dir)
@@ -50,23 +48,24 @@ def check_model(settings: Settings) -> None:
 
 
 def _check_in_flight(settings: Settings) -> None:
-    """What a rank may have on its way to each rank of the other gang has room for one token."""
+    """Raise ConfigError if a rank has no room in flight for one token to each rank of the other
+    gang."""
     spec, dtype = read_spec(settings.model_dir), getattr(torch, settings.dtype)
     heads = min(len(tp_shard_of(spec, 0, gang.tp).kv_heads) for gang in settings.gangs.values())
     token_bytes = heads * entry_bytes(dtype, spec.head_dim)
     peers = max(gang.ranks for gang in settings.gangs.values())
     if settings.kv_transfer.in_flight_bytes // peers < token_bytes:
         raise ConfigError(
-            f"kv_transfer.in_flight_mib: {peers} ranks share it, and {token_bytes} bytes are the "
-            "KV of one token in one layer"
+            f"kv_transfer.in_flight_mib: {peers} ranks share it, and each needs at least "
+            f"{token_bytes} bytes, the KV of one token in one layer"
         )
 
 
 def rank_parameters(role: GangRole, settings: Settings) -> int:
-    """Parameters that one rank of a gang loads.
+    """Count the parameters that one rank of a gang loads.
 
     Raises:
-        ConfigError: it cannot; see `check_model`.
+        ConfigError: the rank cannot load the model; see `check_model`.
     """
     with _one_line(f"{role}.tp"):
         return count_parameters(settings.model_dir, tp_size=settings.gangs[role].tp)
@@ -74,7 +73,7 @@ def rank_parameters(role: GangRole, settings: Settings) -> int:
 
 @contextmanager
 def _one_line(setting: str) -> Iterator[None]:
-    """What the models room finds wrong, as the operator's mistake in a setting."""
+    """Turn a ValueError of `models` into a ConfigError about a setting, on one line."""
     try:
         yield
     except ValueError as exc:  # CheckpointError, and a `tp` that does not fit
@@ -83,50 +82,51 @@ def _one_line(setting: str) -> Iterator[None]:
 
 GIB = 2**30
 RAY_BYTES = 7 * GIB // 8
-"""Ray and its dashboard; this and the next two as measured, common pages shared out, rounded up."""
+"""Ray and its dashboard. This and the next two are measured, with common pages divided, rounded
+up."""
 SHELL_BYTES = 3 * GIB // 4
-"""HTTP front, router, configurator and registry."""
+"""Reverse proxy, router, configurator and registry."""
 RANK_BYTES = GIB // 4
-"""Python and torch of one rank, without what is counted below."""
+"""Python and torch of one rank, without the parts counted below."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes of main memory, by what they are for. All ranks together."""
+    """Bytes of main memory by purpose, all ranks together."""
 
     ranks: int
-    """How many; not bytes."""
+    """Number of ranks, not bytes."""
     ray: int = 0
-    """What is there before any rank, where it is not there yet."""
+    """Bytes of Ray itself; 0 if it runs already."""
     weights: int = 0
     kv_cache: int = 0
-    """With every slot in use. The system backs a slot when it is first written, so a server
-    starts with less, and would be killed on the way to its full load."""
+    """Bytes of all slots. The system backs a slot when it is first written: a server starts with
+    less, and would be killed on the way to its full load."""
     activations: int = 0
-    """Of a prompt that fills the prefill slots."""
+    """Bytes for a prompt that fills the prefill slots."""
     kv_transfer: int = 0
-    """For KV on its way between gangs."""
+    """Bytes for KV in transfer between gangs."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         lasting = self.processes + self.weights + self.kv_cache
         return lasting + self.activations + self.kv_transfer
 
     @property
     def processes(self) -> int:
-        """What is there before any weight is loaded."""
+        """Bytes in use before any weight is loaded."""
         return self.ray + SHELL_BYTES + self.ranks * RANK_BYTES
 
     @property
     def breakdown(self) -> str:
-        """In words, GiB each."""
+        """The need in words, GiB each."""
         return (
             f"Ray and {self.ranks} ranks {self.processes / GIB:.1f}, "
             f"weights {self.weights / GIB:.1f}, KV cache {self.kv_cache / GIB:.1f}, "
             f"activations {self.activations / GIB:.1f}, "
-            f"KV on its way {self.kv_transfer / GIB:.1f}"
+            f"KV in transfer {self.kv_transfer / GIB:.1f}"
         )
 
     def __add__(self, other: MemoryNeed) -> MemoryNeed:
@@ -140,10 +140,10 @@ class MemoryNeed:
 
 
 def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
-    """What all gangs and everything around them need.
+    """Return the need of all gangs and of everything around them.
 
     Args:
-        ray_runs: its memory is taken already.
+        ray_runs: Ray runs already, and its memory is in use.
 
     Raises:
         ConfigError: the model cannot be served.
@@ -173,12 +173,12 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
 
 
 def _kv_elements(spec: ModelSpec, tp: int) -> int:
-    """Numbers that one rank keeps of a token: keys and values, all layers."""
+    """Count the numbers that one rank stores for a token: keys and values, all layers."""
     return 2 * spec.layers * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
 
 
 def _activation_elements(spec: ModelSpec, tp: int) -> int:
-    """Numbers that a prefill rank has of a token at once, roughly: three times the residual
+    """Estimate the numbers that a prefill rank has at once for a token: three times the residual
     stream, and queries, keys, values and outputs on both sides of an exchange."""
     shard = tp_shard_of(spec, 0, tp)
     heads = len(shard.query_heads) + len(shard.kv_heads)
@@ -197,18 +197,19 @@ def check_python() -> None:
 
 
 SERVER_PORT = "http_options.port, or `csps serve --port`"
-"""Where the server's port is chosen."""
+"""Ways to choose the server's port."""
 
 
 def check_port(host: str, port: int, *, setting: str = SERVER_PORT) -> None:
-    """Raise `ConfigError` if somebody listens there already; `setting` chooses another port."""
+    """Raise `ConfigError` if another process listens there; `setting` names another port's
+    setting."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as exc:
             raise ConfigError(
-                f"port {port} on {host} cannot be used ({exc.strerror}): stop what uses it, or "
+                f"port {port} on {host} cannot be used ({exc.strerror}): stop its user, or "
                 f"choose another one ({setting})"
             ) from None
 
@@ -228,7 +229,7 @@ def check_memory_at_all(need: MemoryNeed, *, meminfo: Path = MEMINFO) -> None:
 
 
 def wait_memory(need: MemoryNeed, deadline_s: float) -> None:
-    """`check_memory`, again and again while processes that have ended may still hold some."""
+    """Repeat `check_memory` until the deadline: processes that have ended may still hold memory."""
     deadline = time.monotonic() + deadline_s
     while True:
         try:
@@ -240,23 +241,23 @@ def wait_memory(need: MemoryNeed, deadline_s: float) -> None:
 
 
 def check_memory(need: MemoryNeed, *, freed: int = 0, meminfo: Path = MEMINFO) -> None:
-    """Raise `ConfigError` if a server does not fit into what is free; silent where unknown.
+    """Raise `ConfigError` if a server does not fit into free memory; do nothing if that is unknown.
 
     Args:
-        freed: bytes that are free as well once what runs has ended.
+        freed: further bytes that become free when the running server ends.
     """
     available = memory_gib("MemAvailable", meminfo)
     if available is not None and available + freed / GIB < need.total / GIB:
-        more = f", and at most {freed / GIB:.1f} more without what runs" if freed else ""
+        more = f", and at most {freed / GIB:.1f} more once the running server ends" if freed else ""
         raise ConfigError(
             f"{available:.1f} GiB of memory are available{more}, but {need.total / GIB:.1f} GiB "
-            f"are needed ({need.breakdown}): free some, or lower instances or kv_slots, or set dtype "
+            f"are needed ({need.breakdown}): free some, lower instances or kv_slots, or set dtype "
             "to bfloat16"
         )
 
 
 def memory_gib(name: str, meminfo: Path = MEMINFO) -> float | None:
-    """A figure of the system's: MemTotal, or MemAvailable, what processes can have unswapped."""
+    """Return a figure of /proc/meminfo in GiB: MemTotal, or MemAvailable, which excludes swap."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:  # not Linux

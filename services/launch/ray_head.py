@@ -1,12 +1,13 @@
-"""A Ray head for one machine: loopback only, token authentication on, no usage reports.
+"""Start and stop a Ray head for one machine: loopback only, with a token, no usage reports.
 
-`ray start --block` runs detached and is remembered in a state file, so that `csps stop` ends the
+`ray start --block` runs detached, and a state file remembers it. `csps stop` then ends the
 processes of this server and of no other (`ray stop` would end every Ray on the machine).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import secrets
@@ -28,22 +29,25 @@ import httpx
 from csps.protocols.core.errors import DeadlineExceeded, FaultError
 from csps.services.launch.reverse_proxy import REVERSE_PROXY_PORTS, reverse_proxy_environment
 
+_log = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 RUN_DIR = Path("run")
-"""State of the server that was started from this directory: log, token, process id, traces."""
+"""Directory for the state of a server started from here: log, token, process id, traces."""
 STATE_FILE = "ray.json"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 START_DEADLINE_S = 60.0
 STOP_GRACE_S = 3.0
-"""Ray by itself needs two; for what Serve leaves running it would wait in vain, ten and more."""
+"""Time for Ray to end its processes. Ray itself needs two seconds; it would wait ten and more in
+vain for processes that Serve leaves running."""
 STOP_DEADLINE_S = 20.0
 POLL_S = 0.2
 POLL_TIMEOUT_S = 5.0
 PORTS = range(20_000, 25_000)
-"""Ray gives none of these to its workers, nor Serve to replicas, nor the system to connections:
-nobody else comes by what was found free here until Ray listens on it, which takes seconds."""
+"""Ports that neither Ray gives to workers, nor Serve to replicas, nor the system to connections: a
+port found free here stays free for the seconds until Ray listens on it."""
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Tensors never go through Ray; its default would be a third of the machine's memory."""
+"""Small, because tensors never go through Ray; its default is a third of the machine's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +55,41 @@ class RayHead:
     """A running head."""
 
     pid: int
-    """Of `ray start --block`, which leads the session of all that it has started."""
+    """Process id of `ray start --block`, which leads the session of all processes that it
+    starts."""
     address: str
     dashboard: str
     """URL of the REST API that deploys applications."""
     token_file: str
     log_file: str
     socket_dir: str
-    """Of the HTTP front; in /tmp, because a socket's path must be short."""
+    """Directory of the reverse proxy's sockets; in /tmp, because a socket's path must be short."""
 
     @property
     def alive(self) -> bool:
-        """The leading process is there, and is the one that was started."""
+        """True if the leading process runs and is the one that was started."""
         return b"--block" in _proc_file(self.pid, "cmdline")
 
     @property
     def left(self) -> bool:
-        """Something of it is there; without the leading process nothing that could be relied on.
+        """True if any process of this head is left, even without the leading process.
 
-        A number may have come to mean another session, after a restart of the machine for one:
-        processes of this head are told by the token file in their environment.
+        After a restart of the machine the process id may belong to another session. Processes of
+        this head have the token file in their environment.
         """
         mark = f"{TOKEN_VARIABLE}={self.token_file}".encode()
         return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in session_of(self.pid))
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:
-        """GET of the dashboard's REST API."""
+        """Send a GET to the dashboard's REST API."""
         return self._request("GET", path, timeout_s)
 
     def put(self, path: str, body: object, *, timeout_s: float) -> httpx.Response:
-        """PUT of the dashboard's REST API."""
+        """Send a PUT to the dashboard's REST API."""
         return self._request("PUT", path, timeout_s, json=body)
 
     def _request(self, method: str, path: str, timeout_s: float, **more: Any) -> httpx.Response:
-        # Not through a proxy of the environment, which may know no way back to this machine.
+        # Not through the environment's HTTP proxy, which may not reach this machine.
         return httpx.request(
             method,
             f"{self.dashboard}{path}",
@@ -96,22 +101,23 @@ class RayHead:
 
     @property
     def headers(self) -> dict[str, str]:
-        """For HTTP requests to the dashboard."""
+        """Headers for HTTP requests to the dashboard."""
         return {"Authorization": f"Bearer {Path(self.token_file).read_text().strip()}"}
 
     def environment(self) -> dict[str, str]:
-        """For processes that talk to this head."""
+        """Return the environment of processes that talk to this head."""
         return {**_environment(self.token_file), "RAY_ADDRESS": self.address}
 
     def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """End it and all it started; returns when they are gone.
+        """End the head and all that it started; return when they are gone.
 
         Args:
-            grace_s: for Ray to end its processes in order; 0 kills them.
+            grace_s: time for Ray to end its processes in order; 0 kills them.
 
         Raises:
-            DeadlineExceeded: they do not go, not even killed.
+            DeadlineExceeded: processes are left even after they were killed.
         """
+        _log.info("stopping Ray: pid %d, grace %.1f s", self.pid, grace_s)
         if grace_s > 0 and self.alive:
             os.kill(self.pid, signal.SIGTERM)
             _wait(lambda: not session_of(self.pid), grace_s)
@@ -121,7 +127,7 @@ class RayHead:
 
 
 def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
-    """Start a head whose files lie in `run_dir`; returns when it takes connections.
+    """Start a head whose files lie in `run_dir`; return when it accepts connections.
 
     Raises:
         FaultError: Ray ended at once; the message names its log.
@@ -157,8 +163,9 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
         log_file=str(log_file),
         socket_dir=socket_dir,
     )
-    # Before anything can go wrong: `csps stop` shall find it whatever happens to this process.
+    # Before anything can go wrong: `csps stop` must find it whatever happens to this process.
     (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))
+    _log.info("started Ray: pid %d, GCS %s, log %s", head.pid, head.address, log_file)
     try:
         _wait_for_dashboard(head, process)
     except BaseException:
@@ -169,7 +176,8 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
 
 
 def find_head(run_dir: Path) -> RayHead | None:
-    """The head of an earlier command, if anything is left of it; ask it whether it is `alive`."""
+    """Return the head that an earlier command started, or None if nothing of it is left. Check
+    `alive` before use."""
     try:
         head = RayHead(**json.loads((run_dir / STATE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -178,7 +186,7 @@ def find_head(run_dir: Path) -> RayHead | None:
 
 
 def discard_head(run_dir: Path) -> None:
-    """There is no head any more."""
+    """Delete the state of a head that has ended."""
     (run_dir / STATE_FILE).unlink(missing_ok=True)
     (run_dir / "ray-token").unlink(missing_ok=True)
 
@@ -199,7 +207,11 @@ def _command(
         **({} if num_cpus is None else {"num-cpus": num_cpus}),
     }
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    return [*ray, "--disable-usage-stats", *(f"--{name}={it}" for name, it in options.items())]
+    return [
+        *ray,
+        "--disable-usage-stats",
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
 
 
 def _environment(token_file: str) -> dict[str, str]:
@@ -209,17 +221,17 @@ def _environment(token_file: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         TOKEN_VARIABLE: token_file,
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray runs its workers at 15, as batch jobs; people wait for these.
+        # Ray's default niceness is 15, for batch jobs; people wait for these workers.
         "RAY_worker_niceness": "0",
-        # Ray replaces a loopback address by that of the network interface, except under this
-        # variable, which it has for desktops. All its ports are then bound to loopback
-        # only; those on which Serve replicas listen to each other are not, and need the token.
+        # Without this variable, made for desktops, Ray replaces a loopback address with that of the
+        # network interface. With it, all Ray's ports are bound to loopback. Ports on which Serve
+        # replicas listen to each other are not, and need the token.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 
 def _direct_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that keep this machine's own addresses away from an HTTP proxy."""
+    """Return variables that exempt this machine's own addresses from an HTTP proxy."""
     excepted = environment.get("no_proxy") or environment.get("NO_PROXY")
     hosts = ",".join([*([excepted] if excepted else []), LOOPBACK, "localhost"])
     return {"no_proxy": hosts, "NO_PROXY": hosts}
@@ -232,10 +244,10 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct ones of `PORTS` on which nobody listens.
+    """Find distinct ports of `PORTS` on which nobody listens.
 
     Raises:
-        FaultError: there are not so many.
+        FaultError: fewer than `count` are free.
     """
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
@@ -244,7 +256,7 @@ def _free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise FaultError(f"no {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
+    raise FaultError(f"fewer than {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
 
 
 def _wait_for_dashboard(head: RayHead, process: subprocess.Popen[bytes]) -> None:
@@ -269,7 +281,7 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _proc_file(pid: int, name: str) -> bytes:
-    """Empty if the process is gone or another user's."""
+    """Read a file of /proc; empty if the process is gone or another user's."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -277,7 +289,8 @@ def _proc_file(pid: int, name: str) -> bytes:
 
 
 def _all_killed(session: int) -> bool:
-    """Nobody is left; whoever is gets killed, again and again: a raylet replaces its workers."""
+    """Kill every process left; return True if none was. Call it again: a raylet replaces its
+    workers."""
     left = session_of(session)
     for pid in left:
         with suppress(ProcessLookupError):
@@ -286,7 +299,7 @@ def _all_killed(session: int) -> bool:
 
 
 def session_of(leader: int) -> list[int]:
-    """Processes of the session, zombies excluded."""
+    """List the processes of the session, without zombies."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

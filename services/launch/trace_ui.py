@@ -1,4 +1,4 @@
-"""Arize Phoenix on this machine, and a server that sends its traces there (`make trace-ui`)."""
+"""Run Arize Phoenix on this machine, and point a server's traces at it (`make trace-ui`)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from csps.services.launch.preflight import check_port
 HOST = "127.0.0.1"
 CHOOSING = '`make trace-ui ARGS="--port 6010"`, which takes 6011 as well'
 START_DEADLINE_S = 180.0
-"""Phoenix makes its database first."""
+"""Limit for Phoenix to start; it creates its database first."""
 STOP_DEADLINE_S = 20.0
 POLL_S = 0.2
 
 
 @contextmanager
 def phoenix(program: Path, *, port: int, run_dir: Path) -> Iterator[str]:
-    """Run Phoenix; gives its URL when it listens, and ends it afterwards.
+    """Run Phoenix; yield its URL when it listens, and end it afterwards.
 
     Raises:
-        ConfigError: the program cannot be started, or somebody else listens on a port of it.
+        ConfigError: the program cannot be started, or another process listens on one of its ports.
         FaultError: it ended at once; the message names its log.
         DeadlineExceeded: it does not come up.
     """
-    for wanted in (port, grpc_port(port)):  # or an answer could be that of another viewer
+    for wanted in (port, grpc_port(port)):  # or another viewer could answer
         check_port(HOST, wanted, setting=CHOOSING)
     folder = (run_dir / "phoenix").resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,12 +58,12 @@ def phoenix(program: Path, *, port: int, run_dir: Path) -> Iterator[str]:
 
 
 def grpc_port(port: int) -> int:
-    """Of the viewer that listens on `port`."""
+    """Return the gRPC port of the viewer that listens on `port`."""
     return port + 1
 
 
 def _environment(folder: Path, port: int) -> dict[str, str]:
-    """Loopback only, and nothing is fetched from or told to anybody."""
+    """Return Phoenix's environment: loopback only, no downloads, no reports."""
     return {
         **os.environ,
         "PHOENIX_WORKING_DIR": str(folder),
@@ -91,10 +91,10 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def pointed_at(config: Path, url: str, *, run_dir: Path) -> Path:
-    """A configuration whose server sends its traces to Phoenix at `url`.
+    """Write a copy of `config` whose server sends its traces to Phoenix at `url`; return its path.
 
     Raises:
-        ConfigError: there is none, or not one of an application.
+        ConfigError: the file is missing, or is not the configuration of one application.
     """
     try:
         data: dict[str, Any] = yaml.safe_load(config.read_text())
@@ -102,7 +102,7 @@ def pointed_at(config: Path, url: str, *, run_dir: Path) -> Path:
         args = application.setdefault("args", {})
         args["telemetry"] = {**args.get("telemetry", {}), "otlp_endpoint": f"{url}/v1/traces"}
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{config}: no configuration of a server ({error})") from None
-    made = run_dir / "trace-ui.yaml"
-    made.write_text(yaml.safe_dump(data))
-    return made
+        raise ConfigError(f"{config}: not the configuration of one application ({error})") from None
+    copy = run_dir / "trace-ui.yaml"
+    copy.write_text(yaml.safe_dump(data))
+    return copy

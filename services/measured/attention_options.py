@@ -1,4 +1,4 @@
-"""What the configurator may trade accuracy for, of this model on this machine."""
+"""Load what the configurator may trade accuracy for, of this model on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from csps.services.measured.measured_groups import MeasuredGroups
 from csps.services.settings.settings import Settings
 
 OBJECTIVE_KINDS: tuple[ObjectiveKind, ...] = ("ttft", "accuracy")
-UNKNOWN = "nothing is known here yet of what sparse attention takes and loses"
+UNKNOWN = "time and accuracy of sparse attention were not measured here yet"
 _log = logging.getLogger(__name__)
 
 
 def accuracy_model(settings: Settings) -> AccuracyModel | str:
-    """What sparse attention loses with this model, as learned here or as it ships; or why nobody
-    knows."""
+    """Load the accuracy loss of sparse attention with this model, learned here or shipped; else
+    return the reason why it is unknown."""
     folder = regressors_folder(Path(settings.scaling_information_base))
     identity = identity_of(settings)
     try:
@@ -37,43 +37,45 @@ def accuracy_model(settings: Settings) -> AccuracyModel | str:
 
 
 def predicted_options(settings: Settings, accuracy: AccuracyModel | str) -> PredictedOptions | str:
-    """What requests with bounds choose from; or why all attention is exact, in words that clients
-    may read, and the log has the rest. Missing and foreign measurements end no server.
+    """Return the options for requests with bounds, or the reason why all attention is exact.
+
+    Clients may read the reason; the log has the details. Missing or foreign measurements do not end
+    the server.
 
     Args:
-        accuracy: `accuracy_model`.
+        accuracy: result of `accuracy_model`.
     """
     try:
         if isinstance(accuracy, str):
             raise ConfigError(accuracy)
         return _read(settings, accuracy)
     except CspsError as error:
-        _log.warning("attention is exact whatever bounds requests have: %s", error)
+        _log.warning("attention stays exact for requests with bounds: %s", error)
         return UNKNOWN
 
 
 def regressors_folder(sib: Path) -> Path:
-    """Where `csps train` keeps what it has learned from a scaling information base."""
+    """Return the folder for what `csps train` has learned from a scaling information base."""
     return sib.with_suffix(".regressors")
 
 
 def accuracy_folder(folder: Path) -> Path:
-    """Of the regressor of the loss of accuracy."""
+    """Return the folder of the regressor of the accuracy loss."""
     return folder / KIND
 
 
 def direct_folder(folder: Path, kind: ObjectiveKind) -> Path:
-    """Of the regressors of an objective."""
+    """Return the folder of the regressors of an objective."""
     return folder / f"objective-{kind}"
 
 
 def of_model(identity: Identity) -> dict[str, str]:
-    """What the loss of accuracy depends on."""
+    """Return what the accuracy loss depends on."""
     return {"weights": identity.weights, "dtype": identity.dtype}
 
 
 def of_machine(identity: Identity) -> dict[str, str]:
-    """What times depend on as well."""
+    """Return what times depend on: the model, the device and torch."""
     return {**of_model(identity), "device": identity.device, "torch": identity.torch}
 
 
@@ -81,7 +83,7 @@ def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
     path, identity = Path(settings.scaling_information_base), identity_of(settings)
     base = ScalingInformationBase.read(path, identity) if path.is_file() else None
     if base is None:
-        raise ConfigError(f"there is no {path}: nothing was profiled on this machine")
+        raise ConfigError(f"{path} does not exist: run `csps profile` on this machine first")
     with base:
         groups = MeasuredGroups.read(base, settings)
     folder, layers = regressors_folder(path), read_spec(settings.model_dir).layers

@@ -1,6 +1,7 @@
-"""From rows of the scaling information base to the table that a scheduler works with.
+"""Fit rows of the scaling information base to the table and the ring rules of the scheduler.
 
-From measured rings to the rule that chooses between them, and back out of the base.
+`fit_table` makes the latency table. `fit_rings` makes the rule that chooses between ring pass-KV
+and pass-Q, and stores it in the base.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ EXACT = "ulysses"
 DECODE = "decode"
 K = TypeVar("K")
 Point = tuple[int, int, int]
-"""(tokens, history, batch)."""
+"""Type of a point: (tokens, history, batch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPoint:
-    """A point that was measured, and what fits say about it."""
+    """A measured point, and what fits predict for it."""
 
     key: LatencyKey
     tokens: int
     history: int
     batch: int
     seconds: float
-    """The least of its measurements."""
+    """Least of its measurements."""
     fitted: float
-    """By coefficients fitted to all points."""
+    """Prediction by coefficients fitted to all points."""
     held_out: float
-    """By coefficients fitted to all points but this one."""
+    """Prediction by coefficients fitted to all points but this one."""
 
 
 def fit_table(name: str, steps: Sequence[StepRow], links: Sequence[LinkRow]) -> LatencyTable:
-    """All that the rows tell; what was not measured is left out.
+    """Fit all that was measured; leave out the rest.
 
     Raises:
         ConfigError: a measured time is not positive.
@@ -78,7 +79,7 @@ def fit_table(name: str, steps: Sequence[StepRow], links: Sequence[LinkRow]) -> 
 
 
 def fitted_points(steps: Sequence[StepRow]) -> list[FittedPoint]:
-    """Every measured point beside what fits say about it, those without others left out."""
+    """Return every measured point with its predictions, except a key's only point."""
     return [
         FittedPoint(
             key=key,
@@ -88,7 +89,7 @@ def fitted_points(steps: Sequence[StepRow]) -> list[FittedPoint]:
             seconds=seconds,
             fitted=_predicted(key, points, point),
             held_out=_predicted(
-                key, {other: it for other, it in points.items() if other != point}, point
+                key, {other: least for other, least in points.items() if other != point}, point
             ),
         )
         for key, points in least_times(steps).items()
@@ -98,10 +99,10 @@ def fitted_points(steps: Sequence[StepRow]) -> list[FittedPoint]:
 
 
 def least_times(steps: Iterable[StepRow]) -> dict[LatencyKey, dict[Point, float]]:
-    """Least seconds of each point of each kind of step, in order.
+    """Return the least seconds of each point of each kind of step, in order.
 
-    Whatever disturbs a step only makes it longer, and is not there when the next step is
-    predicted; what serving itself adds, every time, is learned by refitting.
+    A disturbance only makes a step longer, and is absent when the next step is predicted. Overheads
+    of serving itself, which occur every time, are learned by refitting.
     """
     found: dict[tuple[LatencyKey, Point], list[float]] = defaultdict(list)
     for row in steps:
@@ -113,13 +114,13 @@ def least_times(steps: Iterable[StepRow]) -> dict[LatencyKey, dict[Point, float]
 
 
 def key_of(row: StepRow) -> LatencyKey:
-    """What a row was measured of."""
-    instances = sum(int(number) for number in row.group_shape.split("+"))
+    """Return what a row measured: strategy and group size."""
+    instances = sum(int(count) for count in row.group_shape.split("+"))
     return LatencyKey(strategy=row.strategy, sp=instances, tp=row.tp)
 
 
 def links_by_kind(links: Iterable[LinkRow]) -> dict[str, list[LinkMeasurement]]:
-    """Measurements by kind of link, oldest first."""
+    """Group measurements by kind of link, oldest first."""
     by_kind: dict[str, list[LinkMeasurement]] = defaultdict(list)
     for row in links:
         by_kind[row.kind].append(LinkMeasurement(size=row.bytes, seconds=row.seconds))
@@ -127,7 +128,7 @@ def links_by_kind(links: Iterable[LinkRow]) -> dict[str, list[LinkMeasurement]]:
 
 
 def _predicted(key: LatencyKey, points: dict[Point, float], point: Point) -> float:
-    """Seconds at `point` by a fit to `points`."""
+    """Predict the seconds at `point` by a fit to `points`."""
     tokens, history, batch = point
     if key.strategy == DECODE:
         return _fit_iterations(points).predict_ns(batch, batch * history) / 1e9
@@ -137,7 +138,7 @@ def _predicted(key: LatencyKey, points: dict[Point, float], point: Point) -> flo
 def _fit_steps(points: dict[Point, float]) -> StepCost:
     return fit_step(
         [
-            StepMeasurement(rows=((tokens, history),) * batch, seconds=seconds)
+            StepMeasurement(chunks=((tokens, history),) * batch, seconds=seconds)
             for (tokens, history, batch), seconds in points.items()
         ]
     )
@@ -155,14 +156,14 @@ def _fit_iterations(points: dict[Point, float]) -> DecodeCost:
 RING = "ring"
 """Name of the fits that hold rules."""
 CLOSE = 0.03
-"""A choice that takes so much longer than the other one is as good."""
+"""Fraction by which a choice may be slower and still count as good."""
 
 GroupSize = tuple[int, int]
-"""(instances, ranks of each)."""
+"""Type of a group's size: (instances, ranks of each)."""
 
 
 def ring_points(rows: Sequence[StepRow]) -> dict[GroupSize, list[RingPoint]]:
-    """Prefills that were measured both ways, by the size of their group."""
+    """Return prefills that were measured with both rings, by the size of their group."""
     seconds: dict[tuple[GroupSize, int, int], dict[str, float]] = defaultdict(dict)
     for key, points in least_times(row for row in rows if row.strategy in RINGS).items():
         for (tokens, history, _), least in points.items():
@@ -176,13 +177,13 @@ def ring_points(rows: Sequence[StepRow]) -> dict[GroupSize, list[RingPoint]]:
 
 
 def fit_rings(base: ScalingInformationBase) -> tuple[FittedRule, ...]:
-    """Fit what was measured, and keep it where it is new."""
+    """Fit the measured rings, and store the fit if it is new."""
     fitted = []
     for (sp, tp), points in ring_points(base.rows(StepRow)).items():
-        rule = fit_rule(points)
-        if rule is not None:
-            fitted.append(FittedRule(sp=sp, tp=tp, rule=rule))
-    canonical = json.dumps([asdict(it) for it in fitted], sort_keys=True).encode()
+        ring_rule = fit_rule(points)
+        if ring_rule is not None:
+            fitted.append(FittedRule(sp=sp, tp=tp, rule=ring_rule))
+    canonical = json.dumps([asdict(rule) for rule in fitted], sort_keys=True).encode()
     digest = hashlib.sha256(canonical).hexdigest()
     last = base.latest_fit(RING)
     if fitted and (last is None or last.digest != digest):
@@ -192,26 +193,26 @@ def fit_rings(base: ScalingInformationBase) -> tuple[FittedRule, ...]:
 
 
 def fitted_rings(fit: FitRow | None) -> tuple[FittedRule, ...]:
-    """What `fit_rings` has kept."""
+    """Return the rules that `fit_rings` has stored."""
     return () if fit is None else parse_fitted(json.loads(fit.canonical))
 
 
 def ring_lines(rows: Sequence[StepRow], fitted: Sequence[FittedRule]) -> Iterator[str]:
-    """Both variants' times, which one the rule takes, and what that costs where it is wrong."""
+    """Yield both variants' times, the rule's choice, and the cost of a wrong choice."""
     points = ring_points(rows)
-    for it in fitted:
+    for size in fitted:
         yield ""
-        yield f"rings on {it.sp} instances, tp {it.tp}"
+        yield f"rings on {size.sp} instances, tp {size.tp}"
         yield f"{'new':>8}{'history':>9}{'missed':>8}{'pass-KV':>12}{'pass-Q':>12}  chosen"
-        lost = [regret(it.rule, point) for point in points[it.sp, it.tp]]
-        for point, loss in zip(points[it.sp, it.tp], lost, strict=True):
+        lost = [regret(size.rule, point) for point in points[size.sp, size.tp]]
+        for point, loss in zip(points[size.sp, size.tp], lost, strict=True):
             wrong = f", {loss:.1%} slower" if loss else ""
             yield (
                 f"{point.new:>8}{point.history:>9}{miss_rate(point.new, point.history):>8.1%}"
                 f"{point.kv_s * 1e3:>9.2f} ms{point.q_s * 1e3:>9.2f} ms"
-                f"  {it.rule.choose(point.new, point.history)}{wrong}"
+                f"  {size.rule.choose(point.new, point.history)}{wrong}"
             )
-        rule, good = it.rule, sum(loss <= CLOSE for loss in lost)
+        rule, good = size.rule, sum(loss <= CLOSE for loss in lost)
         yield (
             f"  h(T, P) = {rule.alpha:.4g} ln T + {rule.beta:.4g} ln(T / (T + P)) "
             f"+ {rule.gamma:.4g}, pass-KV where positive"

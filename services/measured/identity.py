@@ -1,4 +1,4 @@
-"""What measured times on this machine depend on."""
+"""Identify the model and the machine that measured times depend on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from csps.services.settings.settings import Settings
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
-"""The name alone says little: clouds call many generations the same."""
+"""Fields of the CPU. The name alone is ambiguous: clouds give many generations the same."""
 
 
 def identity_of(settings: Settings) -> Identity:
-    """Of the model that these settings serve, on this machine.
+    """Return the identity of the model that these settings serve, on this machine.
 
     Raises:
         ConfigError: there is no such model.

@@ -1,6 +1,6 @@
-"""How fast links inside a server and between two are: as measured, else as the operator says.
+"""Describe the prefill gang for the pipeline simulator, with profiled times and link speeds.
 
-Groups of instances as the pipeline simulator wants them, with the times that were profiled.
+Links that nobody has measured follow the operator's `topology.link_ratio`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
 INSIDE, BETWEEN = "inside", "between"
-"""Kinds of links: both ranks on one server, or on two."""
+"""Kinds of links: both ranks on one server, or on two servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """Of the ranks that compute prompts."""
+    """Speeds of links between the ranks that compute prompts."""
 
     inside: LinkSpeed
     between: LinkSpeed
 
     @classmethod
     def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredLinks:
-        """Links between servers that nobody has measured are slower than those inside by the
-        settings' `topology.link_ratio`. Where there are none inside, as of one rank a server, those
-        between count for both.
+        """Read the measured links, and derive those that nobody has measured.
+
+        Links between servers then are slower than those inside by `topology.link_ratio`. If a gang
+        has none inside, with one rank a server, those between servers count for both.
 
         Raises:
             ConfigError: no links were measured.
@@ -57,12 +58,12 @@ class MeasuredLinks:
 
     @property
     def ratio(self) -> float:
-        """How much longer a byte takes between servers than inside one, at least 1."""
+        """Time of a byte between servers over that inside one, at least 1."""
         return max(1.0, self.inside.bytes_per_s / self.between.bytes_per_s)
 
 
 def link_ratio(settings: Settings) -> float:
-    """As measured here; what the settings say where nothing was, or on another machine."""
+    """Return the measured ratio; the settings' one if none was measured on this machine."""
     path = Path(settings.scaling_information_base)
     try:
         base = ScalingInformationBase.read(path, identity_of(settings)) if path.is_file() else None
@@ -70,33 +71,36 @@ def link_ratio(settings: Settings) -> float:
             return settings.topology.link_ratio
         with base:
             return MeasuredLinks.read(base, settings).ratio
-    except CspsError:  # whoever predicts times from the base logs why
+    except CspsError:  # `attention_options` logs the reason
         return settings.topology.link_ratio
 
 
 def gang_places(base: ScalingInformationBase, settings: Settings) -> list[str]:
-    """Rack-Server-GPU ids of the ranks that compute prompts, in rank order: as the settings name
-    them, else as they were when links were last measured, else all on one server."""
+    """Return Rack-Server-GPU ids of the ranks that compute prompts, in rank order.
+
+    They are those of the settings, else those of the last measurement of links, else all on one
+    server.
+    """
     if named := settings.topology.of(settings.prefilling_role):
         return list(named)
     ranks = range(settings.prefilling.ranks)
     by_rank: dict[int, str] = {}
     for row in reversed(base.rows(LinkRow)):
         for place in filter(None, (row.sender, row.receiver)):
-            # By their nodes' labels ids end with the rank's number.
+            # Ids made from node labels end with the rank.
             by_rank.setdefault(int(place.rpartition("-")[2]), place)
     return [by_rank.get(rank, f"0-0-{rank}") for rank in ranks]
 
 
 def kind_of(sender: str, receiver: str) -> str:
-    """The link between two Rack-Server-GPU ids."""
-    servers = {it.rpartition("-")[0] for it in (sender, receiver)}
+    """Return the kind of the link between two Rack-Server-GPU ids."""
+    servers = {place.rpartition("-")[0] for place in (sender, receiver)}
     return INSIDE if len(servers) == 1 else BETWEEN
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredGroups:
-    """Of the gang that prefills."""
+    """Profiled times and link speeds of the prefill gang."""
 
     shape: AttentionShape
     tp: int
@@ -105,12 +109,16 @@ class MeasuredGroups:
     between: LinkSpeed
     itemsize: int
     cores: float | None = None
-    """Of a server, over the threads of those of its ranks that are simulated as one; None where
+    """Cores of a server over the threads of an instance, which is simulated as one rank; None if
     each rank has a device of its own."""
 
     @classmethod
     def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredGroups:
-        """Raises ConfigError if phases or links were not profiled."""
+        """Read the times of the settings' gang.
+
+        Raises:
+            ConfigError: phases or links were not profiled.
+        """
         tp, spec = settings.prefilling.tp, read_spec(settings.model_dir)
         rows = base.rows(PhaseRow)
         times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
@@ -129,10 +137,10 @@ class MeasuredGroups:
         return replace(alone, times=with_overheads(alone.of_servers([1], tp), rows))
 
     def of_places(self, places: Sequence[str]) -> SimulatedGroup:
-        """Instances at Rack-Server-GPU ids, ascending."""
+        """Return a group of instances at Rack-Server-GPU ids, ascending."""
         servers = [location.server_id for location in Topology.of(places).locations]
-        numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
-        most = max(map(servers.count, numbers))
+        indices = {server: index for index, server in enumerate(dict.fromkeys(servers))}
+        most = max(map(servers.count, indices))
         sharing = self.cores is not None and self.cores < most
         return SimulatedGroup(
             shape=self.shape,
@@ -141,13 +149,13 @@ class MeasuredGroups:
             times=self.times,
             wiring=Wiring.of_servers(servers, inside=self.inside, between=self.between),
             itemsize=self.itemsize,
-            cores_of=tuple(numbers[it] for it in servers) if sharing else None,
-            cores=(self.cores,) * len(numbers) if sharing and self.cores is not None else (),
+            cores_of=tuple(indices[server] for server in servers) if sharing else None,
+            cores=(self.cores,) * len(indices) if sharing and self.cores is not None else (),
         )
 
     def of_servers(self, servers: Sequence[int], tp: int) -> SimulatedGroup:
-        """So many instances on each of some servers of one rack."""
-        assert tp == self.tp, "another gang's instances"
+        """Return a group with `servers[i]` instances on server i of one rack."""
+        assert tp == self.tp, f"group with tp {tp} from a gang with tp {self.tp}"
         places = [
             f"0-{server}-{place}"
             for server, instances in enumerate(servers)
@@ -157,7 +165,7 @@ class MeasuredGroups:
 
 
 def shape_of(spec: ModelSpec, settings: Settings) -> AttentionShape:
-    """The sizes of the served model's attention."""
+    """Return the sizes of the served model's attention."""
     return AttentionShape(
         hidden=spec.hidden,
         heads=spec.heads,

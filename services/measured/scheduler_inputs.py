@@ -1,9 +1,4 @@
-"""The latencies that a server starts with.
-
-The rules between ring pass-KV and pass-Q that a server starts with.
-
-The rates of improvement that Tetris starts with.
-"""
+"""Load the measured inputs of a server's scheduler: latencies, ring rules, improvement rates."""
 
 from __future__ import annotations
 
@@ -30,8 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def latency_table(settings: Settings) -> LatencyTable:
-    """What was profiled here with this model; the shipped coefficients, with a warning, where
-    nothing was.
+    """Return the profiled latencies of this model; without any, warn and return the shipped ones.
 
     Raises:
         ConfigError: the scaling information base is of another model or machine, or damaged.
@@ -39,7 +33,7 @@ def latency_table(settings: Settings) -> LatencyTable:
     path = Path(settings.scaling_information_base)
     base = ScalingInformationBase.read(path, identity_of(settings)) if path.is_file() else None
     if base is None:
-        return _shipped(f"there is no {path}")
+        return _shipped(f"{path} does not exist")
     with base:
         fit = base.latest_fit(LATENCY)
     if fit is None:
@@ -55,7 +49,7 @@ def _shipped(reason: str) -> LatencyTable:
 
 
 def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
-    """What was fitted here, and thresholds from measured compute and bandwidth for the rest.
+    """Return the fitted rules, with thresholds from compute and bandwidth for other group sizes.
 
     Args:
         table: latencies in force.
@@ -74,7 +68,7 @@ def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
     inside = _bytes_per_s(table, INSIDE)
     try:
         between = _bytes_per_s(table, BETWEEN)
-    except ConfigError:  # not measured: as the operator has said
+    except ConfigError:  # not measured: the operator's ratio
         between = inside / settings.topology.link_ratio
     return RingRules(
         model=RingModel(
@@ -89,11 +83,14 @@ def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
 
 
 def _flops(spec: ModelSpec, table: LatencyTable, tp: int) -> float:
-    """Operations of attention that a rank does a second: a token attends to one of its history in
-    every layer but the last, by two products of all query heads."""
+    """Return the attention FLOP/s of a rank, from its measured time per token of history.
+
+    A token attends to one of its history in every layer but the last, by two products of all query
+    heads.
+    """
     try:
         step = table.step(1, tp)
-    except ConfigError:  # nobody has measured instances of so many ranks
+    except ConfigError:  # instances with this tp were not measured
         return _flops(spec, table, 1)
     _, _, history_ns, pair_ns = step.in_ns
     if not (pair_s := (history_ns or 2 * pair_ns) * 1e-9):
@@ -102,10 +99,10 @@ def _flops(spec: ModelSpec, table: LatencyTable, tp: int) -> float:
 
 
 def _bytes_per_s(table: LatencyTable, kind: str) -> float:
-    """Of a kind of link.
+    """Return the bandwidth of a kind of link.
 
     Raises:
-        ConfigError: none was measured, and none between servers comes with csps.
+        ConfigError: the link was not measured, and csps ships no figure for it.
     """
     try:
         link = table.link(kind)
@@ -115,9 +112,10 @@ def _bytes_per_s(table: LatencyTable, kind: str) -> float:
 
 
 def scheduling_options(settings: Settings) -> dict[str, Any]:
-    """The policy's options as the settings have them, with what `csps rates` has found where the
-    policy looks up rates of improvement and the settings name none. So they are in the header of
-    the decision log, which can be replayed without the scaling information base.
+    """Return the policy's options, with the improvement rates that `csps rates` has computed.
+
+    Rates are added if the policy uses them and the settings give none. They are then in the header
+    of the decision log, which can be replayed without the scaling information base.
 
     Raises:
         ConfigError: the scaling information base is of another model or machine, or damaged.
@@ -128,7 +126,7 @@ def scheduling_options(settings: Settings) -> dict[str, Any]:
     if settings.scheduling.policy != "tetris" or not wanted or not path.is_file():
         return options
     base = ScalingInformationBase.read(path, identity_of(settings))
-    assert base is not None, "the file was there"
+    assert base is not None, f"{path} vanished while it was read"
     with base:
         fit = base.latest_fit(FIT)
     if fit is None:

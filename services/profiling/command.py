@@ -1,7 +1,5 @@
-"""What `csps profile` prints.
-
-`csps profile steps|links|phases|ring|accuracy`: measure, keep what was measured, and show it.
-"""
+"""Run `csps profile steps|links|phases|ring|accuracy`: measure, store the measurements, show
+them."""
 
 from __future__ import annotations
 
@@ -66,19 +64,19 @@ HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers"}
 
 
 def step_lines(rows: Sequence[StepRow]) -> list[str]:
-    """Measured beside fitted, and what the fit without a point says about it."""
+    """Return lines with measured and fitted times, and with the fit that leaves the point out."""
     lines = []
-    for key, points in groupby(fitted_points(rows), key=lambda it: it.key):
+    for key, points in groupby(fitted_points(rows), key=lambda point: point.key):
         group = list(points)
-        what = "decode" if key.strategy == DECODE else f"prefill ({key.strategy})"
+        title = "decode" if key.strategy == DECODE else f"prefill ({key.strategy})"
         lines += [
             "",
-            f"{what}, {key.sp} instance{'s' * (key.sp > 1)}, tp {key.tp}",
+            f"{title}, {key.sp} instance{'s' * (key.sp > 1)}, tp {key.tp}",
             f"{'tokens':>8}{'history':>9}{'batch':>7}{'measured':>12}{'fitted':>12}"
             f"{'error':>8}{'held out':>10}",
             *map(_point_line, group),
-            f"  relative error: {_errors(it.fitted / it.seconds - 1 for it in group)}",
-            f"  held out:       {_errors(it.held_out / it.seconds - 1 for it in group)}",
+            f"  relative error: {_errors(point.fitted / point.seconds - 1 for point in group)}",
+            f"  held out:       {_errors(point.held_out / point.seconds - 1 for point in group)}",
         ]
     return lines
 
@@ -97,12 +95,12 @@ def _errors(errors: Iterable[float]) -> str:
 
 
 def link_lines(rows: Sequence[LinkRow]) -> list[str]:
-    """Medians beside fitted; latency and bandwidth, of each kind of link and of each pair."""
+    """Return lines with measured medians and fits, and each pair's latency and bandwidth."""
     lines = []
     for kind, measured in links_by_kind(rows).items():
         cost, by_size = fit_link(measured), defaultdict(list)
-        for it in measured:
-            by_size[it.size].append(it.seconds)
+        for measurement in measured:
+            by_size[measurement.size].append(measurement.seconds)
         lines += ["", HEADINGS[kind], f"{'bytes':>10}{'measured':>12}{'fitted':>12}"]
         lines += [
             f"{size:>10}{statistics.median(seconds) * 1e3:>9.3f} ms"
@@ -115,8 +113,8 @@ def link_lines(rows: Sequence[LinkRow]) -> list[str]:
             if row.kind == kind and row.sender:
                 pairs[row.sender, row.receiver].append(row)
         lines += [
-            f"  {sender} to {receiver}: {_speed(links_by_kind(of_pair)[kind])}"
-            for (sender, receiver), of_pair in sorted(pairs.items())
+            f"  {sender} to {receiver}: {_speed(links_by_kind(pair_rows)[kind])}"
+            for (sender, receiver), pair_rows in sorted(pairs.items())
         ]
     return lines
 
@@ -128,7 +126,7 @@ def _speed(measured: Sequence[LinkMeasurement]) -> str:
 
 
 def coefficient_lines(table: LatencyTable) -> list[str]:
-    """The table in seconds, for reading and for copying into a cluster file."""
+    """Return the table in seconds, for reading and for copying into a cluster file."""
     lines = ["", f"latency table '{table.name}', digest {table.digest[:12]}"]
     for key, cost in table.steps:
         numbers = _numbers(cost.a, cost.b, cost.c, cost.d)
@@ -148,17 +146,17 @@ def _numbers(*fixed: int) -> str:
 
 
 CLUSTER = "RAY_ADDRESS"
-"""Variable that names the Ray cluster of a server that runs."""
+"""Variable that names the Ray cluster of a running server."""
 QUICK = Effort(quick=True, rounds=1, iterations=16, limit_s=60.0)
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     arguments = _arguments(argv)
     config = read_config(arguments.config)
     settings = config.settings
     check_model(settings)
-    # Of accuracy no time is measured, and a server in a cluster is what links are measured of.
+    # Accuracy is no time, and links are measured of a server in a cluster: both may run beside one.
     if arguments.what != "accuracy" and not (arguments.what == "links" and CLUSTER in os.environ):
         warn_of_a_server(ray_head.RUN_DIR)
     path = arguments.sib or Path(settings.scaling_information_base)
@@ -169,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
             elif arguments.what == "ring":
                 asyncio.run(RingProfile(base, settings, _effort(arguments), _say).run())
             elif arguments.what == "phases":
-                _say(f"one rank; measurements are kept in {base.path}")
+                _say(f"one rank; measurements are stored in {base.path}")
                 asyncio.run(measure_phases(base, settings, quick=arguments.quick))
                 asyncio.run(measure_overheads(base, settings, _say, quick=arguments.quick))
             elif arguments.what == "accuracy":
@@ -177,16 +175,16 @@ def main(argv: Sequence[str]) -> None:
             else:
                 asyncio.run(_links(base, config, quick=arguments.quick))
         finally:
-            # Also after Ctrl-C: what was measured is kept, and the next run goes on from there.
+            # Also after Ctrl-C: measurements are stored, and the next run continues from there.
             _show(base, settings, _fit(base, settings), arguments.what)
 
 
 def warn_of_a_server(run_dir: Path) -> None:
-    """Where one was started from here and runs."""
+    """Warn if a server that was started from here runs."""
     if (head := ray_head.find_head(run_dir)) is not None:
         print(
-            f"csps: a server was started here and runs (process {head.pid}): what is measured "
-            "beside it takes longer than it should; `csps stop` ends it",
+            f"csps: a server was started here and runs (process {head.pid}): measurements "
+            "beside it are too long; `csps stop` ends it",
             file=sys.stderr,
         )
 
@@ -194,8 +192,8 @@ def warn_of_a_server(run_dir: Path) -> None:
 async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: bool) -> None:
     load, sizes = os.getloadavg()[0], QUICK_SIZES if quick else SIZES
     locations, hosts, ends = await _link_ends(config)
-    where = "of the server that runs" if CLUSTER in os.environ else "of this machine"
-    _say(f"all pairs of {len(ends)} ranks {where}; measurements are kept in {base.path}")
+    where = "of the running server" if CLUSTER in os.environ else "of this machine"
+    _say(f"all pairs of {len(ends)} ranks {where}; measurements are stored in {base.path}")
 
     def record_pair(first: int, second: int, seconds: dict[int, float]) -> None:
         sender, receiver = locations[first], locations[second]
@@ -216,7 +214,7 @@ async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: b
 
 
 async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[LinkProbe]]:
-    """Location, interface and end of each rank that computes prompts."""
+    """Return location, interface and probe of each rank that computes prompts."""
     settings = config.settings
     device = settings.device, settings.prefilling.num_gpus
     if CLUSTER not in os.environ:
@@ -243,15 +241,15 @@ def _accuracy(
     points = QUICK_POINTS if arguments.quick else Enumeration()
     if arguments.lengths:
         points = replace(points, lengths=tuple(sorted(arguments.lengths)))
-    _say(f"the model in this process; measurements are kept in {base.path}")
+    _say(f"the model in this process; measurements are stored in {base.path}")
     limit_s = math.inf if arguments.limit is None else arguments.limit
     model = LocalModel.load(settings.model_dir, getattr(torch, settings.dtype))
     AccuracyProfile(base, model, points, _say, limit_s=limit_s).run()
 
 
 def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | None:
-    """Fit all there is and keep the coefficients; None where no step of exact attention was
-    measured, by which the others are predicted where they were not."""
+    """Fit all measurements and store the coefficients; None without a step of exact attention, from
+    which all others are predicted."""
     steps = base.rows(StepRow)
     if not any(row.strategy == EXACT for row in steps):
         return None
@@ -263,16 +261,16 @@ def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | Non
 
 
 def _show(
-    base: ScalingInformationBase, settings: Settings, table: LatencyTable | None, what: str
+    base: ScalingInformationBase, settings: Settings, table: LatencyTable | None, section: str
 ) -> None:
-    if what == "links":
+    if section == "links":
         lines = link_lines(base.rows(LinkRow))
-    elif what == "phases":
+    elif section == "phases":
         lines = list(phase_lines(base, settings))
-    elif what == "accuracy":
+    elif section == "accuracy":
         layers = read_spec(settings.model_dir).layers
         lines = list(accuracy_lines(base.rows(AccuracyRow), layers=layers))
-    elif what == "ring":
+    elif section == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:
         lines = [*step_lines(base.rows(StepRow)), *(coefficient_lines(table) if table else [])]
@@ -291,25 +289,28 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="csps profile",
-        description="Measure what steps, links and phases take on this machine, with the ranks of "
-        "the configured server, which should not run meanwhile; or which right answers sparse "
-        "attention loses.",
+        description="Measure the times of steps, links and phases on this machine, with the ranks "
+        "of the configured server, which should not run meanwhile; or measure which right answers "
+        "sparse attention loses.",
     )
     parser.add_argument("what", choices=("steps", "links", "phases", "ring", "accuracy"))
     parser.add_argument(
         "--config", type=Path, default=Path("config.yaml"), help="default: %(default)s"
     )
     parser.add_argument(
-        "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
+        "--sib",
+        type=Path,
+        metavar="FILE",
+        help="scaling information base; default: the settings' one",
     )
     parser.add_argument("--quick", action="store_true", help="fewer points, a minute")
     parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="begin nothing new after so long"
+        "--limit", type=float, metavar="SECONDS", help="start no measurement after this time"
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", metavar="TOKENS", help="of prompts; with accuracy"
+        "--lengths", type=int, nargs="+", metavar="TOKENS", help="lengths of prompts; with accuracy"
     )
-    parser.add_argument("--again", action="store_true", help="also what has been measured")
+    parser.add_argument("--again", action="store_true", help="repeat measurements that are stored")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,7 @@
-"""Times that nobody has profiled yet, measured by the server itself while its machine is idle.
+"""Profile what nobody has measured yet, by the server itself, while its machine is idle.
 
-The commands are those that an operator would type, at the lowest priority and one at a time. Each
-begins only when the machine has had little to do for a minute: what computes beside it would be
-measured as well.
+It runs the commands that an operator would type, at the lowest priority and one at a time. Each
+starts only after the machine was idle for a minute, because other work would be measured as well.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LOOK_S = 30.0
 _log = logging.getLogger(__name__)
 
 Run = Callable[[Sequence[str]], Awaitable[str | None]]
-"""Runs `csps` with these arguments; what went wrong, if anything did."""
+"""Function that runs `csps` with these arguments and returns the error, if any."""
 
 
 async def profile_when_idle(
@@ -37,19 +36,19 @@ async def profile_when_idle(
     *,
     name: str = "csps",
 ) -> bool:
-    """Measure and learn what the configurator needs; whether all of it succeeded.
+    """Measure and learn what the configurator needs; return True if all commands succeeded.
 
     Args:
-        run: in the place of a process.
-        load: in the place of the machine's, over its cores.
-        name: of the application, whose ranks links are measured between.
+        run: replaces the run of a process.
+        load: replaces the machine's load over its cores.
+        name: name of the application, between whose ranks links are measured.
     """
     run, load = run or _run, load or _load
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_application(settings, name)))
         for command in COMMANDS:
-            while load() > IDLE_LOAD:  # noqa: ASYNC110 (a machine has no event for it)
+            while load() > IDLE_LOAD:  # noqa: ASYNC110 (a machine has no event for idleness)
                 await asyncio.sleep(LOOK_S)
             _log.info("the machine is idle: csps %s", " ".join(command))
             if error := await run((*command, "--config", str(config))):
@@ -85,18 +84,18 @@ async def _run(arguments: Sequence[str]) -> str | None:
         env={**os.environ, **_cluster()},
     )
     try:
-        _, said = await process.communicate()
+        _, stderr = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if not process.returncode:
         return None
-    return said.decode(errors="replace").strip() or f"status {process.returncode}"
+    return stderr.decode(errors="replace").strip() or f"status {process.returncode}"
 
 
 def _cluster() -> dict[str, str]:
-    """Where links find the server's ranks: the Ray cluster of this replica."""
+    """Return the address of this replica's Ray cluster, whose ranks links are measured between."""
     if not ray.is_initialized():
         return {}
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -1,4 +1,4 @@
-"""Measuring the links between all pairs of ranks."""
+"""Measure the links between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ SIZES = (8, 1_024, 16_384, 262_144, 1_048_576, 4_194_304, 16_777_216)
 QUICK_SIZES = (8, 65_536, 4_194_304)
 ROUNDS = 20
 PAIR_S = 120.0
-"""For a pair to be measured, and before the first one for all ranks to start."""
+"""Limit for a pair to be measured, and for all ranks to start."""
 LOOPBACK = "127.0.0.1"
 RecordPair = Callable[[int, int, dict[int, float]], None]
-"""Takes sender, receiver, and seconds by size."""
+"""Function that takes sender, receiver, and seconds by size."""
 
 
 class LinkProbe(Protocol):
-    """A rank that takes part in measuring."""
+    """Process of a rank that takes part in measuring."""
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:
         """Start the process.
 
         Args:
-            gpu: of its machine, if ranks have GPUs.
-            arguments: of `csps.actors.link_probe`, but for the device.
+            gpu: index of the GPU on its machine, if ranks have GPUs.
+            arguments: arguments of `csps.actors.link_probe`, without the device.
         """
         ...
 
     async def line(self) -> str:
-        """What it prints next; empty when it has ended."""
+        """Return its next line; empty when it has ended."""
         ...
 
     async def stop(self) -> None:
-        """End it, wherever it is."""
+        """End the process."""
         ...
 
 
 class LocalLinkProbe:
-    """On this machine."""
+    """Probe on this machine."""
 
     def __init__(self, device: str, num_gpus: float) -> None:
-        """Start nothing yet.
+        """Create a probe that has not started.
 
         Args:
-            device, num_gpus: as the settings have them; what `auto` is, this machine decides.
+            device, num_gpus: as in the settings; this machine resolves `auto`.
         """
         self._device, self._num_gpus = device, num_gpus
         self._process: Process | None = None
@@ -82,60 +82,62 @@ class LocalLinkProbe:
 
 
 async def measure_links(
-    ends: Sequence[LinkProbe],
+    probes: Sequence[LinkProbe],
     hosts: Sequence[str],
     sizes: tuple[int, ...],
     record_pair: RecordPair,
 ) -> None:
-    """Seconds that a message of each size takes one way, medians, of each pair of ranks in turn.
+    """Measure the seconds of a message of each size, one way, for one pair of ranks after another.
 
-    Half of the shortest round trip is taken for the way back.
+    They are medians. Half of the shortest round trip is subtracted for the way back.
 
     Args:
-        hosts: the interface that each end listens on.
-        keep: is called for each pair when it has been measured.
+        hosts: the interface that each probe listens on.
+        record_pair: called for each pair once it was measured.
 
     Raises:
-        FaultError: an end failed.
-        DeadlineExceeded: it takes too long.
+        FaultError: a probe failed.
+        DeadlineExceeded: a probe does not answer in time.
     """
     try:
-        await _start(ends, hosts, sizes)
-        for sender, receiver in combinations(range(len(ends)), 2):
-            rounds = [statistics.median(load) for load in json.loads(await _line(ends, receiver))]
+        await _start(probes, hosts, sizes)
+        for sender, receiver in combinations(range(len(probes)), 2):
+            rounds = [statistics.median(load) for load in json.loads(await _line(probes, receiver))]
             one_way = [seconds - min(rounds) / 2 for seconds in rounds]
             record_pair(sender, receiver, dict(zip(sizes, one_way, strict=True)))
     finally:
-        await asyncio.gather(*(end.stop() for end in ends))
+        await asyncio.gather(*(probe.stop() for probe in probes))
 
 
-async def _start(ends: Sequence[LinkProbe], hosts: Sequence[str], sizes: tuple[int, ...]) -> None:
+async def _start(probes: Sequence[LinkProbe], hosts: Sequence[str], sizes: tuple[int, ...]) -> None:
     options = (",".join(map(str, sizes)), str(ROUNDS))
     store = "-"
-    for rank, (end, host) in enumerate(zip(ends, hosts, strict=True)):
+    for rank, (probe, host) in enumerate(zip(probes, hosts, strict=True)):
         gpu = hosts[:rank].count(host)
-        await end.start(gpu, (str(rank), str(len(ends)), host, store, *options))
+        await probe.start(gpu, (str(rank), str(len(probes)), host, store, *options))
         if rank == 0:
-            store = json.loads(await _line(ends, 0))
+            store = json.loads(await _line(probes, 0))
 
 
-async def _line(ends: Sequence[LinkProbe], rank: int) -> str:
+async def _line(probes: Sequence[LinkProbe], rank: int) -> str:
     try:
         async with asyncio.timeout(PAIR_S):
-            line = await ends[rank].line()
+            line = await probes[rank].line()
     except TimeoutError:
         raise DeadlineExceeded("measuring a link", PAIR_S) from None
     if not line:
-        raise FaultError(f"rank {rank} of those that measure links has ended")
+        raise FaultError(f"the link probe of rank {rank} has ended")
     return line
 
 
 def ranks_here(settings: Settings) -> list[str]:
-    """Rack-Server-GPU ids of the ranks that compute prompts, as far as they are of one server, the
-    first; two where a server has one rank, which then are of two instances."""
+    """Return Rack-Server-GPU ids of the ranks that compute prompts on one server, the first.
+
+    If a server has one rank, return two, as of two instances.
+    """
     named = settings.topology.of(settings.prefilling_role)
     if not named:
         return [f"0-0-{rank}" for rank in range(max(2, settings.prefilling.ranks))]
-    servers = [it.rpartition("-")[0] for it in named]
-    here = [it for it, server in zip(named, servers, strict=True) if server == servers[0]]
+    servers = [place.rpartition("-")[0] for place in named]
+    here = [place for place, server in zip(named, servers, strict=True) if server == servers[0]]
     return here if len(here) > 1 else [f"{servers[0]}-{rank}" for rank in range(2)]

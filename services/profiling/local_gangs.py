@@ -1,6 +1,6 @@
-"""The ranks of a gang as child processes, without Ray.
+"""Run a prefill gang and a decode gang as child processes, without Ray, step by step.
 
-A prefill gang and a decode gang of one's own, commanded step by step.
+`open_local_gangs` starts `RankProcesses` for both, and yields `LocalGangs`, which commands them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import secrets
 import sys
@@ -34,14 +35,16 @@ from csps.protocols.rpc.schema import pack, unpack
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
+_log = logging.getLogger(__name__)
+
 START_S = 300.0
-"""For a rank to load its weights and find the others."""
+"""Limit for a rank to load its weights and find the others."""
 END_S = 10.0
-"""For a rank to end by itself when its standard input does; then it is killed."""
+"""Time for a rank to end after its standard input has; then it is killed."""
 
 
 class RankProcesses:
-    """One gang, every rank of it a process that ends with this one."""
+    """One gang whose ranks are processes that end with this one."""
 
     def __init__(self) -> None:
         self._processes: list[Process] = []
@@ -50,14 +53,14 @@ class RankProcesses:
         """Start all ranks and wait until the gang has formed.
 
         Args:
-            configs: of the ranks, in order.
+            configs: configurations of the ranks, in order.
 
         Raises:
             FaultError: a rank ended.
-            DeadlineExceeded: it takes too long.
+            DeadlineExceeded: a rank does not start in time.
         """
         first = await self._spawn({**vars(configs[0])}, secret)
-        # Rank 0 hosts the gang's store and says where before it waits for the others.
+        # Rank 0 hosts the gang's store and prints its address before it waits for the others.
         store = (await _fact(first))["store"]
         for config in configs[1:]:
             await self._spawn({**vars(config), "store": store}, secret)
@@ -83,9 +86,10 @@ class RankProcesses:
             stdin=PIPE,
             stdout=PIPE,
             env=environment,
-            # Ctrl-C is for this process, which then ends them.
+            # Ctrl-C must reach only this process, which then ends the ranks.
             start_new_session=True,
         )
+        _log.debug("started rank %s of %s: pid %d", fields["rank"], fields["gang_id"], process.pid)
         self._processes.append(process)
         return process
 
@@ -98,7 +102,7 @@ class RankProcesses:
 
 
 async def _fact(process: Process) -> dict[str, Any]:
-    """What a rank says next."""
+    """Return the next JSON line of a rank."""
     assert process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
@@ -121,35 +125,35 @@ async def _end(process: Process) -> None:
 
 
 CALL_S = 60.0
-"""For the ranks of both gangs to answer, and to connect to each other."""
+"""Limit for the ranks of both gangs to answer, and to connect to each other."""
 STEP_S = 600.0
-"""For one step, or for the KV of a batch to land."""
+"""Limit for one step, or for the transfer of a batch's KV."""
 
 
 class LocalGangs:
-    """Two gangs, and what they have said. Make it with `open_local_gangs`."""
+    """Two gangs and their notifications. Create it with `open_local_gangs`."""
 
     def __init__(self) -> None:
         self.prefill: GangClient
         self.decode: GangClient
         self.epoch = f"profile-{secrets.token_hex(4)}"
         self.first_tokens: dict[int, int] = {}
-        """Drawn at the end of prefill, by request."""
+        """Token sampled at the end of prefill, by sequence."""
         self.generated: Counter[int] = Counter()
-        """Tokens drawn by decoding, by request."""
+        """Number of tokens decoded, by sequence."""
         self.done: Counter[int] = Counter()
-        """Ranks that are done, by job."""
+        """Number of ranks that finished, by step."""
         self.received: Counter[int] = Counter()
-        """Ranks that have their part of the KV, by request."""
+        """Number of ranks that have received their KV slice, by sequence."""
         self.freed: Counter[int] = Counter()
-        """Decode ranks that hold nothing any more, by request."""
+        """Number of decode ranks that have freed all slots, by sequence."""
         self.ids = itertools.count(1)
-        """Of jobs and requests: each only has to be new."""
+        """Ids of steps and sequences; each only has to be new."""
         self._failure = ""
         self._changed = asyncio.Event()
 
     async def attach(self, prefill: GangMembers, decode: GangMembers, secret: bytes) -> None:
-        """Take both gangs over and connect them to each other."""
+        """Attach to both gangs and connect them to each other."""
         self.prefill = GangClient("prefill", prefill, self._notified, deadline_s=CALL_S)
         self.decode = GangClient("decode", decode, self._notified, deadline_s=CALL_S)
         gangs = (self.prefill, self.decode)
@@ -172,11 +176,11 @@ class LocalGangs:
         await together(gang.call_all("connect_kv", connection) for gang in gangs)
 
     async def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the ranks have said so.
+        """Wait until notifications make a condition true.
 
         Raises:
-            FaultError: a rank failed, or is gone.
-            DeadlineExceeded: they did not say so in time.
+            FaultError: a rank failed, or was lost.
+            DeadlineExceeded: the condition is not true in time; `what` names it.
         """
         try:
             async with asyncio.timeout(STEP_S):
@@ -193,16 +197,16 @@ class LocalGangs:
             raise FaultError(self._failure or lost[0])
 
     async def cancel_requests(self, sequence_ids: Sequence[int]) -> None:
-        """Make both gangs give back what they hold of requests."""
+        """Make both gangs free the slots of sequences, and wait until they have."""
         for sequence_id in sequence_ids:
             cancel = pack(CancelSequence(sequence_id=sequence_id))
             self.prefill.notify_all("cancel", cancel)
             self.decode.notify_all("cancel", cancel)
         await self.wait_freed(sequence_ids)
-        await self.prefill.stats()  # answered after the cancellations
+        await self.prefill.stats()  # answered after it has handled the cancels
 
     async def wait_freed(self, sequence_ids: Sequence[int]) -> None:
-        """Wait until no decode rank holds anything of requests."""
+        """Wait until no decode rank has slots of these sequences."""
         ranks = self.decode.world_size
         await self.wait_until(
             lambda: all(self.freed[sequence_id] >= ranks for sequence_id in sequence_ids),
@@ -236,7 +240,7 @@ class LocalGangs:
 
 @asynccontextmanager
 async def open_local_gangs(settings: Settings) -> AsyncIterator[LocalGangs]:
-    """Start both gangs as the settings describe them; they end with the block.
+    """Start both gangs as the settings describe them; end them with the block.
 
     Raises:
         FaultError: a rank does not start.
@@ -262,10 +266,11 @@ def _by_role(
 
 
 def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
-    """As Serve's replicas are told, all on one server; of an elastic gang, each half by itself."""
+    """Return configurations as Serve's replicas get them, all on one server. Of an elastic gang,
+    each role gets its own gang."""
     section = settings.decoding if role == "decode" else settings.prefilling
     gang_id = f"{role}-{secrets.token_hex(4)}"
-    # On GPUs a rank's number is that of its GPU; the decode gang's come after the prefill gang's.
+    # On GPUs the rank's location is its GPU's; the decode gang's GPUs follow the prefill gang's.
     first = settings.prefilling.ranks if role == "decode" else 0
     return [
         RankConfig(

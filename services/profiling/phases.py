@@ -1,10 +1,8 @@
-"""`csps profile phases`: what one rank takes for each phase of a layer.
+"""Run `csps profile phases`: measure the phases of a layer on one rank, and the CPU time of steps.
 
-`csps profile phases`, second part: what whole steps take of the ranks' cores.
-
-Strategies that cut their exchanges into few parts and into many, and some that drop, on the ranks
-of the configured gang. Only on processors: on GPUs no core that a rank waits on is what attention
-is computed on.
+The first part runs one rank. The second, `measure_overheads`, runs strategies with few and with
+many exchanges, and some that drop keys, on the ranks of the configured gang. It needs CPU ranks: on
+GPUs, attention does not compete for the cores on which a rank waits.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ QUICK_TOKENS = (16, 256, 1_024, 4_096)
 ROUNDS = 5
 QUICK_ROUNDS = 2
 PROBE_S = 600.0
-"""For the rank to load its weights and measure everything."""
+"""Limit for the rank to load its weights and measure everything."""
 
 
 async def measure_phases(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:
-    """Measure once more, and keep it.
+    """Measure all phases once more, and store the measurements.
 
     Raises:
         FaultError: the rank failed.
-        DeadlineExceeded: it does not end.
+        DeadlineExceeded: the rank does not end in time.
     """
     gang, load = settings.prefilling, os.getloadavg()[0]
     longest = read_spec(settings.model_dir).max_positions
@@ -95,12 +93,12 @@ async def _probed(arguments: Iterable[str], threads: int) -> list[PhaseTime]:
             probe.kill()
         await probe.wait()
     if probe.returncode:
-        raise FaultError(f"the rank that measures stopped with status {probe.returncode}")
+        raise FaultError(f"the phase probe ended with status {probe.returncode}")
     return [PhaseTime(*row) for row in json.loads(output)]
 
 
 def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[str]:
-    """What was fitted to all that was measured."""
+    """Yield lines with the fit to all measurements."""
     spec, tp = read_spec(settings.model_dir), settings.prefilling.tp
     try:
         times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
@@ -119,10 +117,10 @@ def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[st
         ("copy", times.copy, "byte"),
     ):
         yield _line(name, line, unit)
-    it = times.attention
+    cost = times.attention
     yield (
-        f"  {'attention':<11}{it.call * 1e6:>9.1f} us a call, {it.row * 1e9:.3g} ns a row and "
-        f"head, {it.pair * 1e9:.3g} ns a pair and head"
+        f"  {'attention':<11}{cost.call * 1e6:>9.1f} us a call, {cost.row * 1e9:.3g} ns a row and "
+        f"head, {cost.pair * 1e9:.3g} ns a pair and head"
     )
     crowded = crowding(base.rows(PhaseRow), settings.prefilling.instances, tp)
     if crowded > 1:
@@ -144,11 +142,11 @@ QUICK_OVERHEAD_ROUNDS = 1
 async def measure_overheads(
     base: ScalingInformationBase, settings: Settings, say: Say, *, quick: bool
 ) -> None:
-    """Measure once more, and keep the least of the rounds.
+    """Measure the overheads of whole steps once more, and store the least of the rounds.
 
     Raises:
         FaultError: a rank failed.
-        DeadlineExceeded: a step does not end.
+        DeadlineExceeded: a step does not end in time.
     """
     gang = settings.prefilling
     if gang.instances < 2 or resolve_device(settings.device, gang.num_gpus) != "cpu":
@@ -157,7 +155,8 @@ async def measure_overheads(
         settings.max_positions or read_spec(settings.model_dir).max_positions,
         gang.instances * (gang.kv_slots - 1),
     )
-    lengths = [it for it in (QUICK_OVERHEAD_TOKENS if quick else OVERHEAD_TOKENS) if it <= longest]
+    candidates = QUICK_OVERHEAD_TOKENS if quick else OVERHEAD_TOKENS
+    lengths = [tokens for tokens in candidates if tokens <= longest]
     say(f"{len(lengths) * len(_options())} kinds of steps; starting ranks ...")
     slots = -(-max(lengths, default=0) // gang.instances) + 1
     computing, cores = gang.instances * gang.tp * gang.threads, os.cpu_count() or 1
@@ -183,12 +182,12 @@ async def measure_steps(
     rounds: int,
     crowded: int | None,
 ) -> None:
-    """Run steps of every kind, and keep of each the round that took least.
+    """Run steps of every kind, and store the round of each that took least.
 
     Args:
-        run: a step of so many tokens by an option.
-        group_shape, tp: of those who run it.
-        crowded: cores, where there are fewer than threads that compute and links hold nobody up.
+        run: runs a step of some tokens by an option.
+        group_shape, tp: shape of the group that runs it.
+        crowded: number of cores if threads that compute outnumber them, else None.
     """
     load, date = os.getloadavg()[0], datetime.now(UTC).isoformat(timespec="seconds")
     for tokens in lengths:
@@ -213,16 +212,16 @@ async def measure_steps(
 
 
 def _phase_seconds(taken: list[StepWork], crowded: int | None) -> Iterator[tuple[str, float]]:
-    """Phases and seconds. Arguments as for `measure_steps`."""
-    least = min(taken, key=lambda it: it.processor_s)
+    """Yield phases and their seconds; arguments are those of `measure_steps`."""
+    least = min(taken, key=lambda work: work.processor_s)
     yield STEP, least.processor_s
     yield BESIDE, least.processor_s - least.computing_s
     if crowded is not None:
-        yield CROWDING, min(crowded * it.took_s / it.processor_s for it in taken)
+        yield CROWDING, min(crowded * work.took_s / work.processor_s for work in taken)
 
 
 def _with_slots(settings: Settings, slots: int) -> Settings:
-    """Gangs with room for one prompt: the server may run beside them, if it profiles when idle."""
+    """Shrink the gangs to one prompt: a server that profiles when idle runs beside them."""
     if settings.elastic is not None:
         elastic = settings.elastic.model_copy(update={"kv_slots": slots})
         return settings.model_copy(update={"elastic": elastic})
@@ -232,7 +231,7 @@ def _with_slots(settings: Settings, slots: int) -> Settings:
 
 
 def _options() -> list[str]:
-    """Exact ones, whose work beside attention is the same, and ones that drop."""
+    """Return exact options, which do the same work beside attention, and options that drop."""
     both: tuple[Architecture, ...] = ("ntp", "tp")
     exact = [
         (strategy, CsaSettings(levels=1, micro_partitions=((micro,),), strategy=strategy))

@@ -1,5 +1,5 @@
-"""What `csps profile steps` measures, in the order in which it does: short things first, so that a
-profile that is cut short can be fitted."""
+"""List what `csps profile` measures, short runs first, so that an interrupted profile can be
+fitted."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from csps.protocols.attention.plan import RINGS, Ring
 PROMPTS = (64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 QUICK_PROMPTS = (128, 512, 2_048, 8_192)
 CHAINS = ((512, 8), (2_048, 4), (2_048, 8), (4_096, 4))
-"""(tokens of a chunk, chunks): each chunk has the ones before it as history."""
+"""Pairs (tokens of a chunk, chunks): each chunk has the ones before it as history."""
 QUICK_CHAINS = ((512, 4), (2_048, 4))
 BATCHES = ((128, 4), (512, 4), (256, 16), (2_048, 4))
-"""(tokens of a prompt, prompts in one step)."""
+"""Pairs (tokens of a prompt, prompts in one step)."""
 QUICK_BATCHES = ((256, 8),)
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DECODE_CONTEXTS = (64, 1_024, 4_096, 16_384)
 QUICK_DECODE_BATCHES = (1, 4, 16)
 QUICK_DECODE_CONTEXTS = (64, 2_048)
 DECODE_TOKENS = 65_536
-"""Most context of a batch, whatever fits: filling the cache is what takes time."""
+"""Most context of a batch, even if more fits: filling the cache takes most of the time."""
 
 
 RING_CHUNK_DIVISORS = (1, 1, 2, 4, 8, 16, 32)
-"""Of the first chunk's length, in a profile of rings."""
+"""Divisors of the first chunk's length, one per chunk, in a profile of rings."""
 RING_FIRST = (256, 512, 1_024, 2_048, 4_096, 8_192)
 QUICK_RING_FIRST = (512, 2_048)
 
@@ -36,7 +36,7 @@ class PrefillRun:
 
     sp: int
     tokens: int
-    """Of a chunk of one prompt."""
+    """Tokens of a chunk of one prompt."""
     chunks: int = 1
     batch: int = 1
 
@@ -48,9 +48,11 @@ class PrefillRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRun:
-    """A prompt in chunks that become shorter, so that ever more of each one's context is there
-    already; every chunk is a measurement. From nothing cached to 99 %, and nothing is computed
-    only to be history."""
+    """A prompt in ever shorter chunks, each of which is a measurement.
+
+    The cached fraction of the context grows from 0 to 99 %, and no chunk is computed only to be
+    history.
+    """
 
     sp: int
     first: int
@@ -59,7 +61,7 @@ class RingRun:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of each."""
+        """Tokens of each chunk."""
         return tuple(self.first // divisor for divisor in RING_CHUNK_DIVISORS)
 
     @property
@@ -73,25 +75,25 @@ class DecodeRun:
     """Requests that decode together; an iteration is the measurement."""
 
     sp: int
-    """Instances that hold their KV and draw their tokens."""
+    """Instances that store their KV and sample their tokens."""
     context: int
-    """Prompt tokens of each."""
+    """Prompt tokens of each request."""
     batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangLimits:
-    """What the gangs can hold."""
+    """Capacity of a gang."""
 
     instances: int
     kv_slots: int
-    """Of one instance."""
+    """Slots of one instance."""
     max_positions: int
-    """Of one request."""
+    """Positions of one request."""
 
 
 def prefill_runs(limits: GangLimits, *, quick: bool) -> list[PrefillRun]:
-    """Everything that fits, for every group size."""
+    """Return all runs that fit, for every group size."""
     prompts = QUICK_PROMPTS if quick else PROMPTS
     chains = QUICK_CHAINS if quick else CHAINS
     batches = QUICK_BATCHES if quick else BATCHES
@@ -105,14 +107,14 @@ def prefill_runs(limits: GangLimits, *, quick: bool) -> list[PrefillRun]:
         )
         if run.longest < limits.max_positions
         and run.tokens >= sp
-        # Instances get equal shares, rounded up.
+        # Instances get equal slices, rounded up.
         and run.longest * run.batch + sp * run.chunks <= sp * limits.kv_slots
     ]
     return sorted(runs, key=lambda run: (run.longest * run.batch, run.sp, run.chunks, run.tokens))
 
 
 def ring_runs(limits: GangLimits, *, quick: bool) -> list[RingRun]:
-    """Both variants of everything that fits, one after the other, for every group of several."""
+    """Return all runs that fit, with both variants one after the other, for groups of several."""
     runs = [
         RingRun(sp=sp, first=first, strategy=strategy)
         for sp in group_sizes(limits.instances)
@@ -133,12 +135,12 @@ def ring_runs(limits: GangLimits, *, quick: bool) -> list[RingRun]:
 def decode_runs(
     limits: GangLimits, *, quick: bool, answer: int, max_batch: int, max_prompt: int
 ) -> list[DecodeRun]:
-    """Everything that fits, for every group size.
+    """Return all runs that fit, for every group size.
 
     Args:
-        answer: tokens that each request draws.
+        answer: tokens that each request samples.
         max_batch: requests that decode at the same time.
-        max_prompt: what the prefill gang can hold.
+        max_prompt: tokens that the prefill gang has slots for.
     """
     contexts = QUICK_DECODE_CONTEXTS if quick else DECODE_CONTEXTS
     batches = QUICK_DECODE_BATCHES if quick else DECODE_BATCHES
@@ -151,14 +153,14 @@ def decode_runs(
         and context <= max_prompt
         and context + answer < limits.max_positions
         and batch * context <= DECODE_TOKENS
-        # Every instance holds a share of every prompt, and the answers that it masters.
+        # Every instance stores a slice of every prompt, and the answers whose master it is.
         and batch * -(-context // sp) + -(-batch // sp) * answer <= limits.kv_slots
     ]
     return sorted(runs, key=lambda run: (run.context * run.batch, run.sp, run.batch))
 
 
 def group_sizes(instances: int) -> list[int]:
-    """Powers of two, and all instances."""
+    """Return powers of two up to `instances`, and `instances` itself."""
     return sorted({*_powers(instances), instances})
 
 

@@ -1,6 +1,6 @@
-"""Measuring the links of a server that runs, of which each rank may be on another machine.
+"""Measure the links of a running server, each of whose ranks may be on another machine.
 
-Ray starts a process beside each of the server's ranks; the ranks themselves go on as they are.
+Ray starts a process beside each of the server's ranks; the ranks themselves are not touched.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from csps.services.profiling.links import LocalLinkProbe
 from csps.services.settings.settings import Settings
 
 GANG_S = 60.0
-"""For the registry to name the gang that computes prompts."""
+"""Limit for the registry to name the gang that computes prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRank:
-    """One of the gang that computes prompts."""
+    """One rank of the gang that computes prompts."""
 
     location: str
     host: str
@@ -40,32 +40,32 @@ class ServerRank:
 
 
 class RemoteLinkProbe:
-    """On the machine of one of Ray's nodes."""
+    """Probe on the machine of one of Ray's nodes."""
 
     def __init__(self, node_id: str, device: str, num_gpus: float) -> None:
-        # Beside a rank, which keeps what it has asked Ray for.
+        # No CPUs of its own: it runs beside a rank that has reserved them.
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        end = ray.remote(num_cpus=0)(LocalLinkProbe).options(scheduling_strategy=there)
-        self._end: Any = end.remote(device, num_gpus)
+        probe = ray.remote(num_cpus=0)(LocalLinkProbe).options(scheduling_strategy=there)
+        self._probe: Any = probe.remote(device, num_gpus)
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:
-        await _answer(self._end.start.remote(gpu, arguments))
+        await _answer(self._probe.start.remote(gpu, arguments))
 
     async def line(self) -> str:
-        return str(await _answer(self._end.line.remote()))
+        return str(await _answer(self._probe.line.remote()))
 
     async def stop(self) -> None:
         with suppress(RayError):  # gone, and its process with it
-            await self._end.stop.remote()
+            await self._probe.stop.remote()
 
 
 async def server_ranks(config: DeployConfig) -> list[ServerRank]:
-    """Of the application of this configuration, in rank order. Connects to the Ray cluster that
-    the environment names.
+    """Return the ranks of this configuration's application, in rank order. Connects to the Ray
+    cluster that the environment names.
 
     Raises:
-        ConfigError: there is none, or no such server in it.
-        DeadlineExceeded: its gang is not complete.
+        ConfigError: there is no such cluster, or no such server in it.
+        DeadlineExceeded: the gang is not complete in time.
     """
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
@@ -83,7 +83,7 @@ async def server_ranks(config: DeployConfig) -> list[ServerRank]:
 
 
 async def _gang(config: DeployConfig) -> GangMembers:
-    """The gang that computes prompts, as soon as it is complete."""
+    """Return the gang that computes prompts, once it is complete."""
     registry = serve.get_deployment_handle("Registry", config.application_name)
     version = -1
     try:
@@ -100,10 +100,10 @@ async def _gang(config: DeployConfig) -> GangMembers:
 def _placed(
     gang: GangMembers, settings: Settings, nodes: Sequence[dict[str, Any]]
 ) -> list[ServerRank]:
-    """Where the ranks are, by the addresses at which they listen.
+    """Return the nodes of the ranks, by the addresses at which they listen.
 
     Raises:
-        ConfigError: they do not tell the nodes apart.
+        ConfigError: an address is not a node's.
     """
     by_address = {str(node["NodeManagerAddress"]): node for node in nodes}
     named = settings.topology.of(settings.prefilling_role)
@@ -121,5 +121,5 @@ async def _answer(reference: Any) -> Any:
     try:
         return await reference
     except RayError as error:
-        why = last_line(str(error))
-        raise FaultError(f"a process beside a rank failed: {why}") from None
+        reason = last_line(str(error))
+        raise FaultError(f"a link probe beside a rank failed: {reason}") from None

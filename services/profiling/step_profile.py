@@ -1,11 +1,13 @@
-"""Measuring all steps of a plan that have not been measured yet.
+"""Run `csps profile steps` and `csps profile ring`: measure all runs that are not stored yet.
 
-`csps profile ring`: both variants of context parallelism's ring over miss rates.
+`StepProfile` measures prefill steps and decode iterations. `RingProfile` measures both variants of
+context parallelism's ring over miss rates.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -30,32 +32,34 @@ from csps.services.profiling.runs import (
 from csps.services.profiling.steps import measure_iterations, measure_ring, measure_step
 from csps.services.settings.settings import AnyGang, Settings
 
+_log = logging.getLogger(__name__)
+
 Say = Callable[[str], None]
 Run = PrefillRun | DecodeRun
 WARM_UP = 256
-"""Tokens of the first step of each group, which is not kept."""
+"""Tokens of the first step of each group, which is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measuring."""
 
     quick: bool = False
     again: bool = False
-    """Measure also what has been measured."""
+    """Repeat measurements that are stored."""
     rounds: int = 3
     """Measurements of each step and batch."""
     iterations: int = 32
-    """Of decoding, which are one measurement."""
+    """Decode iterations of one measurement."""
     pause_s: float = 0.1
-    """Before each step: on a server it comes after something else, and right after its like, with
+    """Pause before each step. On a server, a step follows other work; right after its like, with
     weights and code in the caches, it takes up to a third less."""
     limit_s: float = 600.0
-    """Nothing new is begun after so long."""
+    """Time after which no new run starts."""
 
 
 MAX_BATCH = 64
-"""Requests that decode together: what policies allow by default."""
+"""Requests that decode together: the default limit of policies."""
 
 
 class StepProfile:
@@ -71,27 +75,29 @@ class StepProfile:
         self._deadline = time.monotonic() + effort.limit_s
 
     async def run(self) -> None:
-        """Measure; every measurement is kept at once."""
+        """Measure all open runs; store every measurement at once."""
         runs = self._open_runs()
-        self._say(f"{len(runs)} runs to do; measurements are kept in {self._base.path}")
+        self._say(f"{len(runs)} runs to do; measurements are stored in {self._base.path}")
         if not runs:
             return
         self._say("starting ranks ...")
         async with open_local_gangs(self._settings) as gangs:
             for sp in sorted({run.sp for run in runs if isinstance(run, PrefillRun)}):
                 await measure_step(gangs, PrefillRun(sp=sp, tokens=WARM_UP))
-            for number, run in enumerate(runs, start=1):
+            for position, run in enumerate(runs, start=1):
                 if time.monotonic() > self._deadline:
-                    self._say("out of time; the same command goes on from here")
+                    self._say("out of time; the same command continues from here")
                     return
                 row = await self._measure(gangs, run)
                 took = f"{row.seconds * 1e3:.2f} ms"
-                self._say(f"[{number}/{len(runs)}] {_described(run)}: {took}")
+                self._say(f"[{position}/{len(runs)}] {_described(run)}: {took}")
 
     def _open_runs(self) -> list[Run]:
-        """Everything once, then everything again, so that what disturbs the machine for a while
-        does not disturb one point every time. By turns of both kinds, so that a profile that is cut
-        short has something of each."""
+        """Return all runs once, then again for the next round, without those that are stored.
+
+        A temporary disturbance then does not affect one point every time. Prefill and decode
+        alternate, so that an interrupted profile has some of each.
+        """
         quick, settings = self._effort.quick, self._settings
         steps = prefill_runs(self._limits(settings.prefilling), quick=quick)
         decodes = decode_runs(
@@ -107,9 +113,9 @@ class StepProfile:
         ]
         return [
             run
-            for number in range(1, self._effort.rounds + 1)
+            for needed in range(1, self._effort.rounds + 1)
             for run in alternating
-            if known[self._last_key(run)] < number
+            if known[self._last_key(run)] < needed
         ]
 
     def _limits(self, gang: AnyGang) -> GangLimits:
@@ -121,15 +127,16 @@ class StepProfile:
         )
 
     def _last_key(self, run: Run) -> tuple[object, ...]:
-        """Of the row that a run ends with."""
+        """Return the key of the row that a run ends with."""
         if isinstance(run, PrefillRun):
             rows = self._step_rows(run, [0.0] * run.chunks, 0.0)
             return _key(rows[-1])
         return _key(self._iteration_row(run, 0.0, 0.0))
 
     async def _measure(self, gangs: LocalGangs, run: Run) -> StepRow:
-        """Measure a run and keep its rows; returns the last, which says most."""
+        """Measure a run and store its rows; return the last one."""
         load = os.getloadavg()[0]
+        _log.debug("measuring %s at load %.2f", _described(run), load)
         if isinstance(run, PrefillRun):
             await asyncio.sleep(self._effort.pause_s)
             rows = self._step_rows(run, await measure_step(gangs, run), load)
@@ -162,7 +169,7 @@ class StepProfile:
             group_shape=str(run.sp),
             tp=self._settings.decoding.tp,
             tokens=1,
-            # What a request attends to half-way through its answer.
+            # Context of a request halfway through its answer.
             history=run.context + self._effort.iterations // 2,
             batch=run.batch,
             seconds=seconds,
@@ -187,7 +194,7 @@ def _now() -> str:
 
 
 class RingProfile:
-    """One run of the command. Measurements are steps of the scaling information base."""
+    """One run of `csps profile ring`. Measurements are steps of the scaling information base."""
 
     def __init__(
         self, base: ScalingInformationBase, settings: Settings, effort: Effort, say: Say
@@ -197,18 +204,18 @@ class RingProfile:
         self._deadline = time.monotonic() + effort.limit_s
 
     async def run(self) -> None:
-        """Measure; every prompt's chunks are kept at once."""
+        """Measure all open runs; store the chunks of every prompt at once."""
         runs = self._open_runs()
-        self._say(f"{len(runs)} prompts to do; measurements are kept in {self._base.path}")
+        self._say(f"{len(runs)} prompts to do; measurements are stored in {self._base.path}")
         if not runs:
             return
         self._say("starting ranks ...")
         async with open_local_gangs(self._settings) as gangs:
             for run in {(run.sp, run.strategy): run for run in reversed(runs)}.values():
-                await measure_ring(gangs, run)  # not kept: allocators and caches warm up
-            for number, run in enumerate(runs, start=1):
+                await measure_ring(gangs, run)  # not stored: allocators and caches warm up
+            for position, run in enumerate(runs, start=1):
                 if time.monotonic() > self._deadline:
-                    self._say("out of time; the same command goes on from here")
+                    self._say("out of time; the same command continues from here")
                     return
                 load = os.getloadavg()[0]
                 await asyncio.sleep(self._effort.pause_s)
@@ -217,12 +224,12 @@ class RingProfile:
                     self._base.add(row)
                 took = ", ".join(f"{row.seconds * 1e3:.1f}" for row in rows)
                 self._say(
-                    f"[{number}/{len(runs)}] {run.strategy} on {run.sp}, chunks of "
+                    f"[{position}/{len(runs)}] {run.strategy} on {run.sp}, chunks of "
                     f"{', '.join(map(str, run.chunks))} tokens: {took} ms"
                 )
 
     def _open_runs(self) -> list[RingRun]:
-        """Everything once, then everything again, as `StepProfile` does."""
+        """Return all runs once, then again for the next round, as `StepProfile` does."""
         settings = self._settings
         longest = read_spec(settings.model_dir).max_positions
         limits = GangLimits(
@@ -230,14 +237,14 @@ class RingProfile:
             kv_slots=settings.prefilling.kv_slots,
             max_positions=min(longest, settings.max_positions or longest),
         )
-        kept = [] if self._effort.again else self._base.rows(StepRow)
-        known = Counter((row.strategy, row.group_shape, row.tokens, row.history) for row in kept)
+        stored = [] if self._effort.again else self._base.rows(StepRow)
+        known = Counter((row.strategy, row.group_shape, row.tokens, row.history) for row in stored)
         runs = ring_runs(limits, quick=self._effort.quick)
         return [
             run
-            for number in range(1, self._effort.rounds + 1)
+            for needed in range(1, self._effort.rounds + 1)
             for run in runs
-            if known[run.strategy, str(run.sp), *_last(run)] < number
+            if known[run.strategy, str(run.sp), *_last(run)] < needed
         ]
 
     def _rows(self, run: RingRun, seconds: Sequence[float], load: float) -> list[StepRow]:
@@ -259,5 +266,5 @@ class RingProfile:
 
 
 def _last(run: RingRun) -> tuple[int, int]:
-    """(tokens, history) of the chunk that a run ends with."""
+    """Return (tokens, history) of the chunk that a run ends with."""
     return run.chunks[-1], run.longest - run.chunks[-1]

@@ -1,8 +1,7 @@
-"""CPU time of other processes and their threads.
+"""Measure steps and decode iterations on local gangs.
 
-With more ranks than cores, wall-clock time counts the neighbours' work too; CPU time does not.
-
-Measuring steps and iterations on a cell.
+`CpuTime` reads the CPU time of other processes and their threads. With more ranks than cores,
+wall-clock time also counts the work of neighbors; CPU time does not.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _CPUCLOCK_SCHED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTime:
-    """Seconds on a core of a process so far; subtract two of them."""
+    """Seconds of a process on a core so far; subtract two of them."""
 
     process_s: float
-    """All threads, ended ones included."""
+    """Seconds of all threads, ended ones included."""
     threads_s: Mapping[int, float]
-    """Each living thread, by its id."""
+    """Seconds of each living thread, by its id."""
 
     @classmethod
     def of(cls, pid: int) -> CpuTime:
-        """What a process has used until now."""
-        # The clock's number as clock_getcpuclockid(3) builds it, which Python does not offer.
+        """Read the time that a process has used until now."""
+        # The clock's id as clock_getcpuclockid(3) builds it, which Python does not offer.
         clock = ~pid << 3 | _CPUCLOCK_SCHED
         return cls(process_s=time.clock_gettime(clock), threads_s=_threads_s(pid))
 
@@ -55,7 +54,7 @@ class CpuTime:
         )
 
     def busiest_s(self, threads: int = 1) -> float:
-        """Seconds of so many threads: of a rank, those that compute."""
+        """Sum the seconds of the busiest threads: of a rank, those that compute."""
         return sum(sorted(self.threads_s.values())[-threads:])
 
 
@@ -69,34 +68,36 @@ def _threads_s(pid: int) -> dict[int, float]:
 
 
 STEP_TOKENS = 16_384
-"""Prompts that are prefilled only to be decoded go in jobs of about so many."""
+"""About the tokens of a step for prompts that are prefilled only to be decoded."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 Slices = tuple[KvSlice, ...]
 
 
 async def measure_step(gangs: LocalGangs, run: PrefillRun) -> list[float]:
-    """Seconds of each chunk, from sending it to all ranks being done, as a scheduler sees it."""
+    """Measure the seconds of each chunk, from sending it until all ranks are done."""
     sequence_ids = [next(gangs.ids) for _ in range(run.batch)]
     histories: list[Slices] = [()] * run.batch
     seconds = []
     try:
-        for run_chunk in range(run.chunks):
-            start = run_chunk * run.tokens
+        for index in range(run.chunks):
+            start = index * run.tokens
             chunks = [
                 PrefillChunk(
                     sequence_id=sequence_id,
                     start=start,
                     length=run.tokens,
                     history=history,
-                    last=run_chunk == run.chunks - 1,
+                    last=index == run.chunks - 1,
                     sampling=GREEDY,
                 )
                 for sequence_id, history in zip(sequence_ids, histories, strict=True)
             ]
             seconds.append(await _prefill(gangs, chunks, run.sp, EXACT))
             histories = [
-                (*history, *_computed(chunk, number, run))
-                for number, (chunk, history) in enumerate(zip(chunks, histories, strict=True))
+                (*history, *_computed(chunk, place_in_step, run))
+                for place_in_step, (chunk, history) in enumerate(
+                    zip(chunks, histories, strict=True)
+                )
             ]
     finally:
         await gangs.cancel_requests(sequence_ids)
@@ -104,38 +105,38 @@ async def measure_step(gangs: LocalGangs, run: PrefillRun) -> list[float]:
 
 
 async def measure_ring(gangs: LocalGangs, run: RingRun) -> list[float]:
-    """Seconds of each chunk, as `measure_step`; rows in zigzag, KV where it was computed."""
+    """Measure the seconds of each chunk with rows in zigzag and KV where it was computed."""
     sequence_id = next(gangs.ids)
     history: Slices = ()
     seconds, start = [], 0
     try:
-        for run_chunk in run.chunks:
-            bounds = even_bounds(run_chunk, run.sp)
+        for length in run.chunks:
+            bounds = even_bounds(length, run.sp)
             layout = zigzag_of([stop - begin for begin, stop in itertools.pairwise(bounds)])
             rows = place(range(run.sp), layout, start=start)
             chunk = PrefillChunk(
                 sequence_id=sequence_id,
                 start=start,
-                length=run_chunk,
+                length=length,
                 rows=rows,
                 history=history,
-                last=start + run_chunk == run.longest,
+                last=start + length == run.longest,
                 sampling=GREEDY,
             )
             seconds.append(await _prefill(gangs, [chunk], run.sp, run.strategy))
-            history, start = (*history, *rows), start + run_chunk
+            history, start = (*history, *rows), start + length
     finally:
         await gangs.cancel_requests([sequence_id])
     return seconds
 
 
 def even_bounds(total: int, parts: int) -> tuple[int, ...]:
-    """Cut points of parts that differ by one at most."""
+    """Return the bounds of parts whose sizes differ by one at most."""
     return tuple(index * total // parts for index in range(parts + 1))
 
 
 def even_slices(length: int, instances: int) -> Slices:
-    """A prompt laid over instances in equal spans."""
+    """Return the slices of a prompt laid over instances in equal spans."""
     return tuple(
         KvSlice(instance=instance, span=Span(start=start, stop=stop))
         for instance, (start, stop) in enumerate(itertools.pairwise(even_bounds(length, instances)))
@@ -143,44 +144,45 @@ def even_slices(length: int, instances: int) -> Slices:
     )
 
 
-def _computed(chunk: PrefillChunk, number: int, run: PrefillRun) -> Slices:
-    """Where a piece's KV is after its step: with whoever computed it."""
-    offset = number * run.tokens
+def _computed(chunk: PrefillChunk, place_in_step: int, run: PrefillRun) -> Slices:
+    """Return the slices of a chunk's KV after its step, on the instances that computed it."""
+    offset = place_in_step * run.tokens
     own = Span(start=offset, stop=offset + run.tokens)
     slices = even_slices(run.tokens * run.batch, run.sp)
-    parts = [(share.instance, own.intersection(share.span)) for share in slices]
+    overlaps = [(kv_slice.instance, own.intersection(kv_slice.span)) for kv_slice in slices]
     return tuple(
         KvSlice(
             instance=instance,
             span=Span(
-                start=chunk.start + part.start - offset, stop=chunk.start + part.stop - offset
+                start=chunk.start + overlap.start - offset,
+                stop=chunk.start + overlap.stop - offset,
             ),
         )
-        for instance, part in parts
-        if part.length
+        for instance, overlap in overlaps
+        if overlap.length
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step takes, in seconds."""
+    """Seconds that a step takes."""
 
     processor_s: float
-    """Of all threads of all ranks."""
+    """CPU time of all threads of all ranks."""
     computing_s: float
-    """Of these, of those that compute."""
+    """Portion of it spent by threads that compute."""
     took_s: float
-    """From sending it to the ranks until all are done."""
+    """Wall-clock time from sending the step until all ranks are done."""
 
 
 async def measure_work(
     gangs: LocalGangs, sp: int, threads: int, tokens: int, option: str
 ) -> StepWork:
-    """What the gang's ranks take for a prompt by an option.
+    """Measure the work of the gang's ranks for a prompt by an option.
 
     Args:
-        sp: instances.
-        threads: of a rank, that compute.
+        sp: number of instances.
+        threads: number of a rank's threads that compute.
     """
     strategy, settings = parse_option(option)
     locations = gangs.prefill.locations[: sp * gangs.prefill.tp : gangs.prefill.tp]
@@ -198,12 +200,12 @@ async def measure_work(
     try:
         before = {pid: CpuTime.of(pid) for pid in processes}
         took_s = await _prefill(gangs, [chunk], sp, strategy, csa)
-        used = [CpuTime.of(pid) - then for pid, then in before.items()]
+        used = [CpuTime.of(pid) - earlier for pid, earlier in before.items()]
     finally:
         await gangs.cancel_requests([sequence_id])
     return StepWork(
-        processor_s=sum(it.process_s for it in used),
-        computing_s=sum(it.busiest_s(threads) for it in used),
+        processor_s=sum(cpu_time.process_s for cpu_time in used),
+        computing_s=sum(cpu_time.busiest_s(threads) for cpu_time in used),
         took_s=took_s,
     )
 
@@ -215,10 +217,10 @@ async def _prefill(
     strategy: str,
     csa: CsaPlan | None = None,
 ) -> float:
-    """Run one job on the first `sp` instances, cut evenly; returns its seconds."""
+    """Run one step on the first `sp` instances, divided evenly; return its seconds."""
     total = sum(chunk.length for chunk in chunks)
     tokens = np.random.default_rng(total).integers(3, 256, total).astype("<i4")
-    job = PrefillStep(
+    step = PrefillStep(
         step_id=next(gangs.ids),
         group=tuple(range(sp)),
         bounds=even_bounds(total, sp),
@@ -227,26 +229,24 @@ async def _prefill(
         csa=csa,
     )
     messages = [
-        pack(replace(job, tokens=tokens[start:stop].tobytes()))
-        for start, stop in itertools.pairwise(job.bounds)
+        pack(replace(step, tokens=tokens[start:stop].tobytes()))
+        for start, stop in itertools.pairwise(step.bounds)
     ]
-    bystander = pack(job)
+    bystander = pack(step)
     begin = time.perf_counter()
     for rank in range(gangs.prefill.world_size):
         instance = gangs.prefill.instance_of(rank)
         gangs.prefill.notify(rank, "prefill", messages[instance] if instance < sp else bystander)
     ranks = sp * gangs.prefill.tp
-    await gangs.wait_until(lambda: gangs.done[job.step_id] >= ranks, f"a step of {total} tokens")
+    await gangs.wait_until(lambda: gangs.done[step.step_id] >= ranks, f"a step of {total} tokens")
     return time.perf_counter() - begin
 
 
 async def measure_iterations(gangs: LocalGangs, run: DecodeRun, iterations: int) -> float:
-    """Seconds of an iteration of the run's requests, mean over their answers.
-
-    By the first rank's own clock, the orders to the others included: tokens of many iterations
-    arrive here at once where ranks and this process share cores. Joining and finishing takes a
-    few iterations, which some requests miss.
-    """
+    """Measure the seconds of an iteration of the run's requests, mean over their answers."""
+    # By the first rank's own clock, its orders to the others included: tokens of many iterations
+    # arrive here at once if ranks and this process share cores. Joining and finishing takes a few
+    # iterations, which some requests miss.
     sampling = Sampling(temperature=0.0, max_tokens=iterations + 1)
     sequence_ids = [next(gangs.ids) for _ in range(run.batch)]
     try:
@@ -259,9 +259,9 @@ async def measure_iterations(gangs: LocalGangs, run: DecodeRun, iterations: int)
             gangs.decode.notify(0, "join", pack(join))
         await gangs.wait_until(
             lambda: all(gangs.generated[sequence_id] >= iterations for sequence_id in sequence_ids),
-            "a batch's decoding",
+            "decoding of a batch",
         )
-        # Finished requests leave in an order of their own, after which nothing is counted.
+        # Only now: finished requests leave in an order of their own, and no iteration follows.
         await gangs.wait_freed(sequence_ids)
         after = (await gangs.decode.stats())[0]
     finally:
@@ -272,14 +272,15 @@ async def measure_iterations(gangs: LocalGangs, run: DecodeRun, iterations: int)
 async def _fill(
     gangs: LocalGangs, run: DecodeRun, sequence_ids: Sequence[int], sampling: Sampling
 ) -> None:
-    """Prefill the run's prompts and land their KV on its instances, mastered in turns."""
+    """Prefill the run's prompts and transfer their KV to its instances, which are masters in
+    turn."""
     slices = even_slices(run.context, run.sp)
-    for number, sequence_id in enumerate(sequence_ids):
+    for position, sequence_id in enumerate(sequence_ids):
         request = ReserveKv(
             sequence_id=sequence_id,
             epoch=gangs.epoch,
             slices=slices,
-            master=number % run.sp,
+            master=position % run.sp,
             prompt_length=run.context,
             sampling=sampling,
         )
@@ -304,5 +305,5 @@ async def _fill(
             gangs.received[sequence_id] >= ranks and sequence_id in gangs.first_tokens
             for sequence_id in sequence_ids
         ),
-        "landing of a batch's KV",
+        "transfer of a batch's KV",
     )

@@ -1,4 +1,5 @@
-"""`csps train`: regressors from what was measured, kept beside the scaling information base."""
+"""Run `csps train`: train regressors on measurements, and store them beside the scaling information
+base."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ from csps.services.profiling.runs import group_sizes
 from csps.services.settings.settings import Settings
 
 LENGTHS = tuple(1 << exponent for exponent in range(10, 21))
-"""Tokens of prompts that are learned from, as far as the model takes them."""
+"""Tokens of the prompts to learn from, as far as the model supports them."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command."""
+    """Run the command."""
     arguments = _arguments(argv)
     settings = read_config(arguments.config).settings
     check_model(settings)
@@ -54,14 +55,14 @@ def main(argv: Sequence[str]) -> None:
     identity = identity_of(settings)
     base = ScalingInformationBase.read(path, identity)
     if base is None:
-        raise ConfigError(f"there is no {path}: nothing has been measured")
+        raise ConfigError(f"{path} does not exist: run `csps profile` first")
     spec, out = read_spec(settings.model_dir), arguments.out or regressors_folder(path)
     with base:
         accuracy = _accuracy(base, identity, spec, accuracy_folder(out))
         try:
             groups = _groups(base, settings)
         except ConfigError as error:
-            print(f"times were not profiled, so that nothing was learned about them: {error}")
+            print(f"nothing was learned about times, which were not profiled: {error}")
             return
     for kind, model in _direct(groups, accuracy, spec, of_machine(identity)):
         folder = direct_folder(out, kind)
@@ -73,15 +74,15 @@ def main(argv: Sequence[str]) -> None:
 def _accuracy(
     base: ScalingInformationBase, identity: Identity, spec: ModelSpec, folder: Path
 ) -> AccuracyModel:
-    """What was measured with this model; where nothing was, what ships of it.
+    """Train on the measurements of this model; without any, return the shipped regressor.
 
     Raises:
-        ConfigError: too little was measured, or nothing of a model of which nothing ships.
+        ConfigError: too little was measured, or nothing of a model without a shipped regressor.
     """
     rows = base.rows(AccuracyRow)
     shipped = None if rows else shipped_accuracy(identity.weights)
     if shipped is not None:
-        print(f"loss of accuracy, as it ships: {shipped.description.samples} configurations")
+        print(f"loss of accuracy, as shipped: {shipped.description.samples} configurations")
         return shipped
     accuracy = train_accuracy(accuracy_samples(rows, layers=spec.layers), of_model(identity))
     accuracy.save(folder)
@@ -114,7 +115,7 @@ def _direct(
 
 
 def _groups(base: ScalingInformationBase, settings: Settings) -> list[SimulatedGroup]:
-    """Of the gang that prefills, near instances first.
+    """Return groups of the prefill gang, near instances first.
 
     Raises:
         ConfigError: phases or links were not profiled.
@@ -132,26 +133,29 @@ def _accuracy_lines(model: AccuracyModel, folder: Path) -> Iterator[str]:
     description = model.description
     yield f"loss of accuracy, {description.samples} configurations, in {folder}"
     yield f"  training set {description.training_set[:12]}"
-    held = description.held_out
-    error, right = held["mean_absolute_error"], held["right_side_of_bound"]
-    yield f"  held out: {held['samples']:.0f}, mean absolute error {error:.4f}"
+    held_out = description.held_out
+    error, right = held_out["mean_absolute_error"], held_out["right_side_of_bound"]
+    yield f"  held out: {held_out['samples']:.0f}, mean absolute error {error:.4f}"
     yield f"  on the right side of bounds: {right:.1%}; of those farther from the bound than the "
-    yield f"  interval of the measurement: {held['right_side_beyond_interval']:.1%}"
+    yield f"  interval of the measurement: {held_out['right_side_beyond_interval']:.1%}"
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="csps train",
-        description="Learn what configurations of sparse attention lose of accuracy, and which is "
-        "best for a bound, from what was measured with this model and on this machine.",
+        description="Learn how much accuracy configurations of sparse attention lose, and which is "
+        "best for a bound, from measurements with this model on this machine.",
     )
     parser.add_argument(
         "--config", type=Path, default=Path("config.yaml"), help="default: %(default)s"
     )
     parser.add_argument(
-        "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
+        "--sib",
+        type=Path,
+        metavar="FILE",
+        help="scaling information base; default: the settings' one",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="not beside the scaling information base"
+        "--out", type=Path, metavar="FOLDER", help="default: beside the scaling information base"
     )
     return parser.parse_args(argv)

@@ -1,4 +1,5 @@
-"""Moved definitions."""
+"""Changes of the group that computes or decodes a request, as its trace and metrics show them
+(LoongServe)."""
 
 from __future__ import annotations
 
@@ -13,30 +14,30 @@ ElasticEventKind = Literal["scale_down", "scale_up", "migrate", "remaster", "mer
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticEvent:
-    """One, as the router has seen it. Times are of the monotonic clock, in seconds.
+    """One change of a group, as the router observed it. Times are monotonic, in seconds.
 
-    scale_down  a prompt was computed by more instances than keep its KV; or a request that is
-                decoded went on elsewhere, and its group on fewer instances
-    scale_up    a request joins whose answer has slots on more instances than hold its prompt, or
-                one that is decoded went on where nothing was decoded
-    migrate     KV of a request that is decoded has moved
-    remaster    another instance draws a request's tokens; no KV has moved
-    merge       a request that joins, or has moved, has decode groups iterate together
-    preempt     a prompt is computed where others are decoded, which go on in between
+    scale_down  a prompt was computed by more instances than store its KV, or a decoding sequence
+                moved and left instances of its group without decode work
+    scale_up    a joining sequence has answer slots on instances that hold none of its prompt, or a
+                decoding sequence moved to instances that decoded nothing before
+    migrate     KV of a decoding sequence moved
+    remaster    another instance samples a sequence's tokens; no KV moved
+    merge       a sequence that joined or moved makes decode groups iterate together
+    preempt     a prompt was computed on decoding instances, whose decode iterations ran in between
     """
 
     kind: ElasticEventKind
     began: float
     ended: float
     seconds: float = 0.0
-    """What it has cost, on the rank on which it cost most."""
+    """Cost in seconds on the rank where it cost most."""
     sent_bytes: int = 0
     tokens: int = 0
-    """Whose KV lies elsewhere now."""
+    """Tokens whose KV was moved."""
 
     @property
     def attributes(self) -> Mapping[str, AttributeValue]:
-        """Of its span."""
+        """Return the attributes of the event's span."""
         return {
             "csps.elastic.seconds": self.seconds,
             "csps.elastic.bytes": self.sent_bytes,

@@ -1,6 +1,7 @@
-"""When a request reached which state, and how long it was in each.
+"""A submitted request: its output stream, its state, and how long it was in each state.
 
-One request as the HTTP layer sees it: iterate for tokens, leave to cancel.
+The HTTP layer iterates a `RequestHandle` for tokens and leaves it to cancel. The router reports
+progress through the methods in the second half of the class.
 """
 
 from __future__ import annotations
@@ -28,41 +29,42 @@ from csps.services.requests.request_spec import RequestSpec
 
 @dataclass(kw_only=True)
 class Timings:
-    """Seconds spent in each state by the last attempt; None for a state that was not reached.
+    """Seconds that the last attempt spent in each state; None for a state not reached.
 
     `ttft_s` and `total_s` count from submission, over all attempts.
     """
 
     queue_s: float | None = None
-    """Waiting for a place."""
+    """Time until the scheduler placed the request."""
     plan_s: float | None = None
-    """From the place until the first step was sent: decode slots are reserved meanwhile."""
+    """Time from placement until the first step was sent, while decode slots were reserved."""
     prefill_s: float | None = None
-    """From the first step's sending to its token."""
+    """Time from sending the first step until prefill sampled a token."""
     transfer_s: float | None = None
-    """From that token until all KV had landed: the part of the transfer that shows."""
+    """Time from that token until all KV was received: the part of the transfer that delays
+    decode."""
     transfer_wait_s: float | None = None
-    """The longest that KV has waited for its turn to be sent to a decode rank."""
+    """Longest time that KV waited for a transfer slot of a decode rank."""
     decode_s: float | None = None
-    """From the hand-over to decode until the last token."""
+    """Time from the hand-over to decode until the last token."""
     ttft_s: float | None = None
     total_s: float | None = None
     rank_queue_s: float = 0.0
-    """The slowest prefill rank's figures, as it reported them."""
+    """Queueing on the slowest prefill rank, as the rank reported it; likewise the next fields."""
     compute_s: float = 0.0
     communication_s: float = 0.0
-    """Waiting for exchanges inside the prefill group."""
+    """Time spent waiting for exchanges inside the prefill group."""
     exchange_s: float = 0.0
-    """Such exchanges were under way, hidden behind computing or not."""
+    """Time during which exchanges were in progress, whether or not computation hid them."""
     hidden_communication: float | None = None
-    """Hidden communication / total communication, over all ranks; None without any."""
+    """Hidden communication / total communication over all ranks; None without any."""
     rank_transfer_s: float = 0.0
     yielded_s: float = 0.0
     tokens: int = 0
     attempts: int = 0
 
     def add_figures(self, figures: Sequence[PrefillDone]) -> None:
-        """Take in what the ranks of a prefill group have measured."""
+        """Store what the ranks of a prefill group measured."""
         self.rank_queue_s = max(figure.queue_s for figure in figures)
         self.compute_s = max(figure.compute_s for figure in figures)
         self.communication_s = max(figure.communication_s for figure in figures)
@@ -81,21 +83,21 @@ def _hidden(figures: Sequence[PrefillDone]) -> float | None:
 
 @dataclass(slots=True)
 class Marks:
-    """When (`time.monotonic()`) an attempt reached each state."""
+    """Times (`time.monotonic()`, seconds) at which an attempt reached each state."""
 
     submitted: float = field(default_factory=time.monotonic)
     queued: float = field(default_factory=time.monotonic)
-    """Entered the queue: `submitted`, or the loss of the previous attempt."""
+    """Entry to the queue: `submitted`, or the loss of the previous attempt."""
     placed: float | None = None
-    """The scheduler has found a place; decode slots are asked for."""
+    """The scheduler placed the request, and decode slots were requested."""
     launched: float | None = None
     """The attempt's first step was sent."""
     prefilled: float | None = None
-    """Its prefill has drawn a token."""
+    """The attempt's prefill sampled a token."""
     first_token: float | None = None
-    """Of the answer, whichever attempt it came from."""
+    """First token of the answer, whichever attempt sampled it."""
     joined: float | None = None
-    """All KV had landed and decode was told to go on."""
+    """All KV was received, and the decode gang was told to decode."""
     last_token: float | None = None
     ended: float | None = None
 
@@ -105,25 +107,25 @@ State = Literal["queued", "reserving", "prefill", "receiving", "decoding", "fini
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptPlacement:
-    """Where an attempt runs; what `explain` shows."""
+    """Instances on which an attempt runs. `explain` shows them."""
 
     group: tuple[int, ...]
-    """Prefill instances, in the order in which they hold the sequence."""
+    """Prefill instances, in the order in which they compute the sequence."""
     bounds: tuple[int, ...]
-    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]) of the job."""
+    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]) of the step."""
     slices: tuple[KvSlice, ...]
-    """Decode instances that hold the prompt's KV."""
+    """KV slices of the prompt on the decode gang."""
     master: int
-    """Decode instance that draws the tokens."""
+    """Decode instance that samples the tokens."""
     batched_with: int = 0
-    """Other requests in the same prefill job."""
+    """Other requests in the same step."""
 
 
 class RequestHandle:
-    """A submitted request: an asynchronous iterator of its tokens.
+    """Asynchronous iterator over the tokens of a submitted request.
 
-    Use it as a context manager; leaving early (the client is gone) cancels the work everywhere.
-    Iteration ends after the last token, or raises what the request failed with.
+    Use it as a context manager: leaving early, because the client is gone, cancels the work on all
+    ranks. Iteration ends after the last token or raises the request's error.
     """
 
     def __init__(
@@ -131,25 +133,25 @@ class RequestHandle:
     ) -> None:
         self.spec = spec
         self.request_id = request_id
-        """Order of admission; a retry keeps it, and with it its place in the queue."""
+        """Order of admission; a retry keeps it and with it the place in the queue."""
         self.sequence_id: int | None = None
-        """The last attempt, by the name that ranks know it by."""
+        """Sequence of the last attempt."""
         self.state: State = "queued"
         self.plan: AttentionPlan | None = None
-        """Of the last attempt, once its first step was sent."""
+        """Attention plan of the last attempt, once its first step was sent."""
         self.placement: AttemptPlacement | None = None
         self.cached_tokens = 0
-        """Of the prompt, that the last attempt found computed."""
+        """Prompt tokens that the last attempt found in the prefix cache."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.timings = Timings()
         self.marks = Marks()
         self.elastic: list[ElasticEvent] = []
-        """Of the last attempt."""
+        """Elastic events of the last attempt."""
         self.context: Context = otel_context.get_current()
         """OpenTelemetry context of the submitter: the request's span."""
         self.carrier = trace_context.inject()
-        """The same, as it travels."""
+        """The same context as trace headers, for messages to ranks."""
         self._on_cancel = on_cancel
         self._tokens: deque[SampledToken] = deque()
         self._generated: list[int] = []
@@ -157,18 +159,20 @@ class RequestHandle:
 
     @property
     def ended(self) -> bool:
-        """No more tokens will come; some may still wait to be read."""
+        """Return whether no more tokens will come; some may still be unread."""
         return self.state in ("finished", "failed")
 
     @property
     def generated_tokens(self) -> NDArray[np.int32]:
-        """Tokens of the answer so far. An attempt after a fault computes them again, as a part of
-        its prompt, and goes on with the next one."""
+        """Tokens of the answer so far [tokens].
+
+        A new attempt after a fault computes them as part of its prompt and continues with the next.
+        """
         return np.asarray(self._generated, np.int32)
 
     @property
     def answer_hashes(self) -> tuple[bytes, ...]:
-        """Of the blocks behind those of the prompt that have KV: the last token has none."""
+        """Hashes of the whole blocks behind the prompt's that have KV; the last token has none."""
         spec = self.spec
         if spec.prefix is None:
             return ()
@@ -176,16 +180,19 @@ class RequestHandle:
         return spec.prefix.hashes(tokens, spec.hashes)
 
     def cancel(self, reason: FinishReason = "cancelled") -> None:
-        """Stop the work everywhere. `reason` "stop": the caller found a stop string.
+        """Stop the work on all ranks, drop unread tokens and end the iteration.
 
-        Tokens not yet read are dropped; iteration ends. Does nothing once the request has ended.
+        Does nothing once the request has ended.
+
+        Args:
+            reason: "stop" if the caller found a stop string.
         """
         if not self.ended:
             self._tokens.clear()
             self.finish_reason = reason
             self._on_cancel(self)
 
-    # --- the reader's side ---
+    # --- used by the HTTP layer ---
 
     def __aiter__(self) -> Self:
         return self
@@ -196,7 +203,7 @@ class RequestHandle:
         return self._tokens.popleft()
 
     async def pending(self) -> list[SampledToken]:
-        """All tokens that have not been read; waits for one, and is empty after the last."""
+        """Return all unread tokens; wait for one, and return none after the last."""
         if not self._tokens and not await self._more():
             return []
         tokens = list(self._tokens)
@@ -204,7 +211,7 @@ class RequestHandle:
         return tokens
 
     async def _more(self) -> bool:
-        """Wait for a token; False if none will come."""
+        """Wait for a token; return False if none will come."""
         while not self._tokens:
             if self.error is not None:
                 raise self.error
@@ -225,10 +232,10 @@ class RequestHandle:
     ) -> None:
         self.cancel()
 
-    # --- the router's side ---
+    # --- used by the router ---
 
     def begin_attempt(self) -> None:
-        """Wait for a place again; times of what the answer has already reached stay."""
+        """Queue the request again, but keep the times that its answer already reached."""
         self.state = "queued"
         self.elastic.clear()
         marks = self.marks
@@ -240,7 +247,7 @@ class RequestHandle:
         )
 
     def launched_at(self, now: float) -> None:
-        """The attempt's first step was sent."""
+        """Record that the attempt's first step was sent."""
         self.state = "prefill"
         marks = self.marks
         marks.launched = now
@@ -249,10 +256,11 @@ class RequestHandle:
         self.timings.plan_s = now - placed
 
     def expect_first_token(self, at_ns: int, overhead_ns: int = 0) -> None:
-        """The last step that was sent so far will have ended then (`time.monotonic_ns()`).
+        """Predict the first token from the end of the last step sent so far.
 
         Args:
-            overhead_ns: what bounds on TTFT leave room for.
+            at_ns: predicted end of that step (`time.monotonic_ns()`).
+            overhead_ns: time that bounds on TTFT leave room for.
         """
         if self.plan is not None and self.marks.first_token is None:
             ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
@@ -262,27 +270,28 @@ class RequestHandle:
             self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
 
     def first_token_at(self, now: float) -> None:
-        """The first token of the answer was drawn; its KV may still be on the way."""
+        """Record the answer's first token; its KV may still be in transfer."""
         self.marks.first_token = now
         self.timings.ttft_s = now - self.marks.submitted
 
     def prefilled_at(self, now: float) -> None:
-        """The attempt's prefill has drawn its token, the first one or one after a fault."""
+        """Record that prefill sampled a token: the first, or the next one after a fault."""
         self.state = "receiving"
         self.marks.prefilled = now
         self.timings.prefill_s = now - (self.marks.launched or now)
 
     def kv_received_after(self, waited_s: float) -> None:
-        """A decode rank has its share of the KV, some of which waited so long for its turn."""
+        """Record that a decode rank received its KV, some of which waited `waited_s` seconds for a
+        transfer slot."""
         self.timings.transfer_wait_s = max(waited_s, self.timings.transfer_wait_s or 0.0)
 
     def handed_over_at(self, now: float) -> None:
-        """All KV has landed, and decode was told."""
+        """Record that all KV was received and the decode gang was told to decode."""
         self.marks.joined = now
         self.timings.transfer_s = now - (self.marks.prefilled or now)
 
     def close_timings(self, now: float) -> None:
-        """The request has ended."""
+        """Record the end of the request."""
         marks = self.marks
         marks.ended = now
         self.timings.total_s = now - marks.submitted
@@ -290,19 +299,19 @@ class RequestHandle:
             self.timings.decode_s = max(0.0, (marks.last_token or now) - marks.joined)
 
     def deliver(self, token: SampledToken) -> None:
-        """Hand a token to the reader."""
+        """Append a token for the reader."""
         self.timings.tokens += 1
         self._generated.append(token.token)
         self._tokens.append(token)
         self._wake()
 
     def finish(self, reason: FinishReason) -> None:
-        """The answer is complete, or was withdrawn."""
+        """End the iteration: the answer is complete or was cancelled."""
         self.state, self.finish_reason = "finished", reason
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """There will be no answer, or no rest of it."""
+        """End the iteration with an error, before or within the answer."""
         self.state, self.error = "failed", error
         self._wake()
 
@@ -311,9 +320,27 @@ class RequestHandle:
             self._waiter.set_result(None)
 
     def explain(self) -> dict[str, Any]:
-        """What the extension field `csps.explain` answers: plan, placement, timings."""
+        """Return the extension field `csps.explain`: plan, placement, timings."""
         return {
             "plan": asdict(self.plan) if self.plan else None,
-            "placement": asdict(self.placement) if self.placement else None,
+            "placement": _explained_placement(self.placement) if self.placement else None,
             "timings": asdict(self.timings),
         }
+
+
+def _explained_placement(placement: AttemptPlacement) -> dict[str, Any]:
+    # Not `asdict`: clients read these keys, so they must not follow a renamed field.
+    return {
+        "group": placement.group,
+        "bounds": placement.bounds,
+        "shares": [
+            {
+                "instance": kv_slice.instance,
+                "span": asdict(kv_slice.span),
+                "origin": kv_slice.source,
+            }
+            for kv_slice in placement.slices
+        ],
+        "master": placement.master,
+        "batched_with": placement.batched_with,
+    }

@@ -1,12 +1,9 @@
-"""Service-level objectives of a request, and whether its answer met them.
+"""One validated request, its service-level objectives and its prefix-cache key.
 
-Names of prompts' beginnings, by which kept KV is found again.
-
-A chain hash of a block names all tokens up to its end, who may use their KV (API key and
-`cache_salt`), and that it is exact, or within which bounds it is. So KV never goes from one key,
-salt or bound to another: equal names would take two texts of one BLAKE2b digest of 16 bytes.
-
-What a client wants of the router.
+The prefix cache finds KV by chain hashes of token blocks (`PrefixKey`). A block's hash covers all
+tokens up to the block's end, the owner of the KV (API key and `cache_salt`), and the bounds within
+which the KV may be inexact. KV therefore never crosses API keys, salts or bounds: that would take
+two texts with the same 16-byte BLAKE2b digest.
 """
 
 from __future__ import annotations
@@ -24,22 +21,24 @@ from csps.protocols.attention.plan import AskedRing, Attention, Objective, Reque
 from csps.protocols.gang.messages import Sampling
 
 SloName = Literal["ttft", "tpot", "e2e", "all"]
-"""Of what a bound is; "all" is met by requests that meet every bound that they have."""
+"""Names of bounds; a request meets "all" if it meets every bound that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SloBounds:
-    """Bounds in milliseconds; None where there is none."""
+    """Service-level objectives in milliseconds; None for no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
-    def judged(
+    def evaluate(
         self, *, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None
     ) -> dict[SloName, bool]:
-        """Which bounds a whole answer met. An answer of one token has no time per further token,
-        and so no bound on it either."""
+        """Return, per bound, whether a complete answer met it.
+
+        An answer of one token has no time per output token and so no bound on it.
+        """
         measured: dict[SloName, tuple[float | None, float | None]] = {
             "ttft": (self.ttft_ms, ttft_s),
             "tpot": (self.tpot_ms, tpot_s),
@@ -54,7 +53,7 @@ class SloBounds:
         )
 
     def missed(self) -> dict[SloName, bool]:
-        """All bounds, of a request that got no whole answer."""
+        """Return every bound as missed, for a request without a complete answer."""
         bounds: dict[SloName, float | None] = {
             "ttft": self.ttft_ms,
             "tpot": self.tpot_ms,
@@ -72,11 +71,11 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """Whose KV it is, and what blocks are hashed.
+    """Seed and block size of a request's block hashes.
 
     Args:
-        seed: what the first block's hash begins with.
-        block: tokens of one.
+        seed: start of the first block's hash; differs between owners, salts and bounds.
+        block: tokens per block.
     """
 
     seed: bytes
@@ -84,11 +83,13 @@ class PrefixKey:
 
     @classmethod
     def of(cls, *, owner: bytes, salt: str | None, block: int, bounds: str = "") -> PrefixKey:
-        """Of requests with the same API key (its digest, or nothing where none is needed) and the
-        same salt; none is another one than an empty one.
+        """Return the key shared by requests with the same API key and the same salt.
 
         Args:
-            bounds: within which KV was computed that may not be exact.
+            owner: digest of the API key; empty if the server needs no key.
+            salt: the request's `cache_salt`; None and "" are different salts.
+            block: tokens per block.
+            bounds: key of the bounds within which the KV may be inexact; empty for exact KV.
         """
         seed = blake2b(digest_size=DIGEST_BYTES)
         salted = b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
@@ -97,7 +98,7 @@ class PrefixKey:
         return cls(seed.digest(), block)
 
     def hashes(self, tokens: NDArray[np.int32], known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
-        """Of all whole blocks but those that are known already."""
+        """Return the hashes of all whole blocks of `tokens` behind the `known` ones."""
         last = known[-1] if known else self.seed
         data, size = tokens.astype("<i4", copy=False).tobytes(), self.block * 4
         found: list[bytes] = []
@@ -109,38 +110,41 @@ class PrefixKey:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSpec:
-    """A request, validated and tokenized."""
+    """One client call, validated and tokenized; immutable."""
 
     client_request_id: str
     prompt: NDArray[np.int32]
-    """Token ids, at least one."""
+    """Token ids [tokens], at least one."""
     sampling: Sampling
     objective: Objective = field(default_factory=Objective)
     attention: Attention = "auto"
     csa: CsaSettings | None = None
-    """With attention "csa", unless all of it is open."""
+    """Sparse-attention settings; None for exact attention, or if the configurator chooses all of
+    them."""
     open: bool = False
-    """How it attends is the configurator's choice, within the bounds of the objective."""
+    """The configurator chooses how the request attends, within the bounds of `objective`."""
     given: tuple[str, ...] = ()
-    """If it is: fields of `csa` that are not."""
+    """Fields of `csa` that the client fixed although the rest is `open`."""
     refuse_unmet: bool = False
-    """It fails if its bounds are not going to be met."""
+    """The request fails if its bounds are predicted to be missed."""
     strategy: AskedRing | None = None
-    """Of exact attention, if one was asked for."""
+    """Ring strategy that the client asked for."""
     slo: SloBounds = field(default_factory=SloBounds)
     prefix: PrefixKey | None = None
-    """By which KV is found that others have left, and this is left to others; None: none is."""
+    """Prefix-cache key for lookup and insertion; None disables prefix caching for this request."""
     hashes: tuple[bytes, ...] = ()
-    """Of the prompt's whole blocks."""
+    """Hashes of the prompt's whole blocks."""
     deadline_s: float | None = None
-    """Seconds after submission when the request fails if it has not finished; None waits."""
+    """Seconds after submission at which an unfinished request fails; None for no deadline."""
 
     @cached_property
     def cls(self) -> RequestClass:
-        """What it shares with requests that can run in one step with it."""
+        """Class of the request: requests of one class can run in one step."""
         objective = self.objective if self.open else None
         return RequestClass(self.csa, self.strategy, objective, self.given)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or not self.prompt.size:
-            raise ValueError("a prompt is a non-empty row of token ids")
+            raise ValueError(
+                f"a prompt is a non-empty vector of token ids, not of shape {self.prompt.shape}"
+            )

@@ -1,10 +1,8 @@
-"""What serving teaches about times: of options, and of what a step's time leaves out of TTFT.
+"""The router's cost tables: strategies and times by which the scheduler compares options.
 
-The cost table that the router's scheduler looks strategies and times up in.
-
-The configurator fills it in, and latencies follow the steps that are measured while serving. No
-request waits for the configurator. A bucket that nobody has filled in runs by its class's own
-strategy; it is asked for in the background, and the next table has it.
+The configurator fills the table in, bucket by bucket, and latencies follow the steps that are
+measured while serving. No request waits for the configurator: a missing bucket runs by the default
+strategy of its class and is asked for in the background, so the next table has it.
 """
 
 from __future__ import annotations
@@ -50,93 +48,32 @@ from csps.services.requests.request_handle import RequestHandle
 from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import AnyEvent, CostTableUpdated
 
-HALF_LIFE = 8
-"""Steps after which a measurement counts half."""
-WITHIN = 0.03
-"""Predictions that were this near are left alone."""
-WINDOW = 128
-"""First tokens that the overhead is taken of."""
-FEWEST = 8
-QUANTILE = 0.95
-
-
-class OptionDrift:
-    """Measured times of options over predicted ones, until the predictions are corrected."""
-
-    def __init__(self) -> None:
-        self._log_ratios: dict[tuple[Bucket, str], float] = {}
-
-    def observe(self, bucket: Bucket, strategy: str, ratio: float) -> None:
-        """A step took `ratio` times as long as was predicted."""
-        key, new = (bucket, strategy), math.log(max(ratio, 1e-3))
-        weight = 1 - 0.5 ** (1 / HALF_LIFE)
-        known = self._log_ratios.get(key)
-        self._log_ratios[key] = new if known is None else known + weight * (new - known)
-
-    def corrected(
-        self, buckets: Mapping[Bucket, tuple[Allowed, ...]]
-    ) -> Mapping[Bucket, tuple[Allowed, ...]]:
-        """Buckets that predict what was measured."""
-        found = dict(buckets)
-        for (bucket, strategy), log_ratio in self._log_ratios.items():
-            if bucket in found and abs(log_ratio) > WITHIN:
-                found[bucket] = tuple(
-                    it._replace(permille=max(1, round(it.permille * math.exp(log_ratio))))
-                    if it.strategy == strategy
-                    else it
-                    for it in found[bucket]
-                )
-        self._log_ratios.clear()
-        return found
-
-
-class Overhead:
-    """By how much first tokens come later than predicted, for all but the slowest."""
-
-    def __init__(self) -> None:
-        self._late_ns: deque[int] = deque(maxlen=WINDOW)
-
-    def observe(self, late_ns: int) -> None:
-        """A first token came so much later than its step was to end, or earlier."""
-        self._late_ns.append(late_ns)
-
-    @property
-    def in_ns(self) -> int:
-        """Not less than nothing, and nothing before a few have come."""
-        if len(self._late_ns) < FEWEST:
-            return 0
-        in_order = sorted(self._late_ns)
-        return max(0, in_order[int(QUANTILE * (len(in_order) - 1))])
-
-
 _log = logging.getLogger(__name__)
-
 Configure = Callable[[StrategyQuestions], Awaitable[StrategyChoices]]
-"""The configurator, wherever it runs; exceptions cost only the advice."""
-
+"""The configurator, wherever it runs. An exception costs only its advice."""
 ANSWER_S = 60.0
-"""For the configurator's answer, which may have to simulate hundreds of configurations."""
+"""Deadline of the configurator's answer; it may simulate hundreds of configurations."""
 AT_ONCE = 16
-"""Buckets without bounds that are asked for together; each takes some tenths of a second."""
+"""Buckets without bounds asked for together; each takes some tenths of a second."""
 PAUSE_S = 1.0
-"""Before a question that got none is asked again."""
+"""Pause before a question without an answer is repeated."""
 MAX_CLASSES = 64
-"""Classes with wishes of their own; clients may think of any number of them."""
+"""Limit on request classes; clients may invent any number of them."""
 REFIT_STEPS, REFIT_S = 16, 10.0
-"""Latencies are fitted again after so many steps, and not more often than so many seconds."""
+"""Latencies are refitted after this many steps, at most once in this many seconds."""
 LONGEST = 1 << 21
-"""Tokens up to which buckets are filled before anybody asks."""
+"""Prompt tokens up to which buckets are filled before a request asks for them."""
 _ALWAYS = {AUTO: RequestClass(), BOUNDED: RequestClass(objective=Objective())}
-"""Classes that are never forgotten."""
+"""Classes that are never dropped."""
 
 
 class CostTableService:
-    """Keeps tables by digest, and why each strategy was chosen.
+    """Keeps cost tables by digest, and why each strategy was chosen.
 
     Args:
-        table: to begin with: latency models, and buckets that are known already.
-        configure: asked for cold buckets.
-        keep: is given every table before it is put in force, for the scheduler's log.
+        table: the first one: latency models, and buckets that are known already.
+        configure: asked for the buckets that the scheduler misses.
+        store_table: takes every table before it is in force, for the decision log.
     """
 
     def __init__(
@@ -151,13 +88,13 @@ class CostTableService:
         self._refit = Refit(latencies) if isinstance(latencies, LatencyTable) else None
         self._refitted_at, self._steps = time.monotonic(), 0
         self.costs = Costs(table, self._store)
-        """What the scheduler looks things up in."""
+        """Tables in which the scheduler looks things up."""
         self._configure, self._store_table = configure, store_table
         self._post_event: Callable[[AnyEvent], None] | None = None
         self._drift, self._overhead = OptionDrift(), Overhead()
         self._classes: OrderedDict[str, RequestClass] = OrderedDict(_ALWAYS)
         self._traces: dict[str, dict[str, str]] = {}
-        """Of the latest request of each class that one was submitted of."""
+        """Trace headers of each class's latest request."""
         self._choices: dict[Bucket, dict[str, StrategyChoice]] = {}
         self._wanted: dict[Bucket, None] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -167,15 +104,15 @@ class CostTableService:
         self._post_event = post_event
 
     async def close(self) -> None:
-        """Ask for nothing more."""
+        """Stop asking the configurator."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})
 
-    # --- what may be asked for -----------------------------------------------------------------
+    # --- look-ups ------------------------------------------------------------------------------
 
     def register_class(self, cls: RequestClass) -> None:
-        """A request of this class was submitted."""
+        """Remember the class of a submitted request."""
         self._classes[cls.row] = cls
         self._classes.move_to_end(cls.row)
         self._traces[cls.row] = trace_context.inject()
@@ -185,7 +122,7 @@ class CostTableService:
             self._traces.pop(oldest, None)
 
     def gang_up(self, gang: GangClient) -> None:
-        """Fill in what most requests will ask for, before they do."""
+        """Fill in the buckets that most requests will look up, before they do."""
         if gang.role == "decode":
             return
         places = sorted(map(Location.parse, gang.locations))
@@ -193,15 +130,20 @@ class CostTableService:
             GroupShape.of(places[:count], gang.tp): None for count in range(1, len(places) + 1)
         }
         exponents = range(LONGEST.bit_length())
-        self._want([Bucket(AUTO, *it) for it in itertools.product(shapes, exponents)])
+        self._want(
+            [
+                Bucket(AUTO, shape, exponent)
+                for shape, exponent in itertools.product(shapes, exponents)
+            ]
+        )
 
     def request_misses(self) -> None:
-        """Ask for the buckets that the scheduler has missed since the last time."""
-        if cold := self.costs.cache_misses():
-            self._want(cold)
+        """Ask for the buckets that the scheduler has missed since the last call."""
+        if missed := self.costs.cache_misses():
+            self._want(missed)
 
     def why(self, bucket: Bucket, strategy: str) -> str:
-        """Why a step runs by this strategy, for people."""
+        """Return why a step runs by this strategy, in words for clients."""
         asked = RING_CLASSES.get(bucket.row)
         if asked == "ring":
             return f"'{strategy}', as the better ring {self._ring_rule(bucket)}"
@@ -216,13 +158,13 @@ class CostTableService:
         return f"'{name}', as nothing was compared yet for such prompts and groups"
 
     def loss(self, bucket: Bucket, strategy: str) -> float | None:
-        """What a step by this option loses of accuracy; None if that was not predicted."""
+        """Return the predicted accuracy loss of a step by this option; None if unknown."""
         known = self._choice(bucket, strategy)
         return None if known is None else known.loss
 
     @property
     def overhead_ns(self) -> int:
-        """`CostTable.overhead_ns` in force."""
+        """Return the overhead of the table in force (`CostTable.overhead_ns`)."""
         return self.costs.table.overhead_ns
 
     def _choice(self, bucket: Bucket, strategy: str) -> StrategyChoice | None:
@@ -238,7 +180,7 @@ class CostTableService:
         fitted = rings.fitted_to(bucket.shape)
         return "by what was measured here" if fitted else "by compute and bandwidth (CP Alg. 5)"
 
-    # --- asking --------------------------------------------------------------------------------
+    # --- asking the configurator ---------------------------------------------------------------
 
     def _want(self, buckets: Sequence[Bucket]) -> None:
         filled = self._newest.buckets
@@ -255,31 +197,34 @@ class CostTableService:
         while self._wanted:
             wanted = self._next_wanted()
             if not wanted:
-                return  # their classes were forgotten meanwhile
+                return  # their classes were dropped meanwhile
             questions = StrategyQuestions(asked=tuple(map(self._question, wanted)))
             try:
                 with trace_context.attached(self._trace_of(wanted)):
                     async with asyncio.timeout(ANSWER_S):
                         answer = await self._configure(questions)
                 answers = zip(wanted, answer.chosen, strict=True)
-            except Exception as exc:  # it may run elsewhere and fail in any way
-                _log.warning("the configurator did not answer (%s); asking again", exc)
+            except Exception as exc:  # it may run in another process and fail in any way
+                _log.warning(
+                    "no answer from the configurator for %d buckets, retrying in %g s: %s",
+                    len(wanted), PAUSE_S, exc,
+                )  # fmt: skip
                 self._wanted.update(dict.fromkeys(wanted))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            # What is not known yet stays cold, and is asked for again by whoever misses it.
-            self._enter({it: choices for it, choices in answers if choices})
+            # A bucket without choices stays missing; the next miss asks for it again.
+            self._enter({bucket: choices for bucket, choices in answers if choices})
 
     def _trace_of(self, wanted: Sequence[Bucket]) -> dict[str, str]:
-        """That of a request for which a bucket is wanted, which then shows the question."""
-        return next((it for bucket in wanted if (it := self._traces.get(bucket.row))), {})
+        """Return the trace of a request that needs a bucket; the question appears in it."""
+        return next((trace for bucket in wanted if (trace := self._traces.get(bucket.row))), {})
 
     def _next_wanted(self) -> list[Bucket]:
-        """Some of those that are compared quickly; after them one at a time."""
-        wanted = [it for it in self._wanted if it.row in self._classes]
-        quick = [it for it in wanted if self._classes[it.row].objective is None]
+        """Return the next buckets to ask for: some quick ones, or else a single slow one."""
+        wanted = [bucket for bucket in self._wanted if bucket.row in self._classes]
+        quick = [bucket for bucket in wanted if self._classes[bucket.row].objective is None]
         asked = quick[:AT_ONCE] or wanted[:1]
-        self._wanted = {it: None for it in wanted if it not in set(asked)}
+        self._wanted = {bucket: None for bucket in wanted if bucket not in set(asked)}
         return asked
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
@@ -295,19 +240,24 @@ class CostTableService:
         )
 
     def _enter(self, chosen: Mapping[Bucket, Sequence[StrategyChoice]]) -> None:
-        """Put a table in force that has these buckets, and those of classes that are in use."""
+        """Put a table in force with these buckets and those of classes in use."""
         old = self._newest.buckets
-        buckets = {it: allowed for it, allowed in old.items() if it.row in self._classes}
-        buckets |= {it: tuple(map(_allowed, choices)) for it, choices in chosen.items()}
-        named = {it: {one.strategy: one for one in choices} for it, choices in chosen.items()}
-        known = {**self._choices, **named}
-        self._choices = {it: choice for it, choice in known.items() if it in buckets}
+        buckets = {
+            bucket: allowed for bucket, allowed in old.items() if bucket.row in self._classes
+        }
+        buckets |= {bucket: tuple(map(_allowed, choices)) for bucket, choices in chosen.items()}
+        by_strategy = {
+            bucket: {choice.strategy: choice for choice in choices}
+            for bucket, choices in chosen.items()
+        }
+        known = {**self._choices, **by_strategy}
+        self._choices = {bucket: choices for bucket, choices in known.items() if bucket in buckets}
         self._put_in_force(replace(self._newest, buckets=buckets))
 
-    # --- measuring -----------------------------------------------------------------------------
+    # --- learning from served requests ---------------------------------------------------------
 
     def measured(self, command: RunStep, shape: GroupShape, took_s: float) -> None:
-        """A step has ended: how long it took, computing and exchanging."""
+        """Learn from a finished step that computed and exchanged for `took_s` seconds."""
         if self._refit is None:
             return
         if not self._note_option(command, shape, took_s):
@@ -316,7 +266,7 @@ class CostTableService:
             try:
                 self._refit.observe(key, rows, int(took_s * 1e9))
             except ConfigError:
-                return  # nothing of this kind was ever profiled: there is nothing to correct
+                return  # this kind of step was never profiled: nothing to correct
         self._steps += 1
         now = time.monotonic()
         if self._steps >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
@@ -331,12 +281,15 @@ class CostTableService:
             )
 
     def _note_option(self, command: RunStep, shape: GroupShape, took_s: float) -> bool:
-        """Of a step by an option that is timed by the table, if it computes one prompt; false if
-        its strategy has a latency model."""
+        """Learn from a step by an option that the table times, if it computed one prompt.
+
+        Returns:
+            False if the step's strategy has a latency model, which learns from the step instead.
+        """
         (chunk, *others) = command.chunks
         bucket = bucket_of(command.cls, shape, chunk.start, command.bounds[-1])
         found = self._newest.buckets.get(bucket, ())
-        allowed = next((it for it in found if it.strategy == command.strategy), None)
+        allowed = next((option for option in found if option.strategy == command.strategy), None)
         if allowed is None or allowed.permille == WHOLE_PERMILLE:
             return parse_option(command.strategy).csa is not None
         if not others:
@@ -345,7 +298,7 @@ class CostTableService:
         return True
 
     def record_first_token(self, handle: RequestHandle) -> None:
-        """The first token of an answer has come."""
+        """Learn how late an answer's first token was."""
         plan, ttft_s = handle.plan, handle.timings.ttft_s
         if plan is None or plan.predicted_ttft_ms is None or ttft_s is None:
             return
@@ -357,16 +310,17 @@ class CostTableService:
         if table.digest == self._newest.digest:
             return
         self._newest = table
-        self._store.pop(table.digest, None)  # tables stand in the order in which they were told
+        self._store.pop(table.digest, None)  # keeps `_store` in order of activation
         self._store[table.digest] = table
         if self._store_table is not None:
             self._store_table(table)
-        assert self._post_event is not None, "measured or asked before it was started"
+        assert self._post_event is not None, "a cost table changed before the service was started"
+        _log.debug("cost table %s in force, %d buckets", table.digest, len(table.buckets))
         self._post_event(CostTableUpdated(digest=table.digest))
         self._discard_former()
 
     def _discard_former(self) -> None:
-        """Tables from before the one in force; later ones are about to be."""
+        """Drop tables older than the one in force; newer ones are about to be in force."""
         for digest in list(self._store):
             if digest == self.costs.table.digest:
                 return
@@ -374,6 +328,66 @@ class CostTableService:
 
 
 def _allowed(choice: StrategyChoice) -> Allowed:
-    """Of what nobody can say the loss of there is nothing to choose from."""
+    """Return the choice as an entry of the table; its loss is rounded up to a millionth."""
+    # An option with unknown loss is always its bucket's only one: the 0.0 is never compared.
     loss = choice.loss or 0.0
     return Allowed(choice.strategy, choice.permille, math.ceil(loss * MILLION))
+
+
+HALF_LIFE = 8
+"""Steps after which a measurement counts half."""
+WITHIN = 0.03
+"""Relative error up to which a prediction is left alone."""
+WINDOW = 128
+"""First tokens from which the overhead is estimated."""
+FEWEST = 8
+QUANTILE = 0.95
+
+
+class OptionDrift:
+    """Measured over predicted times of options, until the predictions are corrected."""
+
+    def __init__(self) -> None:
+        self._log_ratios: dict[tuple[Bucket, str], float] = {}
+
+    def observe(self, bucket: Bucket, strategy: str, ratio: float) -> None:
+        """Record that a step took `ratio` times as long as predicted."""
+        key, new = (bucket, strategy), math.log(max(ratio, 1e-3))
+        weight = 1 - 0.5 ** (1 / HALF_LIFE)
+        known = self._log_ratios.get(key)
+        self._log_ratios[key] = new if known is None else known + weight * (new - known)
+
+    def corrected(
+        self, buckets: Mapping[Bucket, tuple[Allowed, ...]]
+    ) -> Mapping[Bucket, tuple[Allowed, ...]]:
+        """Return the buckets with predictions that match the measurements, and start over."""
+        found = dict(buckets)
+        for (bucket, strategy), log_ratio in self._log_ratios.items():
+            if bucket in found and abs(log_ratio) > WITHIN:
+                found[bucket] = tuple(
+                    allowed._replace(permille=max(1, round(allowed.permille * math.exp(log_ratio))))
+                    if allowed.strategy == strategy
+                    else allowed
+                    for allowed in found[bucket]
+                )
+        self._log_ratios.clear()
+        return found
+
+
+class Overhead:
+    """Delay of first tokens behind their predictions, for all but the slowest."""
+
+    def __init__(self) -> None:
+        self._late_ns: deque[int] = deque(maxlen=WINDOW)
+
+    def observe(self, late_ns: int) -> None:
+        """Record how long after its step's predicted end a first token came."""
+        self._late_ns.append(late_ns)
+
+    @property
+    def in_ns(self) -> int:
+        """Return the overhead in nanoseconds; 0 before enough first tokens came."""
+        if len(self._late_ns) < FEWEST:
+            return 0
+        in_order = sorted(self._late_ns)
+        return max(0, in_order[int(QUANTILE * (len(in_order) - 1))])

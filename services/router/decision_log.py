@@ -1,7 +1,7 @@
-"""The scheduler's log of a live router, and beside it the cost tables that it names.
+"""The decision log of a live router, with the cost tables that it names.
 
-`scheduling: {log: FILE}` keeps one. `FILE` has what the scheduler was told, turn by turn, and
-`FILE.tables/` each table under its digest, so that `replayed` needs nothing else.
+`scheduling: {log: FILE}` enables it. `FILE` contains what the scheduler was told, round by round;
+`FILE.tables/` contains each table under its digest, so that `replayed` needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from csps.services.scheduling.policies.registry import make_policy
 
 
 class DecisionLog:
-    """Writes while the router runs; a context manager that ends the file."""
+    """Writes the log while the router runs; a context manager that closes the file."""
 
     def __init__(self, path: Path, header: DecisionLogHeader, table: CostTable) -> None:
-        """Begin a log; one that is there already is overwritten.
+        """Begin a log, overwriting an existing file.
 
         Args:
             table: in force at the start.
@@ -35,15 +35,15 @@ class DecisionLog:
         self._writer = LogWriter(self._file, header)
 
     def record(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
-        """The scheduler is about to be told this batch."""
+        """Append a batch of events that the scheduler is about to handle."""
         self._writer.append(now_ns, events)
 
     def store_table(self, table: CostTable) -> None:
-        """A table may be put in force from now on."""
+        """Store a table before it is in force."""
         (self._tables / table.digest).write_bytes(stored(table))
 
     def close(self) -> None:
-        """Write what is left. Idempotent."""
+        """Flush and close the file. Idempotent."""
         if not self._file.closed:
             self._writer.flush()
             self._file.close()
@@ -61,16 +61,18 @@ class DecisionLog:
 
 
 def replayed(path: Path) -> bytes:
-    """The commands of a logged run once more (`scheduling.log.replay`).
+    """Replay a logged run and return its commands (`scheduling.core.decision_log.replay`).
 
     Raises:
-        ConfigError: the file is no log, or a table that it names is missing.
+        ConfigError: the file is no decision log, or a table that it names is missing.
     """
-    store = {it.name: read_stored(it) for it in _tables_beside(path).iterdir()}
+    store = {file.name: read_stored(file) for file in _tables_beside(path).iterdir()}
 
     def scheduler(header: DecisionLogHeader) -> Scheduler:
         if header.table_digest not in store:
-            raise ConfigError(f"the cost table {header.table_digest} of {path} is missing")
+            raise ConfigError(
+                f"{path}: {_tables_beside(path)} lacks the cost table {header.table_digest}"
+            )
         return Scheduler(
             make_policy(header.policy, header.options),
             Costs(store[header.table_digest], store),

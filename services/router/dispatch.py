@@ -1,6 +1,7 @@
-"""Steps on their way to the ranks.
+"""Executes the scheduler's commands on the ranks.
 
-Carries the scheduler's commands out on the ranks. It decides nothing.
+`Executor` turns each command into messages to the ranks and changes of the router's records. It
+decides nothing. `StepLauncher` sends prefill steps.
 """
 
 from __future__ import annotations
@@ -55,123 +56,14 @@ from csps.services.scheduling.state.ledger import decode_slots
 _log = logging.getLogger(__name__)
 
 
-class StepLauncher:
-    """One sequencer: `_send` sends a step to every rank of the gang without giving the event loop
-    away in between, so all ranks see all steps in one order. That is what keeps steps on
-    overlapping groups from waiting for each other.
-
-    Args:
-        gangs: those that are attached now.
-        costs: why a step runs by its strategy.
-        tell: takes events for the scheduler.
-    """
-
-    def __init__(
-        self,
-        *,
-        gangs: AttachedGangs,
-        costs: CostTableService,
-        requests: LiveRequests,
-        steps: RunningSteps,
-        notifications: RankNotifications,
-        post_event: Callable[[AnyEvent], None],
-    ) -> None:
-        self._gangs, self._costs = gangs, costs
-        self._requests, self._steps = requests, steps
-        self._notifications, self._post_event = notifications, post_event
-
-    def launch(self, command: RunStep, sequences: list[LiveSequence]) -> None:
-        """Send a step, without what nobody wants any more; nothing if its gang is lost."""
-        gang = self._gangs.get(gang_of(command.group[0]))
-        if gang is None:
-            return
-        self._refuse_unmet(command, gang, sequences)
-        in_place = {
-            sequence.id: sequence.command.slices
-            for sequence in sequences
-            if sequence.decode is gang
-        }
-        rest, idle = without_cancelled(
-            command, {sequence.id for sequence in sequences if sequence.over}, placements=in_place
-        )
-        for instance in idle:
-            self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
-        if rest.chunks:
-            self._send_or_fail(
-                rest, gang, [sequence for sequence in sequences if not sequence.over]
-            )
-
-    def _refuse_unmet(
-        self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
-    ) -> None:
-        """End requests whose bounds this step would break, if they want that."""
-        strict = [it for it in sequences if it.handle.spec.refuse_unmet and not it.over]
-        if not strict:
-            return
-        loss = self._costs.loss(_bucket(command, gang), command.strategy)
-        ends_s = (command.ends_ns + self._costs.overhead_ns) / 1e9
-        for sequence in strict:
-            ttft_ms = (ends_s - sequence.handle.marks.submitted) * 1e3
-            if sequence.handle.spec.objective.met(ttft_ms, loss) is False:
-                self._notifications.fail(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
-
-    def _send_or_fail(
-        self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
-    ) -> None:
-        """What no group can run ends these requests, and not the router with all the others."""
-        try:
-            self._send(command, gang, sequences)
-        except ConfigError as error:
-            _log.exception("step %d cannot be run", command.step_id)
-            for sequence in sequences:
-                self._notifications.fail(sequence, error)
-            for instance in command.group:
-                self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
-
-    def _send(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
-        """Nothing in here may await."""
-        csa = lower_csa(command, sequences[0].handle.spec, gang)
-        for rank, message in enumerate(prefill_messages(command, sequences, gang, csa)):
-            gang.notify(rank, "prefill", message)
-        bucket = _bucket(command, gang)
-        self._steps.launched(command, gang, sequences, bucket.shape)
-        for chunk, sequence in zip(command.chunks, sequences, strict=True):
-            handle = sequence.handle
-            if chunk.start == sequence.command.cached:
-                handle.placement = _attempt_placement(command, sequence)
-                why = self._costs.why(bucket, command.strategy)
-                loss = self._costs.loss(bucket, command.strategy)
-                handle.plan = explained_plan(command, handle.spec, csa, why, loss)
-                self._requests.launched(handle)
-            handle.expect_first_token(command.ends_ns, self._costs.overhead_ns)
-
-
-def _attempt_placement(command: RunStep, sequence: LiveSequence) -> AttemptPlacement:
-    reserved = sequence.command
-    return AttemptPlacement(
-        group=tuple(map(index_of, command.group)),
-        bounds=command.bounds,
-        slices=kv_slices(reserved.slices),
-        master=index_of(reserved.master),
-        batched_with=len(command.chunks) - 1,
-    )
-
-
-def _bucket(command: RunStep, gang: GangClient) -> Bucket:
-    """Of the cost table, that the step's strategy was looked up in."""
-    places = [Location.parse(gang.locations[index_of(instance)]) for instance in command.group]
-    history = max(chunk.start for chunk in command.chunks)
-    return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, command.bounds[-1])
-
-
 class Executor:
-    """One of its methods for each kind of command.
+    """Executes scheduler commands, one method per command type.
 
     Args:
-        gangs: those that are attached now.
-        launcher: of steps.
-        costs: looks, after each turn, what the commands ask of it.
-        tell: takes events for the scheduler.
+        gangs: the attached gangs.
+        launcher: sends steps.
+        costs: asks for the cost-table buckets that a round missed.
+        post_event: takes events for the scheduler.
     """
 
     def __init__(
@@ -191,7 +83,7 @@ class Executor:
         self._notifications, self._elastic, self._post_event = notifications, elastic, post_event
         self._tasks: set[asyncio.Task[None]] = set()
         self.fault: BaseException | None = None
-        """A mistake of ours in the background, for health checks."""
+        """Error of a background command: a bug, for health checks."""
         self._actions: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.Reserve: self._reserve,
             commands.RunStep: self._run_step,
@@ -208,13 +100,13 @@ class Executor:
         }
 
     def execute(self, decided: Sequence[commands.Command]) -> None:
-        """In the order given."""
+        """Execute one round's commands in the order given."""
         for command in decided:
             self._actions[type(command)](command)
         self._costs.request_misses()
 
     async def close(self) -> None:
-        """Stop what goes on in the background."""
+        """Cancel background commands."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -228,7 +120,7 @@ class Executor:
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("carrying out a command failed", exc_info=error)
+            _log.error("a background command failed", exc_info=error)
             self.fault = error
 
     # --- reserving -----------------------------------------------------------------------------
@@ -236,10 +128,12 @@ class Executor:
     def _reserve(self, command: commands.Reserve) -> None:
         handle = self._requests.get(command.request_id)
         decode = self._gangs.get(gang_of(command.master))
-        assert handle is not None, "a place for a request whose end the scheduler was told of"
-        assert decode is not None, "a place on a gang whose end the scheduler was told of"
+        assert handle is not None, f"Reserve for the finished request_id {command.request_id}"
+        assert decode is not None, f"Reserve on the lost gang {gang_of(command.master)}"
         known = handle.spec.prompt.size + handle.generated_tokens.size
-        assert command.prompt_tokens == known, "the scheduler counts other tokens"
+        assert command.prompt_tokens == known, (
+            f"Reserve for {command.prompt_tokens} tokens of a request with {known}"
+        )
         sequence = live_sequence(command, handle, decode)
         self._sequences.add(sequence)
         handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
@@ -248,7 +142,7 @@ class Executor:
             sequence.reserving = self._in_background(self._ask_for_slots(sequence))
 
     async def _ask_for_slots(self, sequence: LiveSequence) -> None:
-        """Ask every decode rank; a rank that refuses holds nothing."""
+        """Ask every decode rank for slots; fail the sequence if one refuses."""
         decode, command = sequence.decode, sequence.command
         messages = reserve_messages(sequence, epoch=self._gangs.epoch_of(decode))
         deadline_s = max(0.0, (command.deadline_ns - time.monotonic_ns()) / 1e9)
@@ -259,12 +153,16 @@ class Executor:
             ),
             return_exceptions=True,
         )
-        errors = {rank: it for rank, it in enumerate(answers) if isinstance(it, Exception)}
+        errors = {
+            rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)
+        }
         for rank, error in errors.items():
             if not isinstance(error, DeadlineExceeded | ConnectionLost):
                 self._notifications.free(sequence, gang_of(command.master), rank)
         if errors and not sequence.over:
-            self._notifications.fail(sequence, next(iter(errors.values())))
+            rank, error = next(iter(errors.items()))
+            _log.debug("sequence_id %d: rank %d did not reserve: %s", sequence.id, rank, error)
+            self._notifications.fail(sequence, error)
         if sequence.cancel_when_reserved:
             _notify_cancel(decode, sequence.id)
 
@@ -284,7 +182,8 @@ class Executor:
         sequences: list[LiveSequence],
         reserving: list[asyncio.Task[None]],
     ) -> None:
-        """KV of a request that no decode rank has heard of yet would be thrown away."""
+        """Launch a step once all its sequences have their decode slots."""
+        # Decode ranks discard KV of sequences that they have no reservation for.
         await asyncio.gather(*reserving)
         self._launcher.launch(command, sequences)
 
@@ -313,8 +212,11 @@ class Executor:
     async def _piggyback_when_reserved(
         self, command: commands.Piggyback, sequence: LiveSequence
     ) -> None:
-        """A leader that was told at once could let the row in before another rank expects it."""
-        assert sequence.reserving is not None, "rides without a reservation"
+        """Notify the leader of a piggybacked prefill once all ranks have reserved."""
+        assert sequence.reserving is not None, (
+            f"piggybacked sequence {sequence.id} has no reservation"
+        )
+        # A leader notified earlier could start the sequence before another rank expects it.
         await asyncio.gather(sequence.reserving)
         if sequence.over:
             return
@@ -334,19 +236,20 @@ class Executor:
         sequence, gang = self._sequences.serving(command.sequence_id), self._gangs.get(command.gang)
         if sequence is None or gang is None:
             return
+        _log.debug("move sequence_id %d within gang %s", command.sequence_id, gang.gang_id)
         if not sequence.decode_ended:
             gang.notify_all("move", pack(begin_move(command, sequence, gang)))
             return
-        for instance in decode_slots(command, 0):  # its last token is on its way: nothing moves
+        for instance in decode_slots(command, 0):  # its last token was sampled: nothing moves
             if instance not in sequence.pending_free:
                 self._post_event(Freed(sequence_id=sequence.id, instance=instance))
 
-    # --- keeping -------------------------------------------------------------------------------
+    # --- prefix cache --------------------------------------------------------------------------
 
     def _retain(self, command: commands.Retain) -> None:
         self._notify_leader(command, "retain", RetainKv)
         if (sequence := self._sequences.by_id.get(command.sequence_id)) is not None:
-            sequence.pending_free.clear()  # the ranks answer what they have left
+            sequence.pending_free.clear()  # retain acks replace `freed` from here on
             self._end_sequence(command.sequence_id)
 
     def _evict(self, command: commands.Evict) -> None:
@@ -368,8 +271,8 @@ class Executor:
 
     def _cancel(self, command: commands.Cancel) -> None:
         sequence = self._sequences.by_id.get(command.sequence_id)
-        for sequence_id in command.gangs:
-            if (gang := self._gangs.get(sequence_id)) is None:
+        for gang_number in command.gangs:
+            if (gang := self._gangs.get(gang_number)) is None:
                 continue
             if sequence is not None and gang is sequence.decode and sequence.reservation_pending:
                 sequence.cancel_when_reserved = True
@@ -378,7 +281,7 @@ class Executor:
         self._end_sequence(command.sequence_id)
 
     def _end_sequence(self, sequence_id: SequenceId) -> None:
-        """Unless it is forgotten already: its decode gang is gone, or holds nothing of it."""
+        """End a sequence, unless its decode gang is gone or nothing of it is left."""
         if (sequence := self._sequences.by_id.get(sequence_id)) is not None:
             self._sequences.end(sequence)
 
@@ -386,7 +289,10 @@ class Executor:
         self._end_sequence(command.sequence_id)
         if (handle := self._requests.get(command.request_id)) is not None:
             error = error_of(command.error)
-            _log.info("request %s starts over: %s", handle.spec.client_request_id, error)
+            _log.info(
+                "request %s: attempt %d (sequence_id %d) was lost, queued again: %s",
+                handle.spec.client_request_id, handle.timings.attempts, command.sequence_id, error,
+            )  # fmt: skip
             self._requests.restart(handle, error)
 
     def _refuse(self, command: commands.Refuse) -> None:
@@ -403,12 +309,137 @@ class Executor:
 
 
 def _decode_instances(sequence: LiveSequence) -> tuple[int, ...]:
-    """Whom a row concerns where a gang decodes what it prefills: the others can go on with that. A
-    gang that only decodes iterates all rows together."""
+    """Return the instances that iterate a sequence, for an elastic gang; else none.
+
+    The other instances of an elastic gang do not wait for its iterations.
+    """
     if sequence.decode.role != "elastic":
-        return ()
+        return ()  # a gang that only decodes iterates all its sequences together
     return tuple(sorted(map(index_of, decode_members(sequence.placement))))
 
 
-def _notify_cancel(gang: GangClient, sequence: SequenceId) -> None:
-    gang.notify_all("cancel", pack(CancelSequence(sequence_id=sequence)))
+def _notify_cancel(gang: GangClient, sequence_id: SequenceId) -> None:
+    _log.debug("cancel sequence_id %d on %s gang %s", sequence_id, gang.role, gang.gang_id)
+    gang.notify_all("cancel", pack(CancelSequence(sequence_id=sequence_id)))
+
+
+class StepLauncher:
+    """Sends prefill steps to the ranks, every step to all ranks of its gang.
+
+    Steps on overlapping groups would wait for each other if two ranks saw them in different orders.
+    `_send` therefore notifies all ranks without yielding to the event loop.
+
+    Args:
+        gangs: the attached gangs.
+        costs: explains why a step runs by its strategy.
+        post_event: takes events for the scheduler.
+    """
+
+    def __init__(
+        self,
+        *,
+        gangs: AttachedGangs,
+        costs: CostTableService,
+        requests: LiveRequests,
+        steps: RunningSteps,
+        notifications: RankNotifications,
+        post_event: Callable[[AnyEvent], None],
+    ) -> None:
+        self._gangs, self._costs = gangs, costs
+        self._requests, self._steps = requests, steps
+        self._notifications, self._post_event = notifications, post_event
+
+    def launch(self, command: RunStep, sequences: list[LiveSequence]) -> None:
+        """Send a step without its cancelled sequences; send nothing if its gang is lost."""
+        gang = self._gangs.get(gang_of(command.group[0]))
+        if gang is None:
+            return  # `GangDown` ends its sequences
+        self._refuse_unmet(command, gang, sequences)
+        in_place = {
+            sequence.id: sequence.command.slices
+            for sequence in sequences
+            if sequence.decode is gang
+        }
+        rest, idle = without_cancelled(
+            command, {sequence.id for sequence in sequences if sequence.over}, placements=in_place
+        )
+        for instance in idle:
+            self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
+        if rest.chunks:
+            self._send_or_fail(
+                rest, gang, [sequence for sequence in sequences if not sequence.over]
+            )
+
+    def _refuse_unmet(
+        self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
+    ) -> None:
+        """Fail the requests with `refuse_unmet` whose bounds this step is predicted to miss."""
+        strict = [
+            sequence
+            for sequence in sequences
+            if sequence.handle.spec.refuse_unmet and not sequence.over
+        ]
+        if not strict:
+            return
+        loss = self._costs.loss(_bucket(command, gang), command.strategy)
+        ends_s = (command.ends_ns + self._costs.overhead_ns) / 1e9
+        for sequence in strict:
+            ttft_ms = (ends_s - sequence.handle.marks.submitted) * 1e3
+            if sequence.handle.spec.objective.met(ttft_ms, loss) is False:
+                self._notifications.fail(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
+
+    def _send_or_fail(
+        self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
+    ) -> None:
+        """Send a step; if no group can run it, fail its requests and not the router."""
+        try:
+            self._send(command, gang, sequences)
+        except ConfigError as error:
+            _log.exception(
+                "step_id %d cannot run on any group; failing its requests", command.step_id
+            )
+            for sequence in sequences:
+                self._notifications.fail(sequence, error)
+            for instance in command.group:
+                self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
+
+    def _send(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
+        """Notify every rank of the step, then record its launch."""
+        # No `await` until every rank is notified: all ranks must see all steps in one order.
+        csa = lower_csa(command, sequences[0].handle.spec, gang)
+        for rank, message in enumerate(prefill_messages(command, sequences, gang, csa)):
+            gang.notify(rank, "prefill", message)
+        bucket = _bucket(command, gang)
+        _log.debug(
+            "step_id %d sent to instances %s of gang %s by %s: sequence_ids %s",
+            command.step_id, command.group, gang.gang_id, command.strategy,
+            [sequence.id for sequence in sequences],
+        )  # fmt: skip
+        self._steps.launched(command, gang, sequences, bucket.shape)
+        for chunk, sequence in zip(command.chunks, sequences, strict=True):
+            handle = sequence.handle
+            if chunk.start == sequence.command.cached:
+                handle.placement = _attempt_placement(command, sequence)
+                why = self._costs.why(bucket, command.strategy)
+                loss = self._costs.loss(bucket, command.strategy)
+                handle.plan = explained_plan(command, handle.spec, csa, why, loss)
+                self._requests.launched(handle)
+            handle.expect_first_token(command.ends_ns, self._costs.overhead_ns)
+
+
+def _attempt_placement(command: RunStep, sequence: LiveSequence) -> AttemptPlacement:
+    reserved = sequence.command
+    return AttemptPlacement(
+        group=tuple(map(index_of, command.group)),
+        bounds=command.bounds,
+        slices=kv_slices(reserved.slices),
+        master=index_of(reserved.master),
+        batched_with=len(command.chunks) - 1,
+    )
+
+
+def _bucket(command: RunStep, gang: GangClient) -> Bucket:
+    """Return the cost table's bucket in which the step's strategy was looked up."""
+    places = [Location.parse(gang.locations[index_of(instance)]) for instance in command.group]
+    history = max(chunk.start for chunk in command.chunks)
+    return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, command.bounds[-1])

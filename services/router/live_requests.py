@@ -1,4 +1,4 @@
-"""The live requests: from their submission to their last token, as the HTTP layer sees them."""
+"""Live requests, from submission to the last token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from csps.services.telemetry.request_trace import record_spans
 
 
 class LiveRequests:
-    """Owns every `RequestHandle` from `submit` until it has ended, in whichever way.
+    """Owns every `RequestHandle` from `submit` until the request ends, however it ends.
 
     Args:
-        tell: takes events for the scheduler.
-        answered: is told of first tokens, for what they teach about times.
+        observer: receives what happens to requests, for metrics.
+        post_event: takes events for the scheduler.
+        on_first_token: called with the handle at the answer's first token, to learn latencies.
     """
 
     def __init__(
@@ -32,15 +33,12 @@ class LiveRequests:
         post_event: Callable[[AnyEvent], None],
         on_first_token: Callable[[RequestHandle], None],
     ) -> None:
-        self._observer, self._post_event, self._on_first_token = (
-            observer,
-            post_event,
-            on_first_token,
-        )
+        self._observer, self._post_event = observer, post_event
+        self._on_first_token = on_first_token
         self._live: dict[RequestId, RequestHandle] = {}
         self._request_ids = itertools.count(1)
         self.none_left = asyncio.Event()
-        """Set while there is no live request."""
+        """Set while no request is live."""
         self.none_left.set()
 
     def __iter__(self) -> Iterator[RequestHandle]:
@@ -50,13 +48,13 @@ class LiveRequests:
         return len(self._live)
 
     def get(self, request_id: RequestId) -> RequestHandle | None:
-        """The request, unless it has ended."""
+        """Return the request, or None once it has ended."""
         return self._live.get(request_id)
 
-    # --- their beginning -----------------------------------------------------------------------
+    # --- submission ----------------------------------------------------------------------------
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
-        """Admit a request; its tokens come by iterating over what is returned."""
+        """Register a request and queue it at the scheduler."""
         handle = RequestHandle(spec, request_id=next(self._request_ids), on_cancel=self._cancel)
         self._live[handle.request_id] = handle
         self.none_left.clear()
@@ -76,21 +74,21 @@ class LiveRequests:
         )
         return handle
 
-    # --- on their way --------------------------------------------------------------------------
+    # --- progress ------------------------------------------------------------------------------
 
     def placed(self, handle: RequestHandle) -> None:
-        """The scheduler has found a place; slots are being reserved."""
+        """Record that the scheduler placed the request; decode slots are being reserved."""
         handle.state = "reserving"
         handle.timings.attempts += 1
         handle.marks.placed = time.monotonic()
 
     def launched(self, handle: RequestHandle) -> None:
-        """The first step was sent."""
+        """Record that the request's first step was sent."""
         handle.launched_at(time.monotonic())
         self._observer.started(handle)
 
     def deliver(self, handle: RequestHandle, token: SampledToken) -> None:
-        """Hand a token to the reader; with a `finish_reason`, the last."""
+        """Append a token to the answer; one with a `finish_reason` ends it."""
         now, marks = time.monotonic(), handle.marks
         last, marks.last_token = marks.last_token, now
         if handle.state == "prefill":
@@ -106,30 +104,30 @@ class LiveRequests:
             self._finish(handle, token.finish_reason)
 
     def handed_over(self, handle: RequestHandle) -> None:
-        """All KV is where it decodes, and decode goes on from here."""
+        """Record that all KV was received and the decode gang was told to decode."""
         handle.state = "decoding"
         handle.handed_over_at(time.monotonic())
 
     def elastic_changed(self, sequence: LiveSequence, event: ElasticEvent) -> None:
-        """Something has happened to the group that computes or decodes a request."""
+        """Record an elastic event of the group that computes or decodes a request."""
         sequence.handle.elastic.append(event)
         self._observer.elastic(event)
 
     def restart(self, handle: RequestHandle, error: CspsError) -> None:
-        """An attempt was lost, the request waits again."""
+        """Queue a request again after its attempt was lost."""
         handle.begin_attempt()
         self._observer.retried(handle, error)
 
-    # --- their ends ----------------------------------------------------------------------------
+    # --- ends ----------------------------------------------------------------------------------
 
     def refuse(self, handle: RequestHandle, error: CspsError) -> None:
-        """It was not admitted after all: the line has filled up within this turn of the loop."""
+        """End a request that was not admitted: the queue filled up in the same scheduling round."""
         handle.fail(error)
         self._remove(handle)
         self._observer.refused(error, handle.spec.slo)
 
     def fail(self, handle: RequestHandle, error: CspsError) -> None:
-        """There will be no answer, or no rest of it."""
+        """End a request with an error, before or within its answer."""
         handle.fail(error)
         self._remove(handle)
         self._observer.failed(handle, error)
@@ -144,7 +142,7 @@ class LiveRequests:
         self._observer.finished(handle, reason)
 
     def _remove(self, handle: RequestHandle) -> None:
-        """The request has ended: nothing of it may stay behind here."""
+        """Drop an ended request and record its spans."""
         del self._live[handle.request_id]
         handle.close_timings(time.monotonic())
         record_spans(handle)

@@ -1,107 +1,139 @@
-"""Which instances of an elastic gang are iterated together, as its rows come, move and go.
+"""Sequences on the ranks: attempts at requests, as the router keeps track of them.
 
-Rows that concern the same instances count together, and there are few such sets: whoever asks walks
-these, and not the rows.
-
-One attempt at a request as the router keeps track of it on the ranks.
-
-Rows that are on their way to other instances, from the command until all ranks have told.
-
-A row has two masters in the meantime, and their connections to the router have no common order:
-what the next one draws may arrive before the last token of the one before.
-
-When groups of an elastic gang grow, shrink, merge or give way, as the router sees it.
+A `LiveSequence` exists from its reservation until every decode rank has freed its slots. It may
+move to other instances of an elastic gang (`LiveMove`). `DecodeGroups` knows which instances of an
+elastic gang iterate together; `ElasticEventRecorder` records when these groups change.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import RankKvReceived
+from csps.protocols.gang.messages import PrefillDone, RankKvReceived, SampledToken
+from csps.protocols.gang.step_messages import SequenceMoved
+from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.scheduling.events.commands import Reserve
+from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, Reserve, RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
 
-if TYPE_CHECKING:
-    pass
-import time
-from collections.abc import Callable, Iterator, Sequence
-
-from csps.protocols.gang.messages import PrefillDone, SampledToken
-from csps.protocols.gang.step_messages import SequenceMoved
-from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
-from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, RunStep
-
 Members = frozenset[InstanceId]
 
 
-def decode_members(placement: HasPlacement) -> Members:
-    """Who takes part in decoding a sequence."""
-    named = (kv_slice.instance for kv_slice in (*placement.slices, *placement.answer))
-    return frozenset((placement.master, *named))
+@dataclass(eq=False, slots=True)
+class LiveSequence:
+    """A sequence from its reservation until every decode rank has freed its slots.
+
+    It outlives its service to the request (`over`) until its slots are free.
+    """
+
+    command: Reserve
+    placement: HasPlacement
+    """Placement on the decode gang: as reserved, or as moved since."""
+    handle: RequestHandle
+    decode: GangClient
+    pending_kv: InstanceRanks
+    pending_free: InstanceRanks
+    first_index: int
+    """Index of the first token that this sequence samples: the tokens of former attempts."""
+    next_index: int
+    """Index of the answer's next token."""
+    reserving: asyncio.Task[None] | None = None
+    cancel_when_reserved: bool = False
+    """The decode ranks are told to cancel once all of them answered the reservation."""
+    over: bool = False
+    """The sequence no longer serves its request; late tokens are dropped."""
+    last_token: int = -1
+    joined: bool = False
+    """The gang was told to decode the sequence."""
+    decode_ended: bool = False
+    """The gang decodes the sequence no more: a rank reported that it freed its slots."""
+    move: LiveMove | None = None
+    """Move to other instances, while it is in progress."""
+    kv_received: list[RankKvReceived] = field(default_factory=list)
+    """Reports of ranks that received all of their KV of the prompt."""
+
+    @property
+    def id(self) -> SequenceId:
+        """Return the sequence_id, by which ranks know the sequence."""
+        return self.command.sequence_id
+
+    @property
+    def reservation_pending(self) -> bool:
+        """Return whether some decode rank has not answered the reservation."""
+        return self.reserving is not None and not self.reserving.done()
 
 
-class Regrouped(NamedTuple):
-    """What a row that goes on elsewhere has changed."""
+def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
+    """Return the record of a sequence for which no rank was asked anything yet."""
+    holders = decode_slots(command, command.output_tokens)
+    return LiveSequence(
+        command=command,
+        placement=command,
+        handle=handle,
+        decode=decode,
+        pending_kv=InstanceRanks(decode, [kv_slice.instance for kv_slice in own(command.slices)]),
+        pending_free=InstanceRanks(decode, holders),
+        first_index=handle.timings.tokens,
+        next_index=handle.timings.tokens,
+    )
 
-    left: Members
-    """Instances of its group on which nothing is decoded any more."""
-    new: Members
-    """Instances on which nothing was decoded before."""
-    met: bool
-    """Rows of another group go on with it."""
+
+@dataclass(eq=False, slots=True)
+class LiveMove:
+    """A sequence's move to other instances, until all ranks have acknowledged it.
+
+    Meanwhile the sequence has two masters, whose connections to the router have no common order: a
+    token of the new master may arrive before the last token of the old one.
+    """
+
+    command: MoveKv
+    before: HasPlacement
+    pending_acks: InstanceRanks
+    began: float = field(default_factory=time.monotonic)
+    acks: list[SequenceMoved] = field(default_factory=list)
+    early: dict[int, SampledToken] = field(default_factory=dict)
+    """Tokens that arrived before an earlier one, by index."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens whose KV moved."""
+        tp = max(1, self.pending_acks.gang.tp)
+        return sum(ack.tokens for ack in self.acks) // tp
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that all ranks sent."""
+        return sum(ack.sent_bytes for ack in self.acks)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the slowest rank."""
+        return max((ack.seconds for ack in self.acks), default=0.0)
 
 
-class DecodeGroups:
-    """Of all gangs."""
-
-    def __init__(self) -> None:
-        self._sequence_counts: dict[GangClient, Counter[Members]] = {}
-
-    def add(self, gang: GangClient, members: Members) -> None:
-        """A row that concerns these instances is decoded from now on."""
-        self._sequence_counts.setdefault(gang, Counter())[members] += 1
-
-    def remove(self, gang: GangClient, members: Members) -> None:
-        """One is not any more."""
-        counts = self._sequence_counts[gang]
-        counts[members] -= 1
-        if not counts[members]:
-            del counts[members]
-        if not counts:
-            del self._sequence_counts[gang]
-
-    def move(self, gang: GangClient, before: Members, after: Members) -> Regrouped:
-        """A row concerns other instances from now on."""
-        was = Members().union(*self.touching(gang, before))
-        self.remove(gang, before)
-        beside = self.touching(gang, after)
-        self.add(gang, after)
-        return Regrouped(
-            left=was.difference(*self.touching(gang, was)),
-            new=after.difference(was, *beside),
-            met=any(it.isdisjoint(was) for it in beside),
-        )
-
-    def touching(self, gang: GangClient, instances: Collection[InstanceId]) -> list[Members]:
-        """Groups that have some of these instances."""
-        groups: list[Members] = []
-        for members in self._sequence_counts.get(gang, ()):
-            apart = [group for group in groups if group.isdisjoint(members)]
-            groups = [*apart, members.union(*(group for group in groups if group not in apart))]
-        return [group for group in groups if not group.isdisjoint(instances)]
+def end_move(sequence: LiveSequence, move: LiveMove) -> None:
+    """Let the sequence continue where it was moved to."""
+    before, after = decode_slots(sequence.placement, 0), decode_slots(move.command, 0)
+    sequence.move = None
+    sequence.placement = move.command
+    # Ranks there may already have reported that the sequence ended: no `expect` here.
+    sequence.pending_free.discard(instance for instance in before if instance not in after)
 
 
 class InstanceRanks:
-    """Which ranks of which instances have not reported yet: events speak of instances, and all
-    `tp` ranks of one hold the same tokens, each with its own heads."""
+    """Ranks that have not reported yet, by instance.
+
+    The scheduler's events name instances; all `tp` ranks of an instance store the same tokens, each
+    with its own heads.
+    """
 
     def __init__(self, gang: GangClient, instances: Iterable[InstanceId]) -> None:
         self.gang = gang
@@ -114,7 +146,7 @@ class InstanceRanks:
         return instance in self._missing
 
     def reported(self, instance: InstanceId, rank: int) -> bool:
-        """A rank has reported; true if it was the last one of its instance."""
+        """Record a rank's report; return whether it was the last one of its instance."""
         missing = self._missing.get(instance)
         if missing is None:
             return False
@@ -125,105 +157,107 @@ class InstanceRanks:
         return True
 
     def expect(self, instances: Iterable[InstanceId]) -> None:
-        """These are to report as well, all of their ranks."""
+        """Wait for all ranks of these instances as well."""
         for instance in instances:
             self._missing[instance] = set(self.gang.ranks_of(index_of(instance)))
 
     def discard(self, instances: Iterable[InstanceId]) -> None:
-        """Whether these report does not matter any more."""
+        """Wait for these instances no more."""
         for instance in instances:
             self._missing.pop(instance, None)
 
     def clear(self) -> None:
-        """Nobody will report any more."""
+        """Wait for no instance any more."""
         self._missing.clear()
 
 
-@dataclass(eq=False, slots=True)
-class LiveSequence:
-    """A sequence from its reservation until every decode rank has freed what it holds.
+def decode_members(placement: HasPlacement) -> Members:
+    """Return the instances that take part in decoding a sequence."""
+    named = (kv_slice.instance for kv_slice in (*placement.slices, *placement.answer))
+    return frozenset((placement.master, *named))
 
-    It outlives its service to the request (`over`) by as long as its slots take to come back.
+
+class Regrouped(NamedTuple):
+    """Changes of decode groups after a sequence moved."""
+
+    left: Members
+    """Instances of the former group on which nothing decodes any more."""
+    new: Members
+    """Instances on which nothing decoded before."""
+    merged: bool
+    """Sequences of another group iterate with the moved one."""
+
+
+class DecodeGroups:
+    """Decode groups of all elastic gangs: instances whose sequences iterate together.
+
+    Sequences on the same instances are counted together. There are few such sets of instances, so a
+    query walks the sets and not the sequences.
     """
 
-    command: Reserve
-    placement: HasPlacement
-    """Where it is decoded: as it was reserved, or where it was moved to since."""
-    handle: RequestHandle
-    decode: GangClient
-    pending_kv: InstanceRanks
-    pending_free: InstanceRanks
-    first_index: int
-    """Of the first token that this sequence draws; 0 unless a former one has drawn some."""
-    next_index: int
-    """Of the answer's token to come."""
-    reserving: asyncio.Task[None] | None = None
-    cancel_when_reserved: bool = False
-    """Its decode ranks are to free it as soon as all of them have answered the reservation."""
-    over: bool = False
-    """Serves its request no more: tokens that still come for it are dropped."""
-    last_token: int = -1
-    joined: bool = False
-    """Its gang was told to decode it."""
-    decode_ended: bool = False
-    """Its gang decodes it no more: a rank has told that it holds nothing of it."""
-    move: LiveMove | None = None
-    """To other instances, while it is on its way."""
-    kv_received: list[RankKvReceived] = field(default_factory=list)
-    """What ranks with all of their KV of the prompt have said."""
+    def __init__(self) -> None:
+        self._sequence_counts: dict[GangClient, Counter[Members]] = {}
 
-    @property
-    def id(self) -> SequenceId:
-        """The name that ranks know it by."""
-        return self.command.sequence_id
+    def add(self, gang: GangClient, members: Members) -> None:
+        """Count a sequence that decodes on these instances from now on."""
+        self._sequence_counts.setdefault(gang, Counter())[members] += 1
 
-    @property
-    def reservation_pending(self) -> bool:
-        """Some decode rank has not answered."""
-        return self.reserving is not None and not self.reserving.done()
+    def remove(self, gang: GangClient, members: Members) -> None:
+        """Discount a sequence that no longer decodes on these instances."""
+        counts = self._sequence_counts[gang]
+        counts[members] -= 1
+        if not counts[members]:
+            del counts[members]
+        if not counts:
+            del self._sequence_counts[gang]
 
+    def move(self, gang: GangClient, before: Members, after: Members) -> Regrouped:
+        """Count a sequence on other instances, and return how the groups changed."""
+        was = Members().union(*self.touching(gang, before))
+        self.remove(gang, before)
+        beside = self.touching(gang, after)
+        self.add(gang, after)
+        return Regrouped(
+            left=was.difference(*self.touching(gang, was)),
+            new=after.difference(was, *beside),
+            merged=any(group.isdisjoint(was) for group in beside),
+        )
 
-def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
-    """A sequence that nobody was asked for anything yet."""
-    holders = decode_slots(command, command.output_tokens)
-    return LiveSequence(
-        command=command,
-        placement=command,
-        handle=handle,
-        decode=decode,
-        pending_kv=InstanceRanks(decode, [it.instance for it in own(command.slices)]),
-        pending_free=InstanceRanks(decode, holders),
-        first_index=handle.timings.tokens,
-        next_index=handle.timings.tokens,
-    )
+    def touching(self, gang: GangClient, instances: Collection[InstanceId]) -> list[Members]:
+        """Return the groups that contain some of these instances."""
+        groups: list[Members] = []
+        for members in self._sequence_counts.get(gang, ()):
+            apart = [group for group in groups if group.isdisjoint(members)]
+            groups = [*apart, members.union(*(group for group in groups if group not in apart))]
+        return [group for group in groups if not group.isdisjoint(instances)]
 
 
 @dataclass(eq=False, slots=True)
 class LiveSequences:
-    """All of them, by their ids."""
+    """All live sequences by sequence_id."""
 
     by_id: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     groups: DecodeGroups = field(default_factory=DecodeGroups)
-    """Of those of elastic gangs that have joined and are not over."""
+    """Decode groups of the sequences on elastic gangs that joined and are not over."""
 
     def add(self, sequence: LiveSequence) -> None:
-        """It was reserved."""
-        assert sequence.id not in self.by_id, "sequence ids never come again"
+        """Add a sequence whose slots are being reserved."""
+        assert sequence.id not in self.by_id, f"sequence_id {sequence.id} was used before"
         self.by_id[sequence.id] = sequence
 
     def serving(self, sequence_id: SequenceId) -> LiveSequence | None:
-        """The sequence, unless it is over or was never here."""
+        """Return the sequence, or None if it is over or unknown."""
         sequence = self.by_id.get(sequence_id)
         return None if sequence is None or sequence.over else sequence
 
     def join(self, sequence: LiveSequence) -> None:
-        """Its gang is told to decode it."""
+        """Record that the gang was told to decode the sequence."""
         sequence.joined = True
         if sequence.decode.role == "elastic":
             self.groups.add(sequence.decode, decode_members(sequence.placement))
 
     def end(self, sequence: LiveSequence) -> None:
-        """It serves its request no more. Idempotent."""
+        """End the sequence's service to its request. Idempotent."""
         if not sequence.over:
             sequence.over = True
             if sequence.joined and sequence.decode.role == "elastic":
@@ -231,60 +265,23 @@ class LiveSequences:
         self.finalize(sequence)
 
     def finalize(self, sequence: LiveSequence) -> None:
-        """Forget it once it is over and nothing of it is left anywhere."""
+        """Forget the sequence if it is over and no rank holds slots for it."""
         if sequence.over and not sequence.pending_free:
             self.by_id.pop(sequence.id, None)
 
     def drop(self, gang: GangClient) -> None:
-        """A decode gang is gone: nothing of its sequences is left anywhere, and none goes on."""
-        for sequence in [it for it in self.by_id.values() if it.decode is gang]:
+        """End all sequences of a lost decode gang; nothing of them is left on its ranks."""
+        for sequence in [known for known in self.by_id.values() if known.decode is gang]:
             sequence.pending_free.clear()
             self.end(sequence)
 
 
-@dataclass(eq=False, slots=True)
-class LiveMove:
-    """One row's."""
-
-    command: MoveKv
-    before: HasPlacement
-    pending_acks: InstanceRanks
-    began: float = field(default_factory=time.monotonic)
-    acks: list[SequenceMoved] = field(default_factory=list)
-    early: dict[int, SampledToken] = field(default_factory=dict)
-    """By their indices, tokens that came before others."""
-
-    @property
-    def tokens(self) -> int:
-        """Whose KV has moved; every rank of an instance has its own heads of them."""
-        tp = max(1, self.pending_acks.gang.tp)
-        return sum(ack.tokens for ack in self.acks) // tp
-
-    @property
-    def sent_bytes(self) -> int:
-        """Over all ranks."""
-        return sum(ack.sent_bytes for ack in self.acks)
-
-    @property
-    def seconds(self) -> float:
-        """Of the rank that was longest at it."""
-        return max((ack.seconds for ack in self.acks), default=0.0)
-
-
-def end_move(sequence: LiveSequence, move: LiveMove) -> None:
-    """A row goes on where it was moved to. Ranks there may have told already that it has ended."""
-    before, after = decode_slots(sequence.placement, 0), decode_slots(move.command, 0)
-    sequence.move = None
-    sequence.placement = move.command
-    sequence.pending_free.discard(it for it in before if it not in after)
-
-
 class ElasticEventRecorder:
-    """Notes them where requests are traced and counted.
+    """Records the elastic events of requests, for traces and metrics.
 
     Args:
-        groups: instances that are iterated together; they follow what has moved from here.
-        note: takes what has happened to a request.
+        groups: decode groups; a finished move updates them here.
+        note: takes an event of a sequence.
     """
 
     def __init__(
@@ -293,7 +290,7 @@ class ElasticEventRecorder:
         self._groups, self._note = groups, note
 
     def joins(self, sequence: LiveSequence) -> None:
-        """A sequence is about to be decoded, on an elastic gang."""
+        """Record the events of a sequence that is about to decode on an elastic gang."""
         now, members = time.monotonic(), decode_members(sequence.placement)
         holders = {kv_slice.instance for kv_slice in sequence.placement.slices}
         if not members <= holders:
@@ -302,7 +299,7 @@ class ElasticEventRecorder:
             self._note(sequence, ElasticEvent(kind="merge", began=now, ended=now))
 
     def decoded_on(self, gang: GangClient, group: Collection[InstanceId]) -> bool:
-        """Whether some of these instances decode."""
+        """Return whether some of these instances decode."""
         return bool(self._groups.touching(gang, group))
 
     def step_done(
@@ -314,16 +311,16 @@ class ElasticEventRecorder:
         took_s: float,
         preempting: bool,
     ) -> None:
-        """A step of an elastic gang is over.
+        """Record the events of a finished step of an elastic gang.
 
         Args:
-            sequences: of its pieces; the first one's trace is told.
-            took_s: on the instance that was longest at it.
+            sequences: sequences of its chunks; the first one gets the events.
+            took_s: time on the slowest instance.
             preempting: some of its instances decoded when it was launched.
         """
         ended = time.monotonic()
         began = ended - took_s
-        if {kv_holder.instance for kv_holder in _kv_holders(sequences)} < set(command.group):
+        if {kv_slice.instance for kv_slice in _kv_slices(sequences)} < set(command.group):
             event = ElasticEvent(
                 kind="scale_down",
                 began=began,
@@ -338,8 +335,7 @@ class ElasticEventRecorder:
             self._note(sequences[0], event)
 
     def moved(self, sequence: LiveSequence, move: LiveMove) -> None:
-        """A row goes on where it was moved to. A move may be several events, each of which has all
-        that it cost."""
+        """Record the events of a finished move; each carries the whole cost of the move."""
         ended = time.monotonic()
         for kind in self._kinds(sequence.decode, move):
             event = ElasticEvent(
@@ -353,18 +349,19 @@ class ElasticEventRecorder:
             self._note(sequence, event)
 
     def _kinds(self, gang: GangClient, move: LiveMove) -> Iterator[ElasticEventKind]:
-        found = self._groups.move(gang, decode_members(move.before), decode_members(move.command))
+        before, after = decode_members(move.before), decode_members(move.command)
+        regrouped = self._groups.move(gang, before, after)
         if move.tokens:
             yield "migrate"
         elif move.before.master != move.command.master:
             yield "remaster"
-        if found.met:
+        if regrouped.merged:
             yield "merge"
-        if found.left:
+        if regrouped.left:
             yield "scale_down"
-        if found.new:
+        if regrouped.new:
             yield "scale_up"
 
 
-def _kv_holders(sequences: Iterable[LiveSequence]) -> Iterator[PlacedSlice]:
+def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[PlacedSlice]:
     return (kv_slice for sequence in sequences for kv_slice in sequence.placement.slices)

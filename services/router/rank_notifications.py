@@ -1,15 +1,13 @@
-"""What ranks say that they have left of sequences whose KV is kept.
+"""Reads the notifications of ranks: tokens go to their requests, all else becomes events.
 
-Steps that ranks have been told to run, until the last of their ranks has reported.
-
-What ranks tell the router: tokens go to their requests, facts become events of the scheduler.
-
-Tokens bypass the scheduler. A frame of them costs a look-up and an append each; of an answer the
-scheduler learns its first token, because KV must land soon after it, and its end.
+Tokens bypass the scheduler: a frame of them costs a look-up and an append per token. Of an answer
+the scheduler learns the first token, because its KV must be received soon after, and the end.
+`RunningSteps` and `RetainAcks` collect reports until all ranks of an instance have sent theirs.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,23 +61,210 @@ from csps.services.scheduling.events.events import (
 from csps.services.scheduling.state.state import wire_error
 from csps.services.telemetry.observer import RequestObserver, StepFigures
 
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 1.0
+"""Notifications of an instance within this time count as one heartbeat."""
+PostEvent = Callable[[AnyEvent], None]
+
+
+class RankNotifications:
+    """Reads the notifications of all ranks.
+
+    Args:
+        post_event: takes events for the scheduler.
+        on_received: called when all of a prompt's KV was received.
+        on_moved: called when a sequence was moved to other instances.
+    """
+
+    def __init__(
+        self,
+        requests: LiveRequests,
+        sequences: LiveSequences,
+        steps: RunningSteps,
+        post_event: PostEvent,
+        *,
+        on_received: Callable[[Sequence[RankKvReceived]], None],
+        on_moved: Callable[[LiveSequence, LiveMove], None],
+    ) -> None:
+        self._requests, self._sequences, self._steps = requests, sequences, steps
+        self._post_event, self._on_received, self._on_moved = post_event, on_received, on_moved
+        self.retain_acks = RetainAcks(post_event)
+        self._last_heartbeat: dict[tuple[GangId, int], float] = {}
+        self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
+            "prefill_progress": self._prefill_progress,
+            "prefill_done": self._prefill_done,
+            "received": self._kv_received,
+            "freed": self._freed,
+            "retained": self._retained,
+            "moved": self._moved,
+            "failed": self._failed,
+        }
+
+    def read(
+        self, gang_number: GangId, gang: GangClient, rank: int, method: str, payload: Any
+    ) -> None:
+        """Handle a notification from a rank of an attached gang.
+
+        Raises:
+            ProtocolError: the router knows no such notification.
+        """
+        self._note_heartbeat(gang_number, gang.instance_of(rank))
+        if method == "tokens":  # thousands a second: checked first
+            for token in unpack(SampledTokens, payload).each():
+                self._token(token)
+        elif (reader := self._readers.get(method)) is not None:
+            reader(gang_number, gang, rank, payload)
+        else:
+            raise ProtocolError(f"rank {rank} sent the unknown notification {method!r}")
+
+    def discard(self, gang_number: GangId) -> None:
+        """Forget a lost gang."""
+        self.retain_acks.discard(gang_number)
+        self._last_heartbeat = {
+            key: at for key, at in self._last_heartbeat.items() if key[0] != gang_number
+        }
+
+    def _note_heartbeat(self, gang_number: GangId, instance: int) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat.get((gang_number, instance), 0.0) >= HEARTBEAT_PERIOD_S:
+            self._last_heartbeat[gang_number, instance] = now
+            self._post_event(Heartbeat(instances=(instance_id(gang_number, instance),)))
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    def _token(self, token: SampledToken) -> None:
+        sequence = self._sequences.serving(token.sequence_id)
+        if sequence is None or sequence.handle.ended:
+            return
+        if sequence.move is not None and token.index > sequence.next_index:
+            sequence.move.early[token.index] = token
+            return
+        if token.index != sequence.next_index:
+            error = f"token {token.index} arrived, expected token {sequence.next_index}"
+            self.fail(sequence, ProtocolError(error))
+            return
+        first = sequence.next_index == sequence.first_index
+        sequence.next_index += 1
+        sequence.last_token = token.token
+        self._requests.deliver(sequence.handle, token)
+        if token.finish_reason is not None:
+            hashes = sequence.handle.answer_hashes if sequence.command.retain else ()
+            self._post_event(
+                Finished(
+                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
+                )
+            )
+            self._sequences.end(sequence)
+            return
+        if first:
+            self._post_event(FirstToken(sequence_id=sequence.id))
+            if sequence.command.piggybacked:
+                self._requests.handed_over(sequence.handle)
+        if sequence.move is not None and sequence.next_index in sequence.move.early:
+            self._token(sequence.move.early.pop(sequence.next_index))
+
+    def fail(self, sequence: LiveSequence, error: Exception) -> None:
+        """End a sequence with an error; the scheduler retries or fails its request."""
+        _log.debug("sequence_id %d failed: %s", sequence.id, error)
+        self._post_event(
+            Failed(
+                sequence_id=sequence.id,
+                generated_tokens=sequence.next_index,
+                error=wire_error(error),
+                retryable=isinstance(error, FaultError),
+            )
+        )
+        self._sequences.end(sequence)
+
+    # --- everything else -----------------------------------------------------------------------
+
+    def _prefill_progress(
+        self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
+    ) -> None:
+        unpack(PrefillProgress, payload)
+
+    def _prefill_done(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        done = unpack(PrefillDone, payload)
+        instance = instance_id(gang_number, gang.instance_of(rank))
+        took_s = self._steps.rank_done(done, instance)
+        if took_s is not None:
+            self._post_event(
+                StepDone(step_id=done.step_id, instance=instance, took_ns=int(took_s * 1e9))
+            )
+
+    def _kv_received(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        received = unpack(RankKvReceived, payload)
+        sequence = self._sequences.serving(received.sequence_id)
+        instance = instance_id(gang_number, gang.instance_of(rank))
+        if sequence is None:
+            return
+        sequence.kv_received.append(received)
+        sequence.handle.kv_received_after(received.waited)
+        if sequence.pending_kv.reported(instance, rank):
+            _log.debug("KV of sequence_id %d received by instance %d", sequence.id, instance)
+            self._post_event(
+                KvReceived(sequence_id=sequence.id, instance=instance, tokens=received.tokens)
+            )
+            if not sequence.pending_kv:
+                self._on_received(sequence.kv_received)
+
+    def _freed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        freed = unpack(SlotsFreed, payload)
+        if self.retain_acks.record_ack(gang_number, gang, rank, freed.sequence_id, 0):
+            return
+        if (sequence := self._sequences.by_id.get(freed.sequence_id)) is not None:
+            self.free(sequence, gang_number, rank)
+
+    def _retained(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        retained = unpack(KvRetained, payload)
+        self.retain_acks.record_ack(gang_number, gang, rank, retained.sequence_id, retained.tokens)
+
+    def _moved(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        moved = unpack(SequenceMoved, payload)
+        sequence = self._sequences.serving(moved.sequence_id)
+        if sequence is None or (move := sequence.move) is None:
+            return
+        move.acks.append(moved)
+        move.pending_acks.reported(instance_id(gang_number, gang.instance_of(rank)), rank)
+        if not move.pending_acks:
+            _log.debug("sequence_id %d moved: %d tokens", sequence.id, move.tokens)
+            end_move(sequence, move)
+            self._on_moved(sequence, move)
+            self._post_event(Moved(sequence_id=sequence.id))
+
+    def free(self, sequence: LiveSequence, gang_number: GangId, rank: int) -> None:
+        """Record that a decode rank freed its slots of the sequence."""
+        sequence.decode_ended = True
+        instance = instance_id(gang_number, sequence.decode.instance_of(rank))
+        if sequence.pending_free.reported(instance, rank):
+            self._post_event(Freed(sequence_id=sequence.id, instance=instance))
+        self._sequences.finalize(sequence)
+
+    def _failed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        failed = unpack(RequestFailed, payload)
+        if (sequence := self._sequences.serving(failed.sequence_id)) is not None:
+            self.fail(sequence, _rank_error(failed))
+
 
 @dataclass(eq=False, slots=True)
 class _PendingAcks:
     times: int = 0
-    """How often the gang was told what to keep, or to release."""
+    """Retain and Evict messages that the gang was sent for the sequence."""
     answers: dict[int, int] = field(default_factory=dict)
-    """By rank."""
+    """Answers by rank."""
     passed_on: dict[int, int] = field(default_factory=dict)
-    """By instance."""
+    """Answers that the scheduler was told of, by instance."""
 
 
 class RetainAcks:
-    """Every rank of a gang answers every `keep` and `release`, in order; the scheduler hears of an
-    instance when all of its ranks have.
+    """Counts the ranks' answers to Retain and Evict.
+
+    Every rank of a gang answers every message, in order. The scheduler is told of an instance once
+    all its ranks have answered.
 
     Args:
-        tell: takes events for the scheduler.
+        post_event: takes events for the scheduler.
     """
 
     def __init__(self, post_event: Callable[[Retained], None]) -> None:
@@ -87,31 +272,37 @@ class RetainAcks:
         self._pending: dict[tuple[GangId, SequenceId], _PendingAcks] = {}
 
     def expect_ack(self, gang_number: GangId, sequence_id: SequenceId) -> None:
-        """A gang was told about a sequence once more."""
+        """Expect an answer from every rank of a gang, which was sent a message about a sequence."""
         self._pending.setdefault((gang_number, sequence_id), _PendingAcks()).times += 1
 
     def record_ack(
         self, gang_number: GangId, gang: GangClient, rank: int, sequence_id: SequenceId, tokens: int
     ) -> bool:
-        """A rank has so much left of a sequence; false if nobody has asked."""
+        """Record that a rank retains `tokens` tokens of a sequence.
+
+        Returns:
+            Whether an answer was expected.
+        """
         pending = self._pending.get((gang_number, sequence_id))
         if pending is None:
             return False
         pending.answers[rank] = pending.answers.get(rank, 0) + 1
         index = gang.instance_of(rank)
-        complete = min(pending.answers.get(it, 0) for it in gang.ranks_of(index))
+        complete = min(pending.answers.get(member, 0) for member in gang.ranks_of(index))
         if complete > pending.passed_on.get(index, 0):
             pending.passed_on[index] = complete
             instance = instance_id(gang_number, index)
             self._post_event(Retained(sequence_id=sequence_id, instance=instance, tokens=tokens))
-        answers = [pending.answers.get(it, 0) for it in range(gang.world_size)]
+        answers = [pending.answers.get(member, 0) for member in range(gang.world_size)]
         if min(answers) >= pending.times:
             del self._pending[gang_number, sequence_id]
         return True
 
     def discard(self, gang_number: GangId) -> None:
-        """The gang is gone."""
-        self._pending = {key: it for key, it in self._pending.items() if key[0] != gang_number}
+        """Expect no answers from a lost gang."""
+        self._pending = {
+            key: pending for key, pending in self._pending.items() if key[0] != gang_number
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -127,12 +318,12 @@ class _RunningStep:
 
 
 class RunningSteps:
-    """All of them; also what their ranks have measured, which goes to the requests' timings.
+    """Steps that were sent to ranks, until the last rank has reported.
 
     Args:
-        measured: is told how long a whole step took, and on what.
-        observer: is told what it was made of.
-        elastic: is told of those of elastic gangs.
+        measured: takes how long a whole step took, and on which group.
+        observer: takes the figures of a step.
+        elastic: takes the steps of elastic gangs.
     """
 
     def __init__(
@@ -151,11 +342,7 @@ class RunningSteps:
         sequences: list[LiveSequence],
         shape: GroupShape,
     ) -> None:
-        """The step was sent to every rank of the gang.
-
-        Args:
-            shape: of its group.
-        """
+        """Record that the step was sent to every rank of the gang; `shape` is its group's."""
         if command.high_priority:
             self._observer.preempted(self._paused_requests(command))
         unreported = InstanceRanks(gang, command.group)
@@ -165,17 +352,22 @@ class RunningSteps:
         )
 
     def _paused_requests(self, high_priority: RunStep) -> int:
-        """Requests of long steps on instances of an urgent one."""
+        """Return how many requests of low-priority steps a high-priority step pauses."""
         return sum(
-            len(it.sequences)
-            for it in self._running.values()
-            if not it.command.high_priority
-            and any(member in it.unreported for member in high_priority.group)
+            len(step.sequences)
+            for step in self._running.values()
+            if not step.command.high_priority
+            and any(member in step.unreported for member in high_priority.group)
         )
 
     def rank_done(self, done: PrefillDone, instance: InstanceId) -> float | None:
-        """A rank has reported; returns the seconds that its instance took if it was the last one
-        of it: computing and exchanging, without the line and without what overtook it."""
+        """Record a rank's report of a step.
+
+        Returns:
+            Seconds that its instance computed and exchanged, without queueing and preemption; None
+            if
+            the step is unknown or other ranks of the instance have not reported.
+        """
         step = self._running.get(done.step_id)
         if step is None:
             return None
@@ -206,7 +398,7 @@ class RunningSteps:
             )
 
     def discard(self, gang: GangClient) -> None:
-        """The gang is gone, and its steps with it."""
+        """Forget the steps of a lost gang."""
         self._running = {
             step_id: step
             for step_id, step in self._running.items()
@@ -226,194 +418,12 @@ def _figures(step: _RunningStep) -> StepFigures:
     )
 
 
-HEARTBEAT_PERIOD_S = 1.0
-"""Signs of life of an instance that are closer together are one."""
-
-PostEvent = Callable[[AnyEvent], None]
-
-
-class RankNotifications:
-    """Reads the notifications of all ranks.
-
-    Args:
-        tell: takes events for the scheduler.
-        on_landed: told when all of a prompt's KV is there.
-        on_moved: told when a row goes on elsewhere.
-    """
-
-    def __init__(
-        self,
-        requests: LiveRequests,
-        sequences: LiveSequences,
-        steps: RunningSteps,
-        post_event: PostEvent,
-        *,
-        on_received: Callable[[Sequence[RankKvReceived]], None],
-        on_moved: Callable[[LiveSequence, LiveMove], None],
-    ) -> None:
-        self._requests, self._sequences, self._steps = requests, sequences, steps
-        self._post_event, self._on_received, self._on_moved = post_event, on_received, on_moved
-        self.retain_acks = RetainAcks(post_event)
-        self._last_heartbeat: dict[tuple[GangId, int], float] = {}
-        self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
-            "prefill_progress": self._prefill_progress,
-            "prefill_done": self._prefill_done,
-            "received": self._kv_received,
-            "freed": self._freed,
-            "retained": self._retained,
-            "moved": self._moved,
-            "failed": self._failed,
-        }
-
-    def read(
-        self, gang_number: GangId, gang: GangClient, rank: int, method: str, payload: Any
-    ) -> None:
-        """A notification from a rank of an attached gang.
-
-        Raises:
-            ProtocolError: it is none that a router knows.
-        """
-        self._note_heartbeat(gang_number, gang.instance_of(rank))
-        if method == "tokens":  # thousands a second: before everything else
-            for token in unpack(SampledTokens, payload).each():
-                self._token(token)
-        elif (reader := self._readers.get(method)) is not None:
-            reader(gang_number, gang, rank, payload)
-        else:
-            raise ProtocolError(f"rank {rank} sent {method}, which a router does not know")
-
-    def discard(self, gang_number: GangId) -> None:
-        """The gang is gone."""
-        self.retain_acks.discard(gang_number)
-        self._last_heartbeat = {
-            key: at for key, at in self._last_heartbeat.items() if key[0] != gang_number
-        }
-
-    def _note_heartbeat(self, gang_number: GangId, instance: int) -> None:
-        now = time.monotonic()
-        if now - self._last_heartbeat.get((gang_number, instance), 0.0) >= HEARTBEAT_PERIOD_S:
-            self._last_heartbeat[gang_number, instance] = now
-            self._post_event(Heartbeat(instances=(instance_id(gang_number, instance),)))
-
-    # --- tokens --------------------------------------------------------------------------------
-
-    def _token(self, token: SampledToken) -> None:
-        sequence = self._sequences.serving(token.sequence_id)
-        if sequence is None or sequence.handle.ended:
-            return
-        if sequence.move is not None and token.index > sequence.next_index:
-            sequence.move.early[token.index] = token
-            return
-        if token.index != sequence.next_index:
-            error = f"token {token.index} arrived where {sequence.next_index} was due"
-            self.fail(sequence, ProtocolError(error))
-            return
-        first = sequence.next_index == sequence.first_index
-        sequence.next_index += 1
-        sequence.last_token = token.token
-        self._requests.deliver(sequence.handle, token)
-        if token.finish_reason is not None:
-            hashes = sequence.handle.answer_hashes if sequence.command.retain else ()
-            self._post_event(
-                Finished(
-                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
-                )
-            )
-            self._sequences.end(sequence)
-            return
-        if first:
-            self._post_event(FirstToken(sequence_id=sequence.id))
-            if sequence.command.piggybacked:
-                self._requests.handed_over(sequence.handle)
-        if sequence.move is not None and sequence.next_index in sequence.move.early:
-            self._token(sequence.move.early.pop(sequence.next_index))
-
-    def fail(self, sequence: LiveSequence, error: Exception) -> None:
-        """The sequence cannot go on; the scheduler decides what becomes of its request."""
-        self._post_event(
-            Failed(
-                sequence_id=sequence.id,
-                generated_tokens=sequence.next_index,
-                error=wire_error(error),
-                retryable=isinstance(error, FaultError),
-            )
-        )
-        self._sequences.end(sequence)
-
-    # --- facts ---------------------------------------------------------------------------------
-
-    def _prefill_progress(
-        self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
-    ) -> None:
-        unpack(PrefillProgress, payload)
-
-    def _prefill_done(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        done = unpack(PrefillDone, payload)
-        instance = instance_id(gang_number, gang.instance_of(rank))
-        took_s = self._steps.rank_done(done, instance)
-        if took_s is not None:
-            self._post_event(
-                StepDone(step_id=done.step_id, instance=instance, took_ns=int(took_s * 1e9))
-            )
-
-    def _kv_received(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        received = unpack(RankKvReceived, payload)
-        sequence = self._sequences.serving(received.sequence_id)
-        instance = instance_id(gang_number, gang.instance_of(rank))
-        if sequence is None:
-            return
-        sequence.kv_received.append(received)
-        sequence.handle.kv_received_after(received.waited)
-        if sequence.pending_kv.reported(instance, rank):
-            self._post_event(
-                KvReceived(sequence_id=sequence.id, instance=instance, tokens=received.tokens)
-            )
-            if not sequence.pending_kv:
-                self._on_received(sequence.kv_received)
-
-    def _freed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        freed = unpack(SlotsFreed, payload)
-        if self.retain_acks.record_ack(gang_number, gang, rank, freed.sequence_id, 0):
-            return
-        if (sequence := self._sequences.by_id.get(freed.sequence_id)) is not None:
-            self.free(sequence, gang_number, rank)
-
-    def _retained(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        retained = unpack(KvRetained, payload)
-        self.retain_acks.record_ack(gang_number, gang, rank, retained.sequence_id, retained.tokens)
-
-    def _moved(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        moved = unpack(SequenceMoved, payload)
-        sequence = self._sequences.serving(moved.sequence_id)
-        if sequence is None or (move := sequence.move) is None:
-            return
-        move.acks.append(moved)
-        move.pending_acks.reported(instance_id(gang_number, gang.instance_of(rank)), rank)
-        if not move.pending_acks:
-            end_move(sequence, move)
-            self._on_moved(sequence, move)
-            self._post_event(Moved(sequence_id=sequence.id))
-
-    def free(self, sequence: LiveSequence, gang_number: GangId, rank: int) -> None:
-        """A decode rank holds nothing of the sequence."""
-        sequence.decode_ended = True
-        instance = instance_id(gang_number, sequence.decode.instance_of(rank))
-        if sequence.pending_free.reported(instance, rank):
-            self._post_event(Freed(sequence_id=sequence.id, instance=instance))
-        self._sequences.finalize(sequence)
-
-    def _failed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
-        failed = unpack(RequestFailed, payload)
-        if (sequence := self._sequences.serving(failed.sequence_id)) is not None:
-            self.fail(sequence, _error_of(failed))
-
-
 def error_of(wire: WireError) -> CspsError:
-    """The exception that the scheduler means."""
+    """Return the exception that the scheduler's error describes."""
     return error_from_wire({"code": wire.code, "message": wire.message, "data": wire.data})
 
 
-def _error_of(failed: RequestFailed) -> CspsError:
+def _rank_error(failed: RequestFailed) -> CspsError:
     wire: dict[str, Any] = {"code": failed.code, "message": failed.message}
     if failed.param is not None:
         wire["data"] = {"message": failed.message, "param": failed.param}

@@ -1,7 +1,4 @@
-"""Drives the scheduler on an event loop: one batch of events, and so one decision, a turn.
-
-The gangs that the scheduler knows, by the numbers that it knows them by.
-"""
+"""Drives the scheduler from the router's event loop, and numbers the gangs that it knows."""
 
 from __future__ import annotations
 
@@ -23,22 +20,23 @@ Execute = Callable[[Sequence[Command]], None]
 
 
 class Recorder(Protocol):
-    """Keeps what a scheduler was told, so that it can be told again (`scheduling.log`)."""
+    """Writes what the scheduler was told, for a later replay
+    (`services.scheduling.core.decision_log`)."""
 
     def record(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
-        """One batch."""
+        """Append one batch of events."""
         ...
 
 
 class SchedulerDriver:
-    """Collects what happens in one turn of the loop and has the scheduler handle it at its end.
+    """Collects the events of one event-loop iteration and hands them to the scheduler together.
 
-    A burst of a hundred requests is one scheduling round, and whatever a command leads to at once
-    is handled in the next turn: the scheduler is never entered twice.
+    A burst of a hundred requests is one scheduling round. Events that a command causes at once are
+    handled in the next round, so the scheduler is never entered twice.
 
     Args:
-        recorder: of the log of this run, if one is kept.
-        clock: nanoseconds; only their differences matter.
+        recorder: writes the decision log of this run, if one is kept.
+        clock: nanoseconds; only differences matter.
     """
 
     def __init__(
@@ -56,20 +54,20 @@ class SchedulerDriver:
         self._wake_timer: asyncio.TimerHandle | None = None
         self._closed = False
         self.fault: Exception | None = None
-        """What a turn has failed with: a mistake of ours, after which nothing is decided."""
+        """Error with which a round failed: a bug, after which nothing is scheduled."""
 
     def start(self, execute: Execute) -> None:
-        """Hand the scheduler's commands to `execute`, which may `post_event` again."""
+        """Pass the scheduler's commands to `execute`, which may post events itself."""
         self._execute = execute
 
     def post_event(self, event: AnyEvent) -> None:
-        """Something has happened."""
+        """Queue an event for the next scheduling round."""
         self._events.append(event)
         if self._due is None and not self._closed:
             self._due = asyncio.get_running_loop().call_soon(self._round)
 
     def close(self) -> None:
-        """Decide nothing more."""
+        """Schedule nothing more."""
         self._closed = True
         for handle in (self._due, self._wake_timer):
             if handle is not None:
@@ -79,7 +77,7 @@ class SchedulerDriver:
         self._due = None
         if self.fault is not None:
             return
-        assert self._execute is not None, "told before it was started"
+        assert self._execute is not None, "event posted before the driver was started"
         events, self._events = self._events, []
         now_ns = self._clock()
         try:
@@ -88,7 +86,7 @@ class SchedulerDriver:
             outcome = self._scheduler.handle(events, now_ns)
             self._execute(outcome.commands)
         except Exception as exc:
-            _log.exception("a scheduling turn failed")
+            _log.exception("a scheduling round failed; nothing is scheduled any more")
             self.fault = exc
             return
         self._set_wake_timer(outcome.wake_at_ns, now_ns)
@@ -105,7 +103,7 @@ class SchedulerDriver:
 
 
 class AttachedGangs:
-    """Numbers every incarnation of a gang anew."""
+    """Numbers attached gangs; every incarnation of a gang gets a new number."""
 
     def __init__(self) -> None:
         self._by_number: dict[GangId, GangClient] = {}
@@ -113,13 +111,14 @@ class AttachedGangs:
         self._epochs: dict[GangId, str] = {}
 
     def add(self, gang: GangClient) -> GangId:
-        """A gang was attached."""
+        """Number a gang that was attached."""
+        # Never reused: late commands and notifications must not reach a gang's successor.
         gang_number = next(self._numbers)
         self._by_number[gang_number] = gang
         return gang_number
 
     def remove(self, gang: GangClient) -> GangId | None:
-        """A gang is gone; None if it was never added."""
+        """Forget a lost gang and return its number; None if it was never added."""
         gang_number = self.number_of(gang)
         if gang_number is not None:
             del self._by_number[gang_number]
@@ -127,33 +126,33 @@ class AttachedGangs:
         return gang_number
 
     def get(self, gang_number: GangId) -> GangClient | None:
-        """The gang, as long as it lives."""
+        """Return the gang, or None once it is lost."""
         return self._by_number.get(gang_number)
 
     def number_of(self, gang: GangClient) -> GangId | None:
-        """The number of a gang that is attached."""
-        return next((it for it, known in self._by_number.items() if known is gang), None)
+        """Return the number of an attached gang, or None."""
+        return next((number for number, known in self._by_number.items() if known is gang), None)
 
     @property
     def prefill_locations(self) -> tuple[str, ...]:
-        """Rack-Server-GPU ids of the instances that compute prompts; none while there are none."""
+        """Return the Rack-Server-GPU ids of prefill instances; empty while there are none."""
         found = (gang.locations for gang in self._by_number.values() if gang.role != "decode")
         return next(found, ())
 
     def linked(self, decode: GangClient, epoch: str) -> None:
-        """KV comes to a decode gang under this epoch from now on."""
+        """Store the epoch under which a decode gang receives KV from now on."""
         gang_number = self.number_of(decode)
-        assert gang_number is not None, "linked, but not attached"
+        assert gang_number is not None, f"link up for the detached decode gang {decode.gang_id}"
         self._epochs[gang_number] = epoch
 
     def epoch_of(self, decode: GangClient) -> str:
-        """Of the KV that comes to a decode gang; empty while none can come."""
+        """Return the epoch under which a decode gang receives KV; empty while it has no link."""
         gang_number = self.number_of(decode)
         return "" if gang_number is None else self._epochs.get(gang_number, "")
 
 
 def gang_up(gang_number: GangId, gang: GangClient, *, generation: int) -> GangUp:
-    """What the scheduler is told of a gang."""
+    """Return the event that tells the scheduler of a gang."""
     return GangUp(
         gang=gang_number,
         generation=generation,

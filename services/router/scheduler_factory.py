@@ -1,4 +1,4 @@
-"""The scheduler's parts as the settings have them."""
+"""Builds the scheduler, its cost table and its decision log from the settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from csps.services.settings.settings import Settings
 
 
 def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
-    """The scheduler with the policy that the operator named."""
+    """Return the scheduler with the policy from the settings."""
     scheduling = settings.scheduling
     return Scheduler(
         make_policy(scheduling.policy, scheduling_options(settings)),
@@ -34,20 +34,22 @@ def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
 
 
 def make_reuse(settings: Settings) -> ReuseSettings:
-    """What is kept of requests that are over."""
+    """Return how much KV of finished requests is retained."""
     given = settings.kv_reuse
     return ReuseSettings(enabled=given.enabled, max_share=given.max_share)
 
 
 def initial_costs(settings: Settings) -> CostTable:
-    """What strategies and groups are compared by at first: the times that were profiled here, or
-    those that come with csps, and no bucket filled in yet."""
+    """Return the first cost table: no bucket is filled in yet.
+
+    Its latencies were profiled here, or else are the ones included with csps.
+    """
     latencies = latency_table(settings)
     return CostTable(latencies=latencies, rings=ring_rules(settings, latencies))
 
 
 def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
-    """The log that the operator wants, if so.
+    """Open the decision log if the settings name one.
 
     Args:
         table: in force at the start.
@@ -76,7 +78,7 @@ def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
 
 
 def make_deadlines(settings: Settings) -> SchedulerDeadlines:
-    """The scheduler's deadlines, of which the operator may have set some."""
+    """Return the scheduler's deadlines, of which the settings may change some."""
     given = settings.deadlines
     return SchedulerDeadlines(
         reserve_ns=_ns(given.reserve_s),

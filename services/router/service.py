@@ -1,4 +1,8 @@
-"""The router's mechanisms put together: what HTTP, metrics and the cluster see of them."""
+"""The router's mechanisms put together, for HTTP, metrics and the cluster.
+
+`RequestService.submit` admits a request. The scheduler driver turns events into commands, the
+executor sends them to the ranks, and rank notifications return tokens and events.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +33,19 @@ from csps.services.telemetry.observer import NullObserver, RequestObserver
 _log = logging.getLogger(__name__)
 
 BROKEN = "the router is about to be replaced"
-"""After a mistake of ours that ended its scheduling; Serve's next health check sees it."""
+"""Reason after an internal error ended scheduling; Serve's next health check replaces the router.
+"""
 
 
 class RequestService:
-    """Takes requests from `submit` to their last token; listens to the cluster.
+    """Serves requests from `submit` to the last token, and listens to the cluster.
 
     Args:
-        cluster: the gangs. The service starts and closes it.
+        cluster: the gangs; the service starts and closes it.
         scheduler: decides what starts where.
-        costs: what it compares strategies by.
-        shape: the served model's attention, for what sparse attention it allows.
-        recorder: of the scheduler's log, if one is kept.
+        costs: cost tables by which the scheduler compares strategies.
+        shape: the served model's attention, which limits the sparse attention it allows.
+        recorder: writes the scheduler's decision log, if one is kept.
     """
 
     def __init__(
@@ -92,16 +97,16 @@ class RequestService:
         self._closing = False
         cluster.listen(self)
 
-    # --- the owner's side ----------------------------------------------------------------------
+    # --- life cycle ----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start following the cluster. Requests may be submitted at once; they wait for it."""
+        """Start following the cluster. Requests may be submitted at once and wait for gangs."""
         self._driver.start(self._executor.execute)
         self._costs.start(self._driver.post_event)
         await self._cluster.start()
 
     async def close(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones finish for `drain_s`, end the rest, hang up."""
+        """Refuse new requests, finish live ones for `drain_s` s, fail the rest, disconnect."""
         self._closing = True
         self._driver.post_event(Drain())
         self._cluster.drain()
@@ -118,7 +123,7 @@ class RequestService:
         await self._cluster.close()
 
     def check_health(self) -> None:
-        """Raise what a scheduling turn, or a command in the background, has failed with."""
+        """Raise the error with which a scheduling round or a background command failed."""
         if self._fault is not None:
             raise self._fault
 
@@ -130,41 +135,47 @@ class RequestService:
         """Assert that no slot and no request was lost track of."""
         self._scheduler.check_invariants()
         for sequence in self._sequences.by_id.values():
-            assert sequence.pending_free or not sequence.over, "over and freed, but remembered"
-            assert self._gangs.number_of(sequence.decode), "of a gang that is gone"
+            assert sequence.pending_free or not sequence.over, (
+                f"sequence {sequence.id} is over and freed but still registered"
+            )
+            assert self._gangs.number_of(sequence.decode), (
+                f"the gang of sequence {sequence.id} is detached"
+            )
 
-    # --- what metrics and health look at -------------------------------------------------------
+    # --- used by metrics and health ------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Requests would be served now. They are accepted all the same while they would not."""
+        """Return whether a request would be served now.
+
+        Requests are accepted even while it is false; they wait.
+        """
         healthy = self._fault is None
         return healthy and self._scheduler.ready and self._cluster.link is not None
 
     @property
     def trouble(self) -> str:
-        """Why not `ready`, in words that clients may read."""
+        """Return why the service is not `ready`, in words that clients may read."""
         return self._cluster.phase if self._fault is None else BROKEN
 
     @property
     def capacity_check(self) -> CapacityCheck | None:
-        """What fits the gangs that were there last; None before the first time."""
+        """Return what fits the latest gangs; None before the first ones."""
         capacity_check = self._scheduler.capacity
         return capacity_check if capacity_check.known else None
 
     @property
     def counts(self) -> SchedulerCounts:
-        """Requests and KV slots, for metrics."""
+        """Return requests and KV slots, for metrics."""
         return self._scheduler.counts
 
-    # --- the HTTP layer's side -----------------------------------------------------------------
+    # --- used by the HTTP layer ----------------------------------------------------------------
 
     def check_room(self, slo: SloBounds) -> None:
-        """Refuse a request of which nothing but its objectives is known yet: its body need not be
-        read.
+        """Refuse a request before its body is read, knowing only its objectives.
 
         Raises:
-            QueueFull: too many are waiting, or the server is shutting down.
+            QueueFull: too many requests wait, or the server is shutting down.
         """
         try:
             self._check_open()
@@ -174,45 +185,50 @@ class RequestService:
             self._observer.refused(error, slo)
             raise
 
-    def submit(self, generation: RequestSpec) -> RequestHandle:
-        """Admit a request; its tokens come by iterating over what is returned.
+    def submit(self, spec: RequestSpec) -> RequestHandle:
+        """Admit a request; iterate the returned handle for its tokens.
 
         Raises:
-            ContextLengthExceeded: it could never run here.
-            InvalidRequest: it asks for sparse attention that it could never have here.
-            QueueFull: too many are waiting, or the server is shutting down.
+            ContextLengthExceeded: the request could never run here.
+            InvalidRequest: the request asks for attention that this server cannot give it.
+            QueueFull: too many requests wait, or the server is shutting down.
         """
         try:
-            self._check(generation)
+            self._check(spec)
         except RequestError as error:
-            self._observer.refused(error, generation.slo)
+            self._observer.refused(error, spec.slo)
             raise
-        if generation.open and not self._scheduler.whole_prompts:
-            generation = replace(generation, open=False)  # nothing but exact attention is left
-        self._costs.register_class(generation.cls)
-        return self._requests.submit(generation)
+        if spec.open and not self._scheduler.whole_prompts:
+            spec = replace(spec, open=False)  # only exact attention is left
+        self._costs.register_class(spec.cls)
+        handle = self._requests.submit(spec)
+        _log.debug(
+            "request %s submitted as request_id %d: %d prompt tokens, up to %d output tokens",
+            spec.client_request_id, handle.request_id, spec.prompt.size, spec.sampling.max_tokens,
+        )  # fmt: skip
+        return handle
 
-    def _check(self, generation: RequestSpec) -> None:
+    def _check(self, spec: RequestSpec) -> None:
         self._check_open()
-        prompt_tokens = int(generation.prompt.size)
-        refusal = self._scheduler.refusal(prompt_tokens, generation.sampling.max_tokens)
+        prompt_tokens = int(spec.prompt.size)
+        refusal = self._scheduler.refusal(prompt_tokens, spec.sampling.max_tokens)
         if refusal is not None:
             raise error_of(refusal)
         policy = self._scheduler.policy_name
-        if generation.strategy is not None and (way := own_way(policy)):
+        if spec.strategy is not None and (way := own_way(policy)):
             raise InvalidRequest(
-                f"'{generation.strategy}' cannot be chosen here: the policy of this server, "
+                f"'{spec.strategy}' cannot be chosen here: the policy of this server, "
                 f"'{policy}', computes prompts {way}",
                 param="csps.strategy",
             )
-        if generation.attention == "csa" and not self._scheduler.whole_prompts:
+        if spec.attention == "csa" and not self._scheduler.whole_prompts:
             raise InvalidRequest(
                 f"the policy of this server, '{policy}', computes all prompts exactly",
                 param="csps.attention",
             )
-        if generation.csa is not None:
+        if spec.csa is not None:
             check_csa(
-                generation.csa,
+                spec.csa,
                 prompt_tokens=prompt_tokens,
                 locations=self._gangs.prefill_locations,
                 shape=self._shape,
@@ -221,7 +237,7 @@ class RequestService:
     def _check_open(self) -> None:
         if self._closing:
             raise QueueFull("the server is shutting down", retry_after_s=10.0)
-        if self._fault is not None:  # nothing would ever be decided about it
+        if self._fault is not None:  # nothing will be scheduled any more
             raise QueueFull(BROKEN, retry_after_s=10.0)
 
     # --- the cluster (ClusterListener) ---------------------------------------------------------
@@ -242,28 +258,31 @@ class RequestService:
         self._observer.gang_lost(gang.role, gang.gang_id)
         self._steps.discard(gang)
         self._notifications.discard(gang_number)
-        serving = [it for _, it in sorted(self._sequences.by_id.items()) if not it.over]
-        self._driver.post_event(
-            Progress(generated_tokens=tuple((it.id, it.next_index) for it in serving))
+        # Before `GangDown`: the scheduler restarts sequences behind the tokens that they have.
+        progress = tuple(
+            (sequence_id, sequence.next_index)
+            for sequence_id, sequence in sorted(self._sequences.by_id.items())
+            if not sequence.over
         )
+        self._driver.post_event(Progress(generated_tokens=progress))
         self._driver.post_event(GangDown(gang=gang_number, reason=reason))
         self._sequences.drop(gang)
 
     def link_up(self, link: KvLink) -> None:
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)
-        assert prefill is not None, "linked before the prefill gang was attached"
-        assert decode is not None, "linked before the decode gang was attached"
+        assert prefill is not None, "link up before the prefill gang was attached"
+        assert decode is not None, "link up before the decode gang was attached"
         self._gangs.linked(link.decode, link.epoch)
-        if not link.to_itself:  # which the scheduler knows by the gang's permissions
+        if not link.to_itself:  # an elastic gang needs no link: the scheduler reads its roles
             self._driver.post_event(LinkUp(prefill=prefill, decode=decode))
         self._observer.cluster_ready(link.epoch)
 
     def link_down(self, link: KvLink, reason: str) -> None:
         if link.prefill.lost.done() or link.decode.lost.done():
-            return  # the gang's end says it all, and more: who was alone in it
+            return  # `gang_down` follows and covers the link
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)
-        assert prefill is not None, "unlinked after the prefill gang was gone"
-        assert decode is not None, "unlinked after the decode gang was gone"
+        assert prefill is not None, "link down after the prefill gang was lost"
+        assert decode is not None, "link down after the decode gang was lost"
         self._driver.post_event(LinkDown(prefill=prefill, decode=decode, reason=reason))
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:

@@ -1,8 +1,8 @@
-"""The two kinds of secrets: between our own processes, and from clients.
+"""Read the two kinds of secrets: the one between our own processes, and the keys of clients.
 
-Neither is a setting: Ray writes application arguments into its log and shows them in its
-dashboard. The cluster secret is made when the application is built and travels in the deployments'
-constructor arguments, which Ray keeps to itself; API keys are read by the router alone.
+Neither is a setting: Ray writes application arguments into its log and shows them in its dashboard.
+The cluster secret is made when the application is built. It travels in the deployments' constructor
+arguments, which Ray does not show. Only the router reads API keys.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ TIMELINE_WORDS = ("everyone", "nobody")
 
 @dataclass(frozen=True)
 class ClusterSecret:
-    """Shared by router and ranks; does not show itself when printed."""
+    """Secret that router and ranks share; its `repr` does not show it."""
 
     value: bytes = field(repr=False)
 
 
 def cluster_secret() -> ClusterSecret:
-    """The secret from `CSPS_CLUSTER_SECRET`, or a fresh one for this application start.
-
-    Ray builds an application once and keeps what came out for as long as its arguments stay, so a
-    fresh secret does not restart replicas by itself.
-    """
+    """Return the secret of `CSPS_CLUSTER_SECRET`, or a fresh one for this application start."""
+    # Ray builds an application once and reuses the result while its arguments are unchanged, so a
+    # fresh secret does not restart replicas by itself.
     given = os.environ.get(SECRET_VARIABLE)
     if given is None:
         return ClusterSecret(secrets.token_bytes(32))
@@ -45,10 +43,10 @@ def cluster_secret() -> ClusterSecret:
 
 
 def known_keys(path: str | None) -> list[str]:
-    """API keys of the environment and of `path`, one a line; `#` starts a comment.
+    """Return the API keys of the environment and of `path`, one a line; `#` starts a comment.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no key: better than an open server.
+        ConfigError: the file cannot be read, or holds no key: no server is open by mistake.
     """
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
@@ -57,24 +55,24 @@ def known_keys(path: str | None) -> list[str]:
 
 
 class ApiKeys:
-    """Who may use the server. Holds digests only; without any key the server is open."""
+    """Keys of the clients that may use the server, as digests. Without any, the server is open."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     @classmethod
     def load(cls, path: str | None) -> ApiKeys:
-        """As `known_keys` has them."""
+        """Load the keys that `known_keys` returns."""
         return cls(known_keys(path))
 
     def check(self, authorization: str | None) -> bytes:
-        """Accept `Bearer <key>`; every known key is compared, in constant time.
+        """Accept `Bearer <key>`; compare every known key, in constant time.
 
         Returns:
-            The key's digest; nothing where the server is open.
+            The key's digest; empty if the server is open.
 
         Raises:
-            Unauthorized: no key, or one that nobody was given.
+            Unauthorized: the key is missing or unknown.
         """
         if not self._digests:
             return b""
@@ -92,21 +90,22 @@ class ApiKeys:
 
 
 class TimelineClients:
-    """Who may ask for the timeline of a request: thousands of spans, which ranks have to write."""
+    """Clients that may request a timeline: thousands of spans, which ranks have to write."""
 
     def __init__(self, keys: ApiKeys | None = None, *, everyone: bool = True) -> None:
-        """
+        """Allow everyone, nobody, or the holders of some keys.
+
         Args:
-            keys: whose holders may, if not everyone or nobody.
+            keys: keys of the allowed clients; None means everyone or nobody.
         """
         self._keys, self._everyone = keys, everyone
 
     @classmethod
     def load(cls, setting: str) -> TimelineClients:
-        """As `telemetry.timeline_clients` has it.
+        """Read the setting `telemetry.timeline_clients`.
 
         Raises:
-            ConfigError: it is a file that cannot be read, or that holds no key.
+            ConfigError: the setting names a file that cannot be read, or that holds no key.
         """
         if setting in TIMELINE_WORDS:
             return cls(everyone=setting == "everyone")
@@ -114,7 +113,7 @@ class TimelineClients:
         return cls(ApiKeys(key for key in keys if key), everyone=False)
 
     def include(self, authorization: str | None) -> bool:
-        """Whether a client that says who it is in this way may."""
+        """Return True if the client with this Authorization header may request a timeline."""
         if self._keys is None:
             return self._everyone
         try:

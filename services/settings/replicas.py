@@ -1,4 +1,4 @@
-"""How many replicas each deployment of a cell has, which no override in a Serve file may change."""
+"""Fix the number of replicas of each deployment, which no override in a Serve file may change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from csps.protocols.gang.members import GangRole
 from csps.services.settings.settings import Settings
 
 ONE_OF_EACH = {
-    "Router": "it knows all requests of its gangs, and two would give the same KV slots away",
-    "Registry": "it says who belongs to which gang, and two would say different things",
-    "Configurator": "the router talks to one",
+    "Router": "it knows all requests of its gangs, and two would assign the same KV slots",
+    "Registry": "it records the members of each gang, and two would disagree",
+    "Configurator": "the router connects to one",
 }
 """Deployments with one replica, and why."""
 GANGS: dict[str, GangRole] = {
@@ -23,19 +23,19 @@ GANGS: dict[str, GangRole] = {
     "ElasticGang": "elastic",
 }
 """Deployments with a replica for each rank, and the section that counts them. A cell has those
-whose section is there."""
+whose section is set."""
 SCALE_OUT = "deploy more cells behind a load balancer to serve more requests"
 
 
 def check_override(deployment: Mapping[str, Any], settings: Settings) -> None:
-    """See that an entry of `applications.deployments` leaves the number of replicas alone.
+    """Raise if an entry of `applications.deployments` changes the number of replicas.
 
     Raises:
-        ConfigError: it does not, and why it must.
+        ConfigError: it changes the number; the message says why that is not allowed.
     """
     name = str(deployment.get("name"))
     if name not in ONE_OF_EACH and GANGS.get(name) not in settings.gangs:
-        return  # Serve knows of no such deployment, and says so
+        return  # no such deployment: Serve reports it
     if deployment.get("autoscaling_config") is not None:
         raise ConfigError(f"{name}.autoscaling_config: {_reason(name)}")
     wanted = deployment.get("num_replicas")
@@ -44,14 +44,14 @@ def check_override(deployment: Mapping[str, Any], settings: Settings) -> None:
 
 
 def only_one(cls: type) -> type:
-    """The same, whose replica fails to start if it is to be one of several.
+    """Return a subclass of `cls` whose replica fails to start if it is one of several.
 
-    `serve deploy` takes overrides that `check_override` has not seen, and applies them after the
-    application was built; Serve then shows the `ConfigError` as the deployment's state.
+    `serve deploy` accepts overrides that `check_override` has not seen, and applies them after the
+    application was built. Serve then shows the `ConfigError` as the deployment's state.
     """
 
     class OnlyOne(cls):  # type: ignore[misc]
-        # Not `__init__`: some constructors are asynchronous, and Serve looks which.
+        # Not `__init__`: some constructors are asynchronous, and Serve checks which.
         def __new__(cls, *args: Any, **kwargs: Any) -> Self:
             context = serve.get_replica_context()
             if context.world_size != 1:

@@ -1,14 +1,6 @@
-"""Making the series of `/metrics`: one prefix, and the served model on each.
+"""Count and time requests, steps, KV transfers and group changes for `/metrics`.
 
-What makes a sequence-parallel prefill: by which strategy on how many instances, what it sent
-how far, and how much of its communication computing hid.
-
-KV on its way between gangs, under SGLang's names.
-
-What an elastic gang does besides computing: groups that grow, shrink, merge and give way.
-
-Prometheus metrics of the router, named as in vLLM and SGLang, under `csps:`.
-
+Names are those of vLLM and SGLang, under `csps:`, each with the served model as a label.
 `docs/metrics.md` lists them.
 """
 
@@ -34,35 +26,37 @@ from csps.services.telemetry.request_trace import error_type
 LATENCY_BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600, 1200, 1800,
 )  # fmt: skip
-"""Seconds, to half an hour: a million-token prompt may take minutes to its first token."""
+"""Buckets in seconds, up to half an hour: a million-token prompt may take minutes to its first
+token."""
 
 
 class Series:
-    """Of one router."""
+    """Registry of one router's series."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return the series in Prometheus text format."""
         return generate_latest(self.registry)
 
     def counter(self, name: str, help_text: str) -> Counter:
-        """`csps:NAME_total`."""
+        """Register `csps:NAME_total`."""
         return self.counters(name, help_text)()
 
     def counters(self, name: str, help_text: str, *labels: str) -> Callable[..., Counter]:
-        """`csps:NAME_total` with labels, whose values are given to what is returned."""
+        """Register `csps:NAME_total` with labels; return a function from their values to a
+        counter."""
         family = Counter(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
         return lambda **values: family.labels(model_name=self._model, **values)
 
     def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """`csps:NAME`, read when somebody scrapes."""
+        """Register `csps:NAME`, read at every scrape."""
         self.gauges(name, help_text)(read)
 
     def gauges(self, name: str, help_text: str, *labels: str) -> Callable[..., None]:
-        """Several gauges of one name: called with what reads one, and with the values of labels."""
+        """Register gauges of one name; return a function that adds one, with the labels' values."""
         family = Gauge(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
 
         def add(read: Callable[[], float], **values: str) -> None:
@@ -73,7 +67,7 @@ class Series:
     def histogram(
         self, name: str, help_text: str, buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
-        """`csps:NAME`, in seconds unless its buckets say otherwise."""
+        """Register `csps:NAME`, in seconds unless its buckets say otherwise."""
         family = Histogram(
             f"csps:{name}", help_text, ("model_name",), registry=self.registry, buckets=buckets
         )
@@ -81,38 +75,45 @@ class Series:
 
 
 class StepMetrics:
-    """Counters, so that shares are taken over any time: `docs/metrics.md` has the queries."""
+    """Counters of prefill steps: strategy, instances, bytes sent, and hidden communication.
+
+    `docs/metrics.md` has queries for shares over any time.
+    """
 
     def __init__(self, series: Series) -> None:
         one, several = series.counter, series.counters
-        self._steps = several("prefill_steps", "Steps of prefill.", "strategy", "sp_size")
+        self._steps = several("prefill_steps", "Prefill steps.", "strategy", "sp_size")
         self._tokens = several(
             "prefill_step_tokens", "Prompt tokens computed in steps.", "strategy", "sp_size"
         )
         self._sent = several(
-            "prefill_sent_bytes", "Between ranks during steps, by how far they went.", "within"
+            "prefill_sent_bytes", "Bytes sent between ranks during steps, by distance.", "within"
         )
-        self._compute = one("prefill_compute_seconds", "Computing in steps, over ranks.")
+        self._compute = one(
+            "prefill_compute_seconds", "Seconds computing in steps, summed over ranks."
+        )
         self._exchange = one(
-            "prefill_communication_seconds", "Exchanges under way in steps, over ranks."
+            "prefill_communication_seconds",
+            "Seconds with an exchange under way in steps, summed over ranks.",
         )
         self._waited = one(
             "prefill_exposed_communication_seconds",
-            "Of them, the time in which a rank stood still.",
+            "Portion of the above during which ranks were blocked, summed over ranks.",
         )
         self._yielded = one(
-            "prefill_yielded_seconds", "Steps stood still for something else, over ranks."
+            "prefill_yielded_seconds",
+            "Seconds that steps were paused for other work, summed over ranks.",
         )
         self._preemptions = one(
-            "num_preemptions", "Prompts whose step stood still for an urgent one."
+            "num_preemptions", "Prompts whose step was preempted by a high-priority one."
         )
 
     def preempted(self, requests: int) -> None:
-        """An urgent step was sent to instances that compute a long one of so many requests."""
+        """Count the requests of a step that a high-priority step preempts."""
         self._preemptions.inc(requests)
 
     def done(self, step: StepFigures) -> None:
-        """Add a step."""
+        """Count a step that all of its ranks have reported."""
         labels = {"strategy": step.strategy, "sp_size": str(step.sp)}
         self._steps(**labels).inc()
         self._tokens(**labels).inc(step.tokens)
@@ -127,39 +128,41 @@ class StepMetrics:
 
 
 def _within(one: Location, other: Location) -> str:
-    """The smallest that both are in."""
+    """Return the smallest unit that contains both: server, rack or cluster."""
     if one.server_id == other.server_id:
         return "server"
     return "rack" if one.rack == other.rack else "cluster"
 
 
 SPEED_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""GB/s: from a slow network to NVLink."""
+"""Buckets in GB/s: from a slow network to NVLink."""
 MB_BUCKETS = tuple(float(4**power) for power in range(11))
 
 
 class TransferMetrics:
-    """Of each prompt whose KV was sent."""
+    """Size, speed and failures of KV transfers, one observation per prompt."""
 
     def __init__(self, series: Series) -> None:
         self._speed = series.histogram(
             "kv_transfer_speed_gb_s",
-            "A prompt's KV by the time from its first message's arrival to its last's. Layers "
-            "leave as they are computed: the link may be faster.",
+            "Size of a prompt's KV over the time from its first received message to its last. "
+            "Layers are sent as they are computed: the link may be faster.",
             SPEED_BUCKETS,
         )
         self._latency = series.histogram(
             "kv_transfer_latency_ms",
-            "From the arrival of a prompt's first KV to that of its last, milliseconds.",
+            "Milliseconds from a prompt's first received KV to its last.",
             tuple(seconds * 1e3 for seconds in LATENCY_BUCKETS),
         )
-        self._size = series.histogram("kv_transfer_total_mb", "A prompt's KV.", MB_BUCKETS)
-        self._failed = series.counter("num_transfer_failed_reqs", "Requests whose KV got lost.")
+        self._size = series.histogram("kv_transfer_total_mb", "Size of a prompt's KV.", MB_BUCKETS)
+        self._failed = series.counter(
+            "num_transfer_failed_reqs", "Requests whose KV was lost or changed in transfer."
+        )
 
     def received(self, ranks: Sequence[RankKvReceived]) -> None:
-        """All ranks that decode a prompt have its KV; nothing of it was sent where it lay."""
+        """Observe a prompt's KV once every rank that decodes it has received it."""
         total = sum(rank.received_bytes for rank in ranks)
-        if not total:
+        if not total:  # decoded in place: nothing was sent
             return
         seconds = max(rank.receiving_s for rank in ranks)
         self._size.observe(total / 1e6)
@@ -168,23 +171,25 @@ class TransferMetrics:
             self._speed.observe(total / 1e9 / seconds)
 
     def failed(self) -> None:
-        """A request's KV was lost or changed on its way."""
+        """Count a request whose KV was lost or changed in transfer."""
         self._failed.inc()
 
 
 class ElasticMetrics:
-    """Counters, by kind."""
+    """Counters of group changes on an elastic gang: growing, shrinking, merging, preemption."""
 
     def __init__(self, series: Series) -> None:
         several = series.counters
         self._events = several("elastic_events", "Changes of groups on elastic gangs.", "event")
-        self._bytes = several("elastic_bytes", "KV that was sent for them, over ranks.", "event")
+        self._bytes = several(
+            "elastic_bytes", "KV bytes sent for these changes, summed over ranks.", "event"
+        )
         self._seconds = several(
-            "elastic_seconds", "What they cost, on the rank on which it is most.", "event"
+            "elastic_seconds", "Seconds of these changes, on the slowest rank of each.", "event"
         )
 
     def add(self, event: ElasticEvent) -> None:
-        """Count one."""
+        """Count one change."""
         self._events(event=event.kind).inc()
         self._bytes(event=event.kind).inc(event.sent_bytes)
         self._seconds(event=event.kind).inc(event.seconds)
@@ -195,12 +200,12 @@ TOKEN_LATENCY_BUCKETS = (
     1800,
 )  # fmt: skip
 TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
-"""1 token to a million."""
+"""Buckets from 1 token to a million."""
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0)
 
 
 class ServiceLoad(Protocol):
-    """What gauges show of the request service."""
+    """Part of the request service that gauges read."""
 
     @property
     def counts(self) -> SchedulerCounts: ...
@@ -209,7 +214,7 @@ class ServiceLoad(Protocol):
 
 
 class Metrics:
-    """All series of one router; an `Observer` of its requests."""
+    """All series of one router; a `RequestObserver`."""
 
     def __init__(self, model: str) -> None:
         self._series = Series(model)
@@ -220,17 +225,19 @@ class Metrics:
         self._histograms()
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return all series in Prometheus text format."""
         return self._series.render()
 
     def watch(self, load: ServiceLoad) -> None:
-        """Gauges that are read when somebody scrapes."""
+        """Register gauges that read the service's load at every scrape."""
         gauge = self._series.gauge
-        gauge("num_requests_running", "Requests with a place.", lambda: load.counts.running)
-        gauge("num_requests_waiting", "Requests in the line.", lambda: load.counts.waiting)
-        gauge("ready", "1 when all gangs are there.", lambda: load.ready)
+        gauge(
+            "num_requests_running", "Requests that run on instances.", lambda: load.counts.running
+        )
+        gauge("num_requests_waiting", "Requests in the waiting queue.", lambda: load.counts.waiting)
+        gauge("ready", "1 if all gangs are attached.", lambda: load.ready)
         usage = self._series.gauges(
-            "kv_cache_usage_perc", "Share of KV slots taken or set aside; 1 is all.", "role"
+            "kv_cache_usage_perc", "Fraction of KV slots in use or reserved; 1 is all.", "role"
         )
         usage(lambda: load.counts.prefill_kv, role="prefill")
         usage(lambda: load.counts.decode_kv, role="decode")
@@ -238,23 +245,23 @@ class Metrics:
     def _counters(self) -> None:
         one, several = self._series.counter, self._series.counters
         self._prompt_tokens = one("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._prefix_queries = one("prefix_cache_queries", "Prompt tokens looked up in kept KV.")
-        self._prefix_hits = one("prefix_cache_hits", "Prompt tokens whose KV had been kept.")
-        self._generation_tokens = one("generation_tokens", "Tokens drawn.")
+        self._prefix_queries = one(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._prefix_hits = one("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._generation_tokens = one("generation_tokens", "Tokens sampled.")
         self._success = several("request_success", "Finished requests.", "finished_reason")
         self._failures = several("request_failures", "Requests that ended in an error.", "code")
-        self._refused = several(
-            "requests_refused", "Requests that the server would not serve.", "code"
-        )
+        self._refused = several("requests_refused", "Requests that the server rejected.", "code")
         self._retries = one("request_retries", "Attempts repeated after a fault of the cluster.")
-        self._gangs_lost = several("gangs_lost", "Gangs lost with what they held.", "role")
+        self._gangs_lost = several("gangs_lost", "Gangs lost with their KV.", "role")
         self._bounds = several(
             "request_ttft_bounds", "First tokens of requests with a bound on TTFT.", "met"
         )
         self._slo = several(
             "request_slo",
-            "Requests with an objective; refused and failed ones missed it, cancelled ones are "
-            "left out.",
+            "Requests with an objective; rejected and failed ones missed it, cancelled ones do not "
+            "count.",
             "slo",
             "met",
         )
@@ -271,11 +278,13 @@ class Metrics:
             TOKEN_LATENCY_BUCKETS,
         )
         self._e2e = seconds("e2e_request_latency_seconds", "Submission to last token.")
-        self._queue = seconds("request_queue_time_seconds", "Waiting for a place.")
+        self._queue = seconds("request_queue_time_seconds", "Time in the waiting queue.")
         self._prefill = seconds("request_prefill_time_seconds", "Prefill until the first token.")
-        self._kv_receive_time = seconds("kv_landing_seconds", "First token until the KV was there.")
+        self._kv_receive_time = seconds(
+            "kv_landing_seconds", "First token until all KV was received."
+        )
         self._transfer_wait = seconds(
-            "kv_transfer_wait_seconds", "Longest wait of a request's KV for its turn to be sent."
+            "kv_transfer_wait_seconds", "Longest wait of a request's KV for a transfer slot."
         )
         self._drift = seconds(
             "prefill_prediction_error_ratio",
@@ -290,29 +299,28 @@ class Metrics:
             "request_generation_tokens", "Answer length.", TOKEN_COUNT_BUCKETS
         )
 
-    # --- Observer ---
-
     def submitted(self, handle: RequestHandle) -> None:
-        """An admitted request: its prompt counts."""
+        """Count an admitted request's prompt."""
         length = handle.spec.prompt.size
         self._prompt_tokens.inc(length)
         self._prompt_length.observe(length)
 
     def refused(self, error: Exception, slo: SloBounds) -> None:
-        """Admission said no. What is the client's own mistake missed no objective."""
+        """Count a request that admission rejects; a client's own mistake misses no objective."""
         self._refused(code=error_type(error)).inc()
         if not isinstance(error, RequestError) or error.refusal:
             self._count_slo(slo.missed())
 
     def started(self, handle: RequestHandle) -> None:
-        """The prefill job is on its way."""
+        """Observe the queue time and the prefix-cache hits of a request whose first step was
+        sent."""
         _observe(self._queue, handle.timings.queue_s)
         if handle.spec.prefix is not None and handle.timings.attempts == 1:
             self._prefix_queries.inc(handle.spec.prompt.size)
             self._prefix_hits.inc(handle.cached_tokens)
 
     def first_token(self, handle: RequestHandle) -> None:
-        """The time that people wait for."""
+        """Observe TTFT and prefill time, and compare them with prediction and bound."""
         self._generation_tokens.inc()
         _observe(self._ttft, handle.timings.ttft_s)
         _observe(self._prefill, handle.timings.prefill_s)
@@ -323,17 +331,17 @@ class Metrics:
             _count(self._bounds, (ttft_s or 0.0) * 1e3 <= bound_ms)
 
     def token(self, handle: RequestHandle, gap_s: float) -> None:
-        """In the token path: one increment, one observation."""
+        """Count a token and its gap. On the token path: one increment, one observation."""
         self._generation_tokens.inc()
         self._gap.observe(gap_s)
 
     def retried(self, handle: RequestHandle, error: Exception) -> None:
-        """An attempt was lost."""
+        """Count an attempt that was lost."""
         self._retries.inc()
         self._count_transfer(error)
 
     def finished(self, handle: RequestHandle, reason: FinishReason) -> None:
-        """All that is known only at the end."""
+        """Observe everything that is known only at the end."""
         timings = handle.timings
         self._success(finished_reason=reason).inc()
         self._answer_length.observe(timings.tokens)
@@ -343,7 +351,7 @@ class Metrics:
         _observe(self._decode, timings.decode_s)
         _observe(self._tpot, time_per_output_token(timings))
         if reason != "cancelled":
-            met = handle.spec.slo.judged(
+            met = handle.spec.slo.evaluate(
                 ttft_s=timings.ttft_s,
                 tpot_s=time_per_output_token(timings),
                 e2e_s=timings.total_s,
@@ -351,7 +359,7 @@ class Metrics:
             self._count_slo(met)
 
     def failed(self, handle: RequestHandle, error: Exception) -> None:
-        """The request got an error; one that the server will not serve after all was refused."""
+        """Count a request that ended in an error, or was rejected after all."""
         if isinstance(error, RequestError):
             self.refused(error, handle.spec.slo)
             return
@@ -360,27 +368,27 @@ class Metrics:
         self._count_slo(handle.spec.slo.missed())
 
     def gang_lost(self, role: GangRole, gang_id: str) -> None:
-        """A rank died."""
+        """Count a lost gang."""
         self._gangs_lost(role=role).inc()
 
     def cluster_ready(self, epoch: str) -> None:
-        """Nothing to count."""
+        """Count nothing."""
 
     def preempted(self, requests: int) -> None:
-        """Prompts that stand still for an urgent one."""
+        """Count the requests of a preempted step."""
         self._steps.preempted(requests)
 
     def step_done(self, figures: StepFigures) -> None:
-        """All ranks of a step have reported."""
+        """Count a step that all of its ranks have reported."""
         self._steps.done(figures)
 
     def elastic(self, event: ElasticEvent) -> None:
-        """A group of an elastic gang has changed."""
+        """Count a change of an elastic group."""
         self._elastic.add(event)
 
-    def kv_received(self, landed: Sequence[RankKvReceived]) -> None:
-        """A prompt's KV is where it decodes."""
-        self._transfers.received(landed)
+    def kv_received(self, received: Sequence[RankKvReceived]) -> None:
+        """Observe a prompt's KV transfer."""
+        self._transfers.received(received)
 
     def _count_slo(self, met: Mapping[SloName, bool]) -> None:
         for slo, attained in met.items():
@@ -392,16 +400,16 @@ class Metrics:
 
 
 def time_per_output_token(timings: Timings) -> float | None:
-    """(latency - TTFT) / (tokens - 1), as load generators count it."""
+    """Return (latency - TTFT) / (tokens - 1), as load generators count it."""
     if timings.total_s is None or timings.ttft_s is None or timings.tokens < 2:
         return None
     return (timings.total_s - timings.ttft_s) / (timings.tokens - 1)
 
 
 def _count(counter: Callable[..., Counter], met: bool) -> None:
-    """Both outcomes are there from the first on: a share of what is not there would be nothing, and
-    not 0."""
-    outcomes = {it: counter(met="true" if it else "false") for it in (True, False)}
+    """Increment the counter of one outcome, with both outcomes registered."""
+    # Without the other outcome at 0, a query for its share would return nothing.
+    outcomes = {outcome: counter(met=str(outcome).lower()) for outcome in (True, False)}
     outcomes[met].inc()
 
 

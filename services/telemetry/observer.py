@@ -1,7 +1,4 @@
-"""Moved definitions.
-
-What the router tells the metrics.
-"""
+"""Define what the router reports to metrics and traces about requests and steps."""
 
 from __future__ import annotations
 
@@ -23,61 +20,62 @@ class StepFigures:
 
     strategy: str
     sp: int
-    """Instances that computed it together."""
+    """Instances that computed the step together."""
     tokens: int
     ranks: Sequence[PrefillDone]
     places: Sequence[Location]
-    """Of all ranks of the gang, in rank order; those of an instance have one."""
+    """Locations of all ranks of the gang, in rank order; the ranks of an instance share one."""
 
 
 class RequestObserver(Protocol):
     """Callbacks on the event loop, in the middle of the token path: they must be quick."""
 
     def submitted(self, handle: RequestHandle) -> None:
-        """Admitted; `handle.generation` says what it is."""
+        """Observe an admitted request; `handle.spec` describes it."""
 
     def refused(self, error: Exception, slo: SloBounds) -> None:
-        """Not admitted; `slo` is what it would have been held to."""
+        """Observe a rejected request; `slo` holds the objectives it would have had."""
 
     def started(self, handle: RequestHandle) -> None:
-        """An attempt's first step was sent; `handle.timings.queue_s` is known."""
+        """Observe an attempt whose first step was sent; `handle.timings.queue_s` is known."""
 
     def first_token(self, handle: RequestHandle) -> None:
-        """`handle.timings.ttft_s` and `prefill_s` are known."""
+        """Observe the first token; `handle.timings.ttft_s` and `prefill_s` are known."""
 
     def token(self, handle: RequestHandle, gap_s: float) -> None:
-        """A later token, `gap_s` after the one before."""
+        """Observe a later token, `gap_s` after the one before."""
 
     def retried(self, handle: RequestHandle, error: Exception) -> None:
-        """An attempt was lost to a fault of the cluster; the request waits again."""
+        """Observe an attempt lost to a fault of the cluster; the request waits again."""
 
     def finished(self, handle: RequestHandle, reason: FinishReason) -> None:
-        """The end of the answer, or its withdrawal; all timings are known."""
+        """Observe the end of an answer, or its cancellation; all timings are known."""
 
     def failed(self, handle: RequestHandle, error: Exception) -> None:
-        """The end without a whole answer."""
+        """Observe a request that ended without a whole answer."""
 
     def gang_lost(self, role: GangRole, gang_id: str) -> None:
-        """A gang is gone with all it held."""
+        """Observe the loss of a gang with all its KV."""
 
     def cluster_ready(self, epoch: str) -> None:
-        """All gangs are attached and linked."""
+        """Observe that all gangs are attached and linked."""
 
     def preempted(self, requests: int) -> None:
-        """A long step of so many requests stands still on some instances for an urgent one."""
+        """Observe that a high-priority step preempts a step of `requests` requests on some
+        instances."""
 
     def step_done(self, figures: StepFigures) -> None:
-        """The last rank of a step has reported."""
+        """Observe the last rank's report about a step."""
 
     def elastic(self, event: ElasticEvent) -> None:
-        """A group of an elastic gang has changed."""
+        """Observe a change of an elastic group."""
 
-    def kv_received(self, landed: Sequence[RankKvReceived]) -> None:
-        """All of a prompt's KV is where it decodes: what each of the ranks there says."""
+    def kv_received(self, received: Sequence[RankKvReceived]) -> None:
+        """Observe that every decoding rank has received a prompt's KV."""
 
 
 class NullObserver:
-    """Watches nothing."""
+    """Observer that does nothing."""
 
     def submitted(self, handle: RequestHandle) -> None: ...
     def refused(self, error: Exception, slo: SloBounds) -> None: ...
@@ -92,4 +90,4 @@ class NullObserver:
     def preempted(self, requests: int) -> None: ...
     def step_done(self, figures: StepFigures) -> None: ...
     def elastic(self, event: ElasticEvent) -> None: ...
-    def kv_received(self, landed: Sequence[RankKvReceived]) -> None: ...
+    def kv_received(self, received: Sequence[RankKvReceived]) -> None: ...

@@ -1,13 +1,10 @@
-"""What metrics and traces call an error.
+"""Trace one request: its `llm_request` span, and a span for each state it passed.
 
-The `llm_request` span of one request: opened by its first byte, closed by its last token.
+`RequestTrace` is open from the request's first byte to its last token. `record_spans` writes
+`queue`, `plan`, `prefill`, `transfer` and `decode` when the request ends, from the times of its
+state changes: until then tracing costs nothing.
 
 Attribute names are those of OpenTelemetry's GenAI conventions and of vLLM's traces.
-
-A request's states as OpenTelemetry spans: `queue`, `plan`, `prefill`, `transfer`, `decode`.
-
-They are written when the request ends, from the times at which it changed state: on the way there
-nothing is paid for tracing.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from csps.services.requests.request_spec import RequestSpec
 
 
 def error_type(error: BaseException) -> str:
-    """The code that the client is told, otherwise the name of the exception's class."""
+    """Return the code that the client receives, or else the name of the exception's class."""
     code = error.code if isinstance(error, RequestError) else None
     return code or type(error).__name__
 
@@ -38,7 +35,7 @@ _TRACER = trace.get_tracer("csps.router")
 
 
 class RequestTrace:
-    """One SERVER span; entering it makes it current, leaving it leaves it open."""
+    """Server span of one request. `with` makes it current; call `end` to close it."""
 
     def __init__(
         self,
@@ -49,11 +46,11 @@ class RequestTrace:
         began_ns: int,
         may_ask: bool = True,
     ) -> None:
-        """The request was read.
+        """Open the span of a request whose headers were read.
 
         Args:
-            began_ns: when its headers had come (`time.time_ns()`).
-            may_ask: whether its client may ask for a timeline.
+            began_ns: time at which its headers were complete (`time.time_ns()`).
+            may_ask: True if its client may request a timeline.
         """
         context = trace_context.extract(headers)
         if not may_ask:
@@ -73,7 +70,7 @@ class RequestTrace:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The time inside is spent on making tokens of the request."""
+        """Time the tokenization of the request in a span of its own."""
         span = self._child("tokenize")
         try:
             yield
@@ -95,7 +92,7 @@ class RequestTrace:
         self._current.__exit__(None, None, None)
 
     def parsed(self, spec: RequestSpec, model: str) -> None:
-        """The request was read and understood."""
+        """Record a request that was parsed."""
         sampling = spec.sampling
         self._span.set_attributes(
             {
@@ -110,7 +107,7 @@ class RequestTrace:
     def answered(
         self, handle: RequestHandle, *, model: str, response_id: str, reason: str | None
     ) -> None:
-        """The answer is complete, or nobody reads on."""
+        """Record the end of an answer, complete or cancelled."""
         self._span.set_attributes(
             {
                 "gen_ai.response.id": response_id,
@@ -122,18 +119,18 @@ class RequestTrace:
         )
 
     def failed(self, error: BaseException) -> None:
-        """There is no answer, or only half of one."""
+        """Record the error of a request without a whole answer."""
         self._span.record_exception(error)
         self._span.set_attribute(trace_context.ERROR_TYPE, error_type(error))
         self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
 
     def end(self) -> None:
-        """Close the span; what is said afterwards is lost."""
+        """Close the span; later attributes are lost."""
         self._span.end()
 
 
 def latencies(handle: RequestHandle) -> dict[str, float]:
-    """The request's times in seconds, as far as it came."""
+    """Return the request's times in seconds, as far as they are known."""
     timings = handle.timings
     named = {
         "time_in_queue": timings.queue_s,
@@ -166,7 +163,7 @@ def _record(
     end: float | None,
     attributes: Mapping[str, AttributeValue],
 ) -> None:
-    """One span; nothing for a state that was not reached, an open one ends with the request."""
+    """Write the span of a state, unless it was not reached; an open one ends with the request."""
     if start is None:
         return
     # Marks are of the monotonic clock, spans of the wall clock.
@@ -218,8 +215,8 @@ def _transfer_attributes(handle: RequestHandle) -> dict[str, AttributeValue]:
         return {}
     return {
         "csps.kv_transfer.wait_ms": 1e3 * (handle.timings.transfer_wait_s or 0.0),
-        "csps.decode.instances": tuple(share.instance for share in placement.slices),
-        "csps.decode.tokens": tuple(share.span.length for share in placement.slices),
+        "csps.decode.instances": tuple(kv_slice.instance for kv_slice in placement.slices),
+        "csps.decode.tokens": tuple(kv_slice.span.length for kv_slice in placement.slices),
     }
 
 

@@ -1,14 +1,12 @@
-"""Which of the traces also tell what every rank did when.
+"""Install OpenTelemetry in one process: its name, its sampling, and the destination of spans.
 
-The decision lies in the trace's own `tracestate`, where the standard has vendors put theirs: it
-travels with the trace to every rank, and a client can make it for a single request. It depends on
-the trace id alone, as the SDK's decision to sample does, so that processes which come to it on
-their own still agree. A flag in the prefill job would have been a second way for the same thing.
+Packages below `services` use only OpenTelemetry's API. A span costs them a look-up until `install`
+has run in their process; with `telemetry.enabled: false` nothing is installed.
 
-OpenTelemetry for one process: who it is, what is sampled, and where spans go.
-
-Rooms below `services` only use OpenTelemetry's API; until `install` has run in their process, a
-span costs them a look-up. With `telemetry.enabled: false` nothing is installed at all.
+The trace's own `tracestate` says if a trace has a timeline of every rank. It travels with the trace
+to every rank, and a client can set it for a single request. A flag in the prefill step would
+duplicate it. The choice depends on the trace id alone, as the SDK's sampling does, so that
+processes agree without a message.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from csps.services.telemetry.traces.span_file import SpanFile
 
 
 class TimelineSampler(Sampler):
-    """Marks `ratio` of all requests, as far as `traces` samples them, for a timeline."""
+    """Sampler that marks `ratio` of all requests for a timeline, if `traces` samples them."""
 
     def __init__(self, traces: Sampler, ratio: float) -> None:
         self._traces = traces
@@ -55,7 +53,7 @@ class TimelineSampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """As `traces` decides; the mark is inherited by all that lies below."""
+        """Decide as `traces` does, and add the mark, which all child spans inherit."""
         result = self._traces.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )
@@ -66,7 +64,7 @@ class TimelineSampler(Sampler):
         return SamplingResult(result.decision, result.attributes, marked)
 
     def get_description(self) -> str:
-        """For the SDK's own messages."""
+        """Describe the sampler for the SDK's own messages."""
         return f"TimelineSampler{{{self._traces.get_description()},{self._timelines.rate}}}"
 
 
@@ -74,19 +72,19 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own variables, which the SDK's exporter reads: the first with the whole URL, the
 second without `/v1/traces`."""
 MAX_QUEUED_SPANS = 32_768
-"""Waiting for export. A rank's timeline comes at once, at the end of its job; of thousands of
-spans the SDK's own 2,048 places would lose many."""
+"""Spans waiting for export. A rank's timeline of thousands of spans comes at once, at the end of a
+step; the SDK's own 2,048 slots would lose many."""
 EXPORT_PERIOD_MS = 1000
-"""Short, so that a killed process takes little with it and a person sees the trace at once."""
+"""Short, so that a killed process loses few spans and a trace is visible at once."""
 
 
 def install(
     service: str, settings: TelemetrySettings, *, rank: int | None = None
 ) -> Callable[[], None]:
-    """Make this process record spans as `service`; call the answer to write out the last ones.
+    """Make this process record spans as `service`; return a function that exports the last ones.
 
     Args:
-        rank: of the process in its gang.
+        rank: rank of the process in its gang.
     """
     if not settings.enabled:
         return lambda: None
@@ -98,14 +96,15 @@ def install(
 def make_provider(
     service: str, settings: TelemetrySettings, exporter: SpanExporter, *, rank: int | None = None
 ) -> TracerProvider:
-    """A provider that samples by request: a caller's `traceparent` decides before our ratio."""
-    who: dict[str, str | int] = {"service.name": service}
+    """Return a provider that samples requests; a caller's `traceparent` decides before our
+    ratio."""
+    identity: dict[str, str | int] = {"service.name": service}
     if rank is not None:
-        who[RANK] = rank
-    resource = Resource.create({**who, "openinference.project.name": settings.project})
+        identity[RANK] = rank
+    resource = Resource.create({**identity, "openinference.project.name": settings.project})
     sampler = TimelineSampler(ParentBasedTraceIdRatio(settings.sample), settings.timeline_sample)
     provider = TracerProvider(resource=resource, sampler=sampler)
-    provider.add_span_processor(_Who(who))
+    provider.add_span_processor(_IdentityStamp(identity))
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter, max_queue_size=MAX_QUEUED_SPANS, schedule_delay_millis=EXPORT_PERIOD_MS
@@ -115,21 +114,22 @@ def make_provider(
 
 
 def make_exporter(service: str, settings: TelemetrySettings) -> SpanExporter:
-    """OTLP over HTTP to the endpoint of the settings, or else of the environment; without one a
-    file of this process's own."""
+    """Export to the OTLP endpoint of the settings or the environment, or else to a file per
+    process."""
     if settings.otlp_endpoint is None and not any(map(os.environ.get, ENDPOINTS)):
         return SpanFile(Path(settings.spans_dir) / f"{service}-{os.getpid()}.jsonl")
-    # Imported only here: it brings a HTTP client and protobuf into the process.
+    # Imported here: it loads an HTTP client and protobuf.
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint=settings.otlp_endpoint)
 
 
-class _Who(SpanProcessor):
-    """Copies the service's name and rank onto each span: some viewers drop resource attributes."""
+class _IdentityStamp(SpanProcessor):
+    """Processor that copies service and rank onto each span: some viewers drop resource
+    attributes."""
 
-    def __init__(self, who: Mapping[str, str | int]) -> None:
-        self._who = dict(who)
+    def __init__(self, identity: Mapping[str, str | int]) -> None:
+        self._who = dict(identity)
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         span.set_attributes(self._who)

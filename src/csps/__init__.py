@@ -1,3 +1,3 @@
 """csps: a long-context LLM server with sequence-parallel prefill on Ray Serve."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,9 +1,8 @@
-"""The `csps` command: which room holds each subcommand.
+"""Dispatch the `csps` command to the package that holds each subcommand.
 
-A subcommand is a function `(argv) -> int | None` that parses its own arguments, in a small module
-of the room that it belongs to. Only the one that is asked for is imported: `csps --help` takes
-neither Ray's nor torch's seconds, and a command of one room works where another room's libraries
-are missing.
+A subcommand is a function `(argv) -> int | None` that parses its own arguments. Only the requested
+one is imported: `csps --help` does not wait seconds for Ray or torch, and a command works even if
+another one's libraries are missing.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from dataclasses import dataclass
 from csps import __version__
 
 MISUSED = 2
-"""Exit status where no command was named, as argparse has it."""
+"""Exit status if no command was named, as in argparse."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 
 Main = Callable[[Sequence[str]], int | None]
-"""A subcommand; None is success."""
+"""Type of a subcommand; None means success."""
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand is found."""
+    """Location of a subcommand, and its line of help."""
 
-    room_module: str
+    module: str
     """Module below `csps`."""
     function: str
     help: str
 
     def load(self) -> Main:
-        """Import the module that holds it."""
-        main: Main = getattr(importlib.import_module(f"csps.{self.room_module}"), self.function)
+        """Import the module and return the function."""
+        main: Main = getattr(importlib.import_module(f"csps.{self.module}"), self.function)
         return main
 
 
@@ -51,34 +50,38 @@ COMMANDS = {
     "check-config": Subcommand(
         "services.launch.commands", "check_config", "check a configuration file"
     ),
-    "bench": Subcommand("loadgen.commands", "bench", "load tests against SLOs, and reports"),
+    "bench": Subcommand("loadgen.commands", "bench", "run load tests against SLOs, and report"),
     "simulate": Subcommand(
-        "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
+        "loadgen.simulator.simulate", "main", "run a scheduling policy on a simulated cluster"
     ),
     "plan": Subcommand(
-        "loadgen.planner.command", "main", "the best configuration for an objective, and why"
+        "loadgen.planner.command",
+        "main",
+        "find the best configuration for an objective, and say why",
     ),
     "rates": Subcommand(
-        "loadgen.simulator.rates_command", "main", "the policy tetris' rates of improvement"
+        "loadgen.simulator.rates_command",
+        "main",
+        "compute the improvement rates of the policy tetris",
     ),
     "profile": Subcommand(
-        "services.profiling.command", "main", "measure what steps and links take here"
+        "services.profiling.command", "main", "measure the times of steps and links"
     ),
     "train": Subcommand(
-        "services.profiling.train", "main", "learn what sparse attention loses of accuracy"
+        "services.profiling.train", "main", "learn how much accuracy sparse attention loses"
     ),
     "trace": Subcommand(
         "services.launch.trace_command",
         "main",
-        "traced requests, and where their time went",
+        "traced requests, and how they spent their time",
     ),
-    "eval": Subcommand("services.evaluation.command", "main", "accuracy on hidden facts"),
+    "eval": Subcommand("services.evaluation.command", "main", "measure accuracy on hidden facts"),
 }
-"""In the order in which `--help` lists them."""
+"""Subcommands in the order in which `--help` lists them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; a mistake is one line on standard error and status 1."""
+    """Run a subcommand; report an error as one line on standard error and status 1."""
     from csps.protocols.core.errors import CspsError
 
     words = list(sys.argv[1:] if argv is None else argv)
@@ -118,7 +121,9 @@ def _command(name: str) -> str:
     from csps.protocols.core.errors import abridged, nearest
 
     if name not in COMMANDS:
-        raise argparse.ArgumentTypeError(f"there is no {abridged(name)}{nearest(name, COMMANDS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown command {abridged(name)}{nearest(name, COMMANDS)}"
+        )
     return name
 
 

@@ -15,7 +15,7 @@ from gang_driver import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, jo
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.actors.worker import router_connection as router_attachment
+from csps.actors.worker import router_connection
 from csps.protocols.core.errors import Cancelled, ProtocolError, RanksHeld, Superseded
 from csps.protocols.gang import members as fence
 from csps.protocols.gang.client import GangClient
@@ -51,8 +51,8 @@ def request(sequence_id: int, sampling: Sampling = GREEDY) -> Request:
     )
 
 
-def job(it: Request) -> PrefillStep:
-    return job_of([it.chunk()], [0, 1])
+def job(request: Request) -> PrefillStep:
+    return job_of([request.chunk()], [0, 1])
 
 
 async def successor(cell: ThreadCell) -> ThreadCell:
@@ -67,9 +67,9 @@ async def successor(cell: ThreadCell) -> ThreadCell:
 
 
 async def check_serves(cell: ThreadCell, model: Path, sequence_id: int = 99) -> None:
-    it = request(sequence_id)
-    answers = await cell.generate(it, group=[0, 1])
-    assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
+    sequence = request(sequence_id)
+    answers = await cell.generate(sequence, group=[0, 1])
+    assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(sequence_id)
     await cell.prefilled(*cell.jobs)
 
@@ -77,14 +77,14 @@ async def check_serves(cell: ThreadCell, model: Path, sequence_id: int = 99) -> 
 async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     """Reserved, queued, under way, kept between chunks, landed, and decoding."""
     kept, landed, decoding, under_way, queued, reserved = (request(r, ENDLESS) for r in range(1, 7))
-    for it in (landed, decoding, under_way, queued, reserved):
-        await cell.reserve(it)
+    for sequence in (landed, decoding, under_way, queued, reserved):
+        await cell.reserve(sequence)
     await cell.prefilled(
         cell.submit(job_of([kept.chunk(0, 20, placement=())], [0, 1]), kept.prompt[:20])
     )
-    for it in (landed, decoding):
-        cell.submit(job(it), it.prompt)
-        await cell.told(2, RankKvReceived, sequence_id=it.sequence_id)
+    for sequence in (landed, decoding):
+        cell.submit(job(sequence), sequence.prompt)
+        await cell.told(2, RankKvReceived, sequence_id=sequence.sequence_id)
     await cell.join(decoding)
     await cell.until(lambda: len(cell.tokens(decoding.sequence_id)) > 2)
     first = cell.submit(job(under_way), under_way.prompt, ranks=[0])
@@ -93,7 +93,7 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     cell.submit(cell.jobs[second], queued.prompt, ranks=[1])
 
 
-async def test_a_router_that_disconnects_leaves_nothing_behind(tiny_llama: Path) -> None:
+async def test_work_ends_when_its_router_disconnects(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
         await cell.disconnect()
@@ -108,7 +108,7 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
     """Its connections are open until then; it is hung up on, and never obeyed again."""
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
-        with pytest.raises(RanksHeld, match=f"generation {cell.generation} holds"):
+        with pytest.raises(RanksHeld, match=f"generation {cell.generation} still commands"):
             await successor(cell)
         assert not cell.prefill.lost.done()
         monkeypatch.setattr(fence, "LIVENESS_TIMEOUT_S", 0.0)
@@ -128,7 +128,7 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
             await cell.attach(cell.prefill_gang.members, "prefill")  # though nobody holds it now
 
 
-async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
+async def test_a_router_keeps_a_rank_that_was_stalled(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its words lie unread beside the question of a newer router."""
@@ -138,7 +138,7 @@ async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
         await asyncio.to_thread(said.wait, ANSWER_S)
         await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(router_attachment, "asyncio", Mock(sleep=from_then_on))
+    monkeypatch.setattr(router_connection, "asyncio", Mock(sleep=from_then_on))
     async with cell_of(tiny_llama) as cell:
         newer = Cell()
         gang = GangClient("prefill", cell.prefill_gang.members, ignore)
@@ -158,7 +158,9 @@ def ignore(*_: object) -> None:
     """A notification."""
 
 
-async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> None:
+async def test_a_reservation_that_arrives_after_its_router_left_is_dropped(
+    tiny_llama: Path,
+) -> None:
     """A rank may read it after the gang has been told that the router is gone."""
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(1))
@@ -171,7 +173,7 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
         cell.check_idle()
 
 
-async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
+async def test_many_peers_may_describe_one_rank(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         address = cell.prefill_gang.members.ranks[0]
         onlooker = await RpcClient.connect(
@@ -196,13 +198,13 @@ async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
 # --- a router that dies in the middle of sending a job -------------------------------------
 
 
-async def test_a_step_that_reached_only_some_is_forgotten(tiny_llama: Path) -> None:
+async def test_a_step_that_reached_only_some_members_is_dropped(tiny_llama: Path) -> None:
     """It began nowhere, so that nobody waits for it, and what it was given comes back."""
     async with cell_of(tiny_llama) as cell:
         for rank in (0, 1):
-            it = request(1 + rank)
-            await cell.reserve(it)
-            cell.submit(job(it), it.prompt, ranks=[rank])
+            sequence = request(1 + rank)
+            await cell.reserve(sequence)
+            cell.submit(job(sequence), sequence.prompt, ranks=[rank])
         await cell.prefill.stats()
         assert all(rank.engine.pool.slots.used for rank in cell.prefill_gang.ranks)
         await cell.disconnect()
@@ -210,14 +212,14 @@ async def test_a_step_that_reached_only_some_is_forgotten(tiny_llama: Path) -> N
         await check_serves(await successor(cell), tiny_llama)
 
 
-async def test_a_step_that_comes_after_its_router_has_gone(tiny_llama: Path) -> None:
+async def test_a_step_that_arrives_after_its_router_left_is_dropped(tiny_llama: Path) -> None:
     """A rank may read it after the gang has been told."""
     async with cell_of(tiny_llama) as cell:
         leader = cell.prefill_gang.ranks[0]
         owner = leader._attachment.owner
         cell.prefill_gang.conduct(lambda sequencer: sequencer.end_owner(owner))
-        it = request(1)
-        cell.submit(job(it), it.prompt)
+        sequence = request(1)
+        cell.submit(job(sequence), sequence.prompt)
         await cell.told(2, PrefillDone, cancelled=True)
         await cell.idle()
 
@@ -230,15 +232,15 @@ async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None
         await check_serves(await successor(cell), tiny_llama)
 
 
-async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None:
+async def test_a_step_waits_for_slots_of_a_former_router(tiny_llama: Path) -> None:
     """Its KV is still on its way when the next router fills the pool."""
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
-        it = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_shares(40, [0]))
-        await cell.reserve(it)
+        request = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_shares(40, [0]))
+        await cell.reserve(request)
         reservation = cell.decode_gang.ranks[0].loop.decode_batch.reservations.find(1)
         assert reservation is not None
         with reservation.lock:
-            cell.submit(job_of([it.chunk()], [0]), it.prompt)
+            cell.submit(job_of([request.chunk()], [0]), request.prompt)
             await cell.until(lambda: cell.tokens(1))  # computed, and sending
             big = Request(sequence_id=2, prompt=prompt_of(60, 2), slices=even_shares(60, [0]))
             step_id = cell.submit(job_of([big.chunk(0, 59)], [0]), big.prompt[:59])

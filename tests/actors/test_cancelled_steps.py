@@ -90,7 +90,7 @@ def ran(gang: StrategyRanks, job: PrefillStep, cancelled: tuple[int, ...]) -> tu
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_what_is_wanted_is_computed(gangs: Gangs, case: str) -> None:
+def test_cancelled_sequences_are_not_computed(gangs: Gangs, case: str) -> None:
     strategy, csa = CASES[case]
     gang = gangs("gqa", 4, 1)
     slices = [

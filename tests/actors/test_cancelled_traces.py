@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("strategy", "tp"),
     [("ulysses", 1), ("csa", 1), ("sp_tp", 1), ("sp_tp", 2), ("gathered_weights", 2)],
 )
-async def test_a_stopped_job(
+async def test_a_stopped_step_is_traced(
     model: Path,
     exported: InMemorySpanExporter,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,12 +45,12 @@ async def test_a_stopped_job(
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = uniform_plan(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
-    it = Request(sequence_id=VICTIM, prompt=prompt_of(60), slices=even_shares(60, [0]))
+    request = Request(sequence_id=VICTIM, prompt=prompt_of(60), slices=even_shares(60, [0]))
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:
-        await cell.reserve(it)
-        job = job_of([it.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
-        step_id = cell.submit(job, it.prompt)
+        await cell.reserve(request)
+        job = job_of([request.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
+        step_id = cell.submit(job, request.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(step_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
@@ -60,7 +60,7 @@ async def test_a_stopped_job(
     assert len(jobs) == 2 * tp
     for span in jobs:
         check_stopped(span)
-        phases = [it for it in spans if it.parent == span.context]
+        phases = [phase for phase in spans if phase.parent == span.context]
         check_phases(phases, FIRST_EXCHANGE.get(strategy, "first all-to-all"))
 
 

@@ -72,20 +72,20 @@ async def check_goes_on(cell: ThreadCell, model: Path) -> None:
     cell.check_idle()
 
 
-async def test_reserved(tiny_llama: Path) -> None:
+async def test_a_reserved_sequence_is_cancelled(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(VICTIM))
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_never_heard_of(tiny_llama: Path) -> None:
+async def test_an_unknown_sequence_is_cancelled(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_queued(tiny_llama: Path) -> None:
+async def test_a_queued_sequence_is_cancelled(tiny_llama: Path) -> None:
     """Behind a job that stands still because one rank has not received it."""
     async with cell_of(tiny_llama) as cell:
         victim, other = request(VICTIM), request(BYSTANDER)
@@ -99,13 +99,13 @@ async def test_queued(tiny_llama: Path) -> None:
         cell.submit(cell.jobs[first + 1], victim.prompt, ranks=[1])
         await cell.answer(other)
         await cell.prefilled(first + 1)
-        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=first + 1))
+        assert all(done.cancelled for done in cell.about(PrefillDone, step_id=first + 1))
         assert not cell.tokens(VICTIM)
         await cell.freed(BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_before_all_members_have_come(tiny_llama: Path) -> None:
+async def test_a_step_that_not_all_members_have_is_cancelled(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
@@ -115,11 +115,13 @@ async def test_before_all_members_have_come(tiny_llama: Path) -> None:
         await cell.prefill.stats()  # rank 0 waits for the other one, and knows
         cell.submit(cell.jobs[step_id], victim.prompt, ranks=[1])
         await cell.prefilled(step_id)
-        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=step_id))
+        assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_running_step_is_cancelled(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = HeldSteps(monkeypatch)
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
@@ -127,14 +129,14 @@ async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
         step_id = cell.submit(job(victim), victim.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(step_id)
-        assert all(it.cancelled for it in cell.about(PrefillDone, step_id=step_id))
+        assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
         assert not cell.about(
             RankKvReceived, sequence_id=VICTIM
         )  # the last layer was never computed
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_one_of_a_batch(tiny_llama: Path) -> None:
+async def test_one_sequence_of_a_batch_is_cancelled(tiny_llama: Path) -> None:
     """The others want the job: it runs to its end, and only then are the slots freed. That rank 1
     has not heard of the victim when it is cancelled makes no difference: the leader tells it."""
     async with cell_of(tiny_llama) as cell:
@@ -155,17 +157,17 @@ async def test_one_of_a_batch(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
-async def test_one_of_a_batch_before_its_first_layer(
+async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """Nothing is computed or sent of it but what its neighbours' rows come with."""
-    module = "ulysses" if strategy == "ulysses" else "sp_tp_attention"
-    attended = spied(monkeypatch, f"csps.actors.strategies.{module}.attention")
+    module = "ulysses" if strategy == "ulysses" else "sp_tp.head_attention"
+    attended = spied(monkeypatch, f"csps.actors.attention.{module}.attention")
     sent = spied(monkeypatch, "csps.actors.kv_transfer.sender.destinations_of")
     async with cell_of(tiny_llama) as cell:
         ahead, victim, other = request(3, 5), request(VICTIM), request(BYSTANDER, 7)
-        for it in (ahead, victim, other):
-            await cell.reserve(it)
+        for sequence in (ahead, victim, other):
+            await cell.reserve(sequence)
         first = cell.submit(job(ahead), ahead.prompt, ranks=[0])  # stands still
         tokens = np.concatenate([victim.prompt, other.prompt])
         both = cell.submit(replace(job(victim, other), strategy=strategy), tokens, ranks=[0])
@@ -173,15 +175,15 @@ async def test_one_of_a_batch_before_its_first_layer(
         await cell.prefill.stats()
         cell.submit(cell.jobs[first], ahead.prompt, ranks=[1])
         cell.submit(cell.jobs[both], tokens, ranks=[1])
-        for it, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
-            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), GREEDY.max_tokens)
+        for sequence, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
+            assert answer == greedy_tokens(tiny_llama, sequence.prompt.tolist(), GREEDY.max_tokens)
         assert max(len(call.args[0]) for call in attended.call_args_list) == len(other.prompt)
         assert {call.args[3].chunk.sequence_id for call in sent.call_args_list} == {3, BYSTANDER}
         await cell.freed(3, BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_sending_and_landing(tiny_llama: Path) -> None:
+async def test_a_sequence_is_cancelled_during_its_kv_transfer(tiny_llama: Path) -> None:
     """A decode rank is held up while it writes, so that prefill cannot get rid of its KV."""
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
@@ -201,7 +203,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
         assert not cell.about(RankKvReceived, sequence_id=VICTIM, rank=1)
 
 
-async def test_landed(tiny_llama: Path) -> None:
+async def test_a_sequence_is_cancelled_after_its_kv_transfer(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
@@ -211,15 +213,15 @@ async def test_landed(tiny_llama: Path) -> None:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_decoding_beside_another(tiny_llama: Path) -> None:
+async def test_a_decoding_sequence_is_cancelled_beside_another(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         some = Sampling(temperature=0, max_tokens=30)
         victim, other = request(VICTIM, sampling=ENDLESS), request(BYSTANDER, sampling=some)
         await cell.reserve(victim)
         await cell.reserve(other)
-        for it in (victim, other):
-            cell.submit(job(it), it.prompt)
-            await cell.join(it)
+        for sequence in (victim, other):
+            cell.submit(job(sequence), sequence.prompt)
+            await cell.join(sequence)
         await cell.until(lambda: len(cell.tokens(VICTIM)) > 2 and len(cell.tokens(BYSTANDER)) > 2)
         cell.cancel(VICTIM)
         await cell.freed(VICTIM)
@@ -232,7 +234,7 @@ async def test_decoding_beside_another(tiny_llama: Path) -> None:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_finished_already(tiny_llama: Path) -> None:
+async def test_a_finished_sequence_is_cancelled(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await cell.generate(request(VICTIM), group=[0, 1])
         cell.cancel(VICTIM)
@@ -242,7 +244,7 @@ async def test_finished_already(tiny_llama: Path) -> None:
 # --- what is refused -----------------------------------------------------------------------
 
 
-async def test_a_reservation_that_comes_after_its_cancellation(tiny_llama: Path) -> None:
+async def test_a_reservation_after_its_cancellation_is_refused(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         cell.cancel(VICTIM)
         await cell.freed(VICTIM)
@@ -251,7 +253,7 @@ async def test_a_reservation_that_comes_after_its_cancellation(tiny_llama: Path)
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_a_join_that_comes_after_its_cancellation(tiny_llama: Path) -> None:
+async def test_a_join_after_its_cancellation_is_ignored(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
@@ -262,7 +264,7 @@ async def test_a_join_that_comes_after_its_cancellation(tiny_llama: Path) -> Non
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_a_second_reservation(tiny_llama: Path) -> None:
+async def test_a_second_reservation_is_refused(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(VICTIM))
         with pytest.raises(ProtocolError, match="reserved already"):
@@ -271,7 +273,7 @@ async def test_a_second_reservation(tiny_llama: Path) -> None:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_a_token_bias_outside_the_vocabulary(tiny_llama: Path) -> None:
+async def test_a_token_bias_outside_the_vocabulary_is_refused(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         biased = Sampling(temperature=0, logit_bias={10_000: 1.0})
         with pytest.raises(InvalidRequest, match="logit_bias"):
@@ -291,7 +293,7 @@ async def test_a_bias_that_only_prefill_sees_fails_its_request_alone(tiny_llama:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_kv_with_no_connection_to_go_over_is_a_failure(tiny_llama: Path) -> None:
+async def test_kv_without_a_connection_fails_its_sequence(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         cell.failures_expected = True
         for rank in cell.prefill_gang.ranks:
@@ -300,7 +302,7 @@ async def test_kv_with_no_connection_to_go_over_is_a_failure(tiny_llama: Path) -
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)
         await cell.told(2, RequestFailed, sequence_id=VICTIM)
-        assert {it.code for it in cell.heard[RequestFailed]} == {TransferError.__name__}
+        assert {failure.code for failure in cell.heard[RequestFailed]} == {TransferError.__name__}
         cell.cancel(VICTIM)
         await cell.connect()
         await check_goes_on(cell, tiny_llama)

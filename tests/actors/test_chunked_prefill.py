@@ -140,34 +140,34 @@ def place(*slices: tuple[int, int, int]) -> list[KvSlice]:
 async def test_a_group_grows_and_history_is_rebalanced_over_it(tiny_llama: Path) -> None:
     """Tetris: each chunk's group contains the last one's, and history spreads over it."""
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
-        (it,) = await reserved(cell, prompt_of(90))
-        run_job(cell, [it], [it.chunk(20)], [2])
+        (prefill,) = await reserved(cell, prompt_of(90))
+        run_job(cell, [prefill], [prefill.chunk(20)], [2])
         halves = place((2, 0, 10), (0, 10, 20), (2, 20, 30), (0, 30, 40))
-        run_job(cell, [it], [it.chunk(40, halves)], [2, 0])
+        run_job(cell, [prefill], [prefill.chunk(40, halves)], [2, 0])
         quarters = place((2, 0, 15), (0, 15, 30), (1, 30, 50), (3, 50, 70))
-        await cell.prefilled(run_job(cell, [it], [it.chunk(70, quarters)], [2, 0, 1, 3]))
-        check_holdings(cell, it)
-        run_job(cell, [it], [it.chunk(90)], [3, 1, 0, 2])
-        await finish(cell, tiny_llama, [it])
+        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(70, quarters)], [2, 0, 1, 3]))
+        check_holdings(cell, prefill)
+        run_job(cell, [prefill], [prefill.chunk(90)], [3, 1, 0, 2])
+        await finish(cell, tiny_llama, [prefill])
 
 
-async def test_a_smaller_group_keeps_the_kv_of_a_larger_one(tiny_llama: Path) -> None:
+async def test_a_smaller_group_stores_the_kv_of_a_larger_one(tiny_llama: Path) -> None:
     """LoongServe: scale-down placement, any token on any of those that stay."""
     async with thread_cell(tiny_llama, prefill=3, decode=2) as cell:
-        (it,) = await reserved(cell, prompt_of(60))
+        (prefill,) = await reserved(cell, prompt_of(60))
         odd_and_even = laid_out("striped", 0, 40, [0, 1])
-        await cell.prefilled(run_job(cell, [it], [it.chunk(40, odd_and_even)], [2, 1, 0]))
-        check_holdings(cell, it)
-        run_job(cell, [it], [it.chunk(60)], [0, 1])
-        await finish(cell, tiny_llama, [it])
+        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(40, odd_and_even)], [2, 1, 0]))
+        check_holdings(cell, prefill)
+        run_job(cell, [prefill], [prefill.chunk(60)], [0, 1])
+        await finish(cell, tiny_llama, [prefill])
 
 
 async def test_members_without_rows_lend_their_history(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
-        (it,) = await reserved(cell, prompt_of(50))
-        run_job(cell, [it], [it.chunk(20)], [0, 2])
-        run_job(cell, [it], [it.chunk(50)], [1, 2, 0], [0, 30, 30, 30])
-        await finish(cell, tiny_llama, [it])
+        (prefill,) = await reserved(cell, prompt_of(50))
+        run_job(cell, [prefill], [prefill.chunk(20)], [0, 2])
+        run_job(cell, [prefill], [prefill.chunk(50)], [1, 2, 0], [0, 30, 30, 30])
+        await finish(cell, tiny_llama, [prefill])
 
 
 async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
@@ -186,11 +186,11 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
         await finish(cell, tiny_llama, prefills)
 
 
-async def test_kv_that_is_not_sent_stays_until_it_is_cancelled(tiny_llama: Path) -> None:
+async def test_kv_that_is_not_sent_remains_until_it_is_cancelled(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
-        (it,) = await reserved(cell, prompt_of(30))
-        await cell.prefilled(run_job(cell, [it], [it.chunk(20)], [0, 1]))
-        check_holdings(cell, it)
+        (prefill,) = await reserved(cell, prompt_of(30))
+        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(20)], [0, 1]))
+        check_holdings(cell, prefill)
         cell.cancel(1)
         await cell.freed(1)
         await cell.prefill.stats()  # the cancellation came before it on every connection
@@ -222,9 +222,9 @@ async def run_random_plan(model: Path, seed: int) -> None:
             step_id = random_job(cell, chosen, instances, rng)
             if waits:
                 await cell.prefilled(step_id)
-                for it in unfinished:
-                    if it.done < len(it.request.prompt):
-                        check_holdings(cell, it)
+                for computed in unfinished:
+                    if computed.done < len(computed.request.prompt):
+                        check_holdings(cell, computed)
         await finish(cell, model, prefills)
 
 
@@ -232,17 +232,17 @@ def random_job(
     cell: ThreadCell, chosen: Sequence[Prefill], instances: int, rng: random.Random
 ) -> int:
     """Any group that contains the holders, any bounds, any chunk lengths and placements."""
-    needed = set().union(*(it.holders for it in chosen))
+    needed = set().union(*(prefill.holders for prefill in chosen))
     others = [i for i in range(instances) if i not in needed]
     group = [*needed, *rng.sample(others, rng.randint(0 if needed else 1, len(others)))]
     rng.shuffle(group)
     chunks, anywhere = [], rng.random() < 0.4
-    for it in chosen:
-        stop = rng.randint(it.done + 1, len(it.request.prompt))
-        placement = random_placement(rng.choice([0, it.done]), stop, group, rng)
+    for prefill in chosen:
+        stop = rng.randint(prefill.done + 1, len(prefill.request.prompt))
+        placement = random_placement(rng.choice([0, prefill.done]), stop, group, rng)
         computing = rng.sample(group, rng.randint(1, len(group)))
-        rows = laid_out(rng.choice(LAYOUTS), it.done, stop, computing) if anywhere else ()
-        chunks.append(it.chunk(stop, placement if rng.random() < 0.6 else (), rng, rows))
+        rows = laid_out(rng.choice(LAYOUTS), prefill.done, stop, computing) if anywhere else ()
+        chunks.append(prefill.chunk(stop, placement if rng.random() < 0.6 else (), rng, rows))
     total = sum(chunk.length for chunk in chunks)
     inner = sorted(rng.randint(0, total) for _ in group[1:])
     bounds = [0, *inner, total]

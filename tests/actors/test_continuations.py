@@ -28,7 +28,7 @@ def arrived() -> Future[int]:
     return future
 
 
-def test_tasks_of_a_line_run_in_order_and_those_of_others_do_not_wait_for_them() -> None:
+def test_tasks_of_a_channel_run_in_order_and_other_channels_do_not_wait() -> None:
     followers, ran = PolledContinuations(), list[str]()
     first: Future[int] = Future()
     followers.then("line", first, lambda: ran.append("first"))
@@ -45,7 +45,7 @@ def test_tasks_of_a_line_run_in_order_and_those_of_others_do_not_wait_for_them()
     assert not followers.waiting
 
 
-def test_a_task_that_has_run_is_let_go() -> None:
+def test_a_task_that_has_run_is_freed() -> None:
     followers, term = PolledContinuations(), torch.ones(3)
     gone = weakref.ref(term)
 
@@ -58,7 +58,7 @@ def test_a_task_that_has_run_is_let_go() -> None:
     assert gone() is None
 
 
-def test_a_lost_peer_fails_what_follows() -> None:
+def test_a_lost_peer_fails_the_continuation() -> None:
     followers, lost = PolledContinuations(), Future[int]()
     lost.set_exception(RuntimeError("lost"))
     task = followers.then("line", lost, lambda: pytest.fail("nothing has arrived"))

@@ -138,7 +138,9 @@ class Talk:
         if self.rng.random() < 0.5:
             kept = round_robin(length, length + tokens, holders)
             answer = tuple(
-                KvSlice(instance=it, span=span) for it, span in kept.items() if span.length
+                KvSlice(instance=instance, span=span)
+                for instance, span in kept.items()
+                if span.length
             )
         return Request(
             sequence_id=sequence_id,
@@ -259,7 +261,7 @@ class Talk:
         own = [kv_slice for kv_slice in (*request.slices, *keepers) if kv_slice.source is None]
         self.decoded.learn(sequence_id, own, kept.stop)
         left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
-        expected = sum(it.span.intersection(kept).length for it in own)
+        expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
         assert left == expected * cell.decode.tp
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
@@ -310,7 +312,9 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("tp", "data_group"), WORLDS)
-def test_any_turns_on_two_gangs(tiny_llama: Path, tp: int, data_group: GroupMaker | None) -> None:
+def test_any_conversations_on_two_gangs(
+    tiny_llama: Path, tp: int, data_group: GroupMaker | None
+) -> None:
     @settings(max_examples=examples(2))
     @given(st.lists(PLANS, min_size=1, max_size=2), st.integers(1, 4 // tp), st.integers(1, 3))
     def any_plans(plans: list[Plan], prefill: int, decode: int) -> None:
@@ -331,7 +335,9 @@ def test_any_turns_on_two_gangs(tiny_llama: Path, tp: int, data_group: GroupMake
 
 
 @pytest.mark.parametrize(("tp", "data_group"), WORLDS)
-def test_any_turns_in_place(tiny_llama: Path, tp: int, data_group: GroupMaker | None) -> None:
+def test_any_conversations_in_place(
+    tiny_llama: Path, tp: int, data_group: GroupMaker | None
+) -> None:
     @settings(max_examples=examples(2))
     @given(st.lists(PLANS, min_size=1, max_size=2), st.integers(1, 6 // tp))
     def any_plans(plans: list[Plan], instances: int) -> None:
@@ -348,7 +354,7 @@ def test_any_turns_in_place(tiny_llama: Path, tp: int, data_group: GroupMaker | 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_many_turns(tiny_llama: Path, tp: int) -> None:
+def test_many_conversations(tiny_llama: Path, tp: int) -> None:
     """Of more conversations beside each other."""
 
     @settings(max_examples=30)

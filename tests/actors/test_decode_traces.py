@@ -74,7 +74,7 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     assert sent[0] == [0, 0, 0]
     check_scale_down(of_ranks(exported, "prefill.compute"))
     figures = of_ranks(exported, "decode.rank")
-    assert {rank: lies(it) for rank, it in figures.items()} == {
+    assert {rank: lies(sequence) for rank, sequence in figures.items()} == {
         0: (0, 0, None),
         1: (LENGTH, FIRST, 0),
         2: (0, DRAWN - 1 - FIRST, FIRST),

@@ -160,7 +160,7 @@ def test_a_layer_of_decode_costs_the_same_whatever_the_batch(
     assert few.kernels.total() <= 45
 
 
-def test_a_layer_of_an_iteration_with_riders_waits_for_nothing(
+def test_a_layer_of_an_iteration_with_piggybacked_prefill_waits_for_nothing(
     device: Device, model: Path, deeper: Path
 ) -> None:
     few, many = (decode_layer(device, (model, deeper), own, 3, 2) for own in (3, 64))
@@ -175,8 +175,8 @@ def test_more_layers_need_no_more_buffers(
 ) -> None:
     """Of those that only help with others' rows, too."""
     most = []
-    for it in (model, deeper):
-        engine = engine_of(it)
+    for deep_model in (model, deeper):
+        engine = engine_of(deep_model)
         with torch.inference_mode():
             forward(engine, stream_of(engine, *rows)._next_batch(()))
         most.append(cast(NobodysMesh, engine.mesh).most_buffers)
@@ -260,14 +260,14 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
         layout = GangLayout(world_size=4, tp=1)
         engine = replace(engine, layout=layout)
         group = SpGroup(engine.mesh, layout, job, member, StepClock())
-        with torch.inference_mode(), STRATEGIES[strategy](group, engine) as it:
+        with torch.inference_mode(), STRATEGIES[strategy](group, engine) as entered:
             rows = job.bounds[member + 1] - job.bounds[member]
             rotary = engine.network.rotary(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
             x_td = torch.empty(rows, engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
             copies = []
             for index, layer in enumerate(engine.network.layers[:-1]):
                 with device.counting() as budget:
-                    x_td = layer.mlp(it.attend_layer(index, layer, x_td, rotary, _keep))
+                    x_td = layer.mlp(entered.attend_layer(index, layer, x_td, rotary, _keep))
                 copies.append(budget.copies)
         assert not copies[-1]
         assert budget.kernels.total() <= 250
@@ -320,7 +320,7 @@ def draws(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceB
     return budget, waits
 
 
-def test_drawing_waits_as_often_for_one_of_each_as_for_many(
+def test_sampling_waits_as_often_for_one_of_each_as_for_many(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (few, waits), (many, as_many) = (draws(device, monkeypatch, rows) for rows in (5, 50))
@@ -328,7 +328,7 @@ def test_drawing_waits_as_often_for_one_of_each_as_for_many(
     assert few.kernels == many.kernels
 
 
-def test_the_budget_counts(device: Device) -> None:
+def test_the_budget_counts_waits_launches_and_buffers(device: Device) -> None:
     with torch.inference_mode(), device.counting() as budget:
         x = torch.empty(3, 4, device=DEVICE)
         y = (x.view(4, 3)[1:] + 1).to(torch.bfloat16)

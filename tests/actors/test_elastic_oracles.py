@@ -34,10 +34,10 @@ async def filled(cell: ThreadCell, free: tuple[int, ...], slots: int) -> None:
         if taken:
             slices = even_shares(taken, [instance])
             one = Sampling(temperature=0, max_tokens=1)
-            it = Request(
+            request = Request(
                 sequence_id=100 + instance, prompt=prompt_of(taken), slices=slices, sampling=one
             )
-            await cell.reserve(it)
+            await cell.reserve(request)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -57,7 +57,9 @@ async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int)
         proactive = Request(sequence_id=2, prompt=prompt, slices=slices, master=2, sampling=two)
         await cell.reserve(proactive)
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
-        assert [pool.slots.free for pool in pools] == [it for it in (0, 100, 0) for _ in range(tp)]
+        assert [pool.slots.free for pool in pools] == [
+            free for free in (0, 100, 0) for _ in range(tp)
+        ]
         job = job_of([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
         cell.submit(job, prompt)
         await cell.told(3 * tp, RankKvReceived, sequence_id=2)
@@ -150,10 +152,13 @@ async def story(
     first, second = row(sequence_ids, 20, 60, 0), row(sequence_ids, 21, 60, 2)
     joining, long = row(sequence_ids, 15, 10, 0, 2), row(sequence_ids, 48, 8, 1)
     answer = shares_at([0, 3, 7], (1, 2))
-    shifted = (replace(it, span=Span(it.span.start + 48, it.span.stop + 48)) for it in answer)
+    shifted = (
+        replace(kv_slice, span=Span(kv_slice.span.start + 48, kv_slice.span.stop + 48))
+        for kv_slice in answer
+    )
     long = replace(long, answer=tuple(shifted))
-    for it in (first, second):
-        await decode(cell, it)
+    for request in (first, second):
+        await decode(cell, request)
     await cell.reserve(joining)
     cell.submit(job_of([joining.chunk()], [0, 2]), joining.prompt)
     await cell.told(2 * cell.decode.tp, RankKvReceived, sequence_id=joining.sequence_id)
@@ -179,11 +184,11 @@ async def story(
         await cell.join(joining)
     if cancelled is not long:
         await cell.join(long)
-    for it in (first, second, joining, long):
-        if it is cancelled:
-            await cell.freed(it.sequence_id)
+    for request in (first, second, joining, long):
+        if request is cancelled:
+            await cell.freed(request.sequence_id)
         else:
-            await check_answer(cell, model, it)
+            await check_answer(cell, model, request)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from csps.actors.comm.process_group import GroupMaker
 from csps.actors.engine.kv_mover import KvMover
-from csps.kernels import cpu_attention as cpu_decode
+from csps.kernels import cpu_attention
 from csps.kernels.arguments import SlotRuns
 from csps.protocols.core.errors import ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, round_robin
@@ -83,7 +83,7 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
     """Whoever keeps them: the one who does has every third of its pool's slots for its own, and to
     attend to slots one by one took longer than all else that scaling down takes."""
     runs_of_calls: list[int] = []
-    attend = cpu_decode.decode_attention
+    attend = cpu_attention.decode_attention
 
     def counted(
         q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, scale: float
@@ -91,7 +91,7 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
         runs_of_calls.append(len(runs.runs))
         return attend(q_rhd, k_shd, v_shd, runs, scale)
 
-    monkeypatch.setattr(cpu_decode, "decode_attention", counted)
+    monkeypatch.setattr(cpu_attention, "decode_attention", counted)
     async with elastic_cell(tiny_llama, 3) as cell:
         request = await _striped_and_kept_by_one(cell)
         assert runs_of_calls == [1, 1, 1]
@@ -121,7 +121,7 @@ async def test_a_step_that_ends_leaves_alone_what_a_move_has_taken(
         cell.check_idle()
 
 
-async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
+async def test_a_decode_batch_continues_beside_a_long_step(tiny_llama: Path) -> None:
     """On the same ranks, an iteration between two parts."""
     async with elastic_cell(tiny_llama, 2, quantum_ms=0.0) as cell:
         talking = Request(
@@ -131,8 +131,8 @@ async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
             sampling=greedy(1500),
         )
         long = Request(sequence_id=2, prompt=prompt_of(800, 2), slices=even_shares(800, [0, 1]))
-        for it in (talking, long):
-            await cell.reserve(it)
+        for request in (talking, long):
+            await cell.reserve(request)
         cell.submit(job_of([talking.chunk()], [0, 1]), talking.prompt)
         await cell.join(talking)
         await cell.until(lambda: len(cell.tokens(1)) > 3)
@@ -165,7 +165,7 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
         await cell.freed(1)
 
 
-async def test_rows_of_different_instances_do_not_wait_for_each_other(
+async def test_sequences_of_different_instances_do_not_wait_for_each_other(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode groups: while one stands still, the other draws its whole answer; and both go on
@@ -184,19 +184,21 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
             for sequence_id, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
         ]
         jobs = []
-        for it in on:
-            await cell.reserve(it)
-            group = sorted({s.instance for s in it.slices})
-            jobs.append(cell.submit(job_of([it.chunk()], group), it.prompt))
+        for request in on:
+            await cell.reserve(request)
+            group = sorted({s.instance for s in request.slices})
+            jobs.append(cell.submit(job_of([request.chunk()], group), request.prompt))
         await cell.prefilled(*jobs)  # one of them needs the instance that is to stand still
         await cell.join(on[1])
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
         assert len(cell.tokens(2)) == 1, "the other one has not begun"
         await cell.join(on[2])
         held.go_on.set()
-        for it in on[1:]:
-            await cell.until(lambda it=it: cell.finished(it.sequence_id))  # type: ignore[misc]
-            assert cell.tokens(it.sequence_id) == greedy_tokens(tiny_llama, it.prompt.tolist(), 40)
+        for request in on[1:]:
+            await cell.until(lambda request=request: cell.finished(request.sequence_id))  # type: ignore[misc]
+            assert cell.tokens(request.sequence_id) == greedy_tokens(
+                tiny_llama, request.prompt.tolist(), 40
+            )
         await cell.freed(1, 2, 3)
         cell.check_idle()
 
@@ -206,7 +208,7 @@ def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvSlice, 
     return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
 
 
-async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
+async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
     """The master may be none of them; what they keep is even to within a token."""
     async with elastic_cell(tiny_llama, 3) as cell:
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
@@ -225,19 +227,19 @@ async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
             await cell.reserve(request)
             cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
         assert [pool.slots.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
-        for it, answer in zip(requests, await cell.answer(*requests), strict=True):
-            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), 12)
+        for sequence, answer in zip(requests, await cell.answer(*requests), strict=True):
+            assert answer == greedy_tokens(tiny_llama, sequence.prompt.tolist(), 12)
         await cell.freed(1, 2, 3)
         cell.check_idle()
 
 
-async def test_an_answer_that_nobody_keeps_is_refused(tiny_llama: Path) -> None:
+async def test_an_answer_without_a_kv_holder_is_refused(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1) as cell:
         gap = (KvSlice(instance=0, span=Span(5, 9, 2)),)
         request = Request(
             sequence_id=1, prompt=prompt_of(5), slices=even_shares(5, [0]), answer=gap
         )
-        with pytest.raises(ProtocolError, match="without a keeper"):
+        with pytest.raises(ProtocolError, match="no instance stores some positions"):
             await cell.reserve(request)
         cell.check_idle()
 

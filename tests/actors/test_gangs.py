@@ -142,7 +142,7 @@ async def test_any_group_in_any_order_with_any_bounds(
         cell.check_idle()
 
 
-async def test_kv_shares_are_uneven_and_in_any_order(tiny_llama: Path) -> None:
+async def test_kv_slices_may_be_uneven_and_in_any_order(tiny_llama: Path) -> None:
     """Spans of one instance need not be neighbours, and the master may hold none of the prompt."""
     prompts = [prompt_of(50, seed) for seed in range(3)]
     placements = [
@@ -158,7 +158,7 @@ async def test_kv_shares_are_uneven_and_in_any_order(tiny_llama: Path) -> None:
             )
         ]
         answers = await cell.generate(*requests, group=(0, 1))
-        assert answers == [greedy_tokens(tiny_llama, it.tolist(), 6) for it in prompts]
+        assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6) for prompt in prompts]
         await cell.freed(0, 1, 2)
         await cell.prefilled(*cell.jobs)
         cell.check_idle()

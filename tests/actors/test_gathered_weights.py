@@ -61,7 +61,7 @@ def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
+def test_history_may_be_on_any_instance(gangs: Gangs, tp: int) -> None:
     check_scattered_history(gangs("gqa", 2, tp), GatheredWeights)
 
 
@@ -69,15 +69,15 @@ def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
 def test_weights_travel_while_the_layer_before_computes(
     gloo_gangs: Gangs, instances: int, tp: int
 ) -> None:
-    def noted(group: SpGroup, engine: Engine) -> GatheredWeights:
+    def with_timeline(group: SpGroup, engine: Engine) -> GatheredWeights:
         group.clock.timeline = PhaseTimeline(on=True)
         return GatheredWeights(group, engine)
 
     job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
-    for result in gloo_gangs("gqa", instances, tp).run(job, noted):
+    for result in gloo_gangs("gqa", instances, tp).run(job, with_timeline):
         events = result.clock.timeline.events
         gathers = {e.layer: e.start_ns for e in events if e.name == "all-gather"}
-        # Nothing is fetched ahead for the last layer, which a rank computes without a strategy.
+        # No weights are gathered for the last layer, which a rank computes without a strategy.
         for layer in range(LAYERS - 2):
             attentions = [e for e in events if (e.name, e.layer) == ("attention", layer)]
             assert gathers[layer + 1] < min(e.end_ns for e in attentions)

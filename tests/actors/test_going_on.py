@@ -21,7 +21,7 @@ PENALISED = replace(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
-async def test_the_rest_of_an_answer_is_that_of_an_undisturbed_one(
+async def test_a_resumed_answer_equals_an_undisturbed_one(
     tiny_llama: Path, sampling: Sampling
 ) -> None:
     prompt = prompt_of(41)

@@ -266,7 +266,7 @@ def test_replicas_do_not_send_each_other_what_they_hold(world: RankWorld) -> Non
     ]  # fmt: skip
 
 
-def test_near_rows_are_there_before_far_members_have_begun(world: RankWorld) -> None:
+def test_near_rows_arrive_before_far_members_have_begun(world: RankWorld) -> None:
     case = Case(ranks=(0, 1, 2), servers=(0, 0, 1), lengths=(2, 2, 2), takers=(0, 1, 2))
     rows, near_done = rows_of(case), threading.Barrier(3, timeout=30)
 

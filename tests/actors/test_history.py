@@ -39,7 +39,7 @@ def exact_plans(draw: st.DrawFn, members: int, longest: int) -> CsaPlan:
 
 @st.composite
 def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
-    """Of chunks in the middle of their prompts, on a group of which some may have no rows."""
+    """Return steps with chunks in the middle of prompts, on members of which some have no rows."""
     lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     starts = [draw(st.integers(0, 15)) for _ in lengths]
     cuts = st.integers(0, sum(lengths))
@@ -72,7 +72,7 @@ def check(gang: StrategyRanks, job: PrefillStep) -> None:
 def on_gangs(
     *sizes: tuple[int, int], rings: Sequence[tuple[int, int]]
 ) -> list[tuple[str, int, int]]:
-    """(strategy, members, tensor parallelism); rings, which have tests of their own, on fewer."""
+    """Return (strategy, members, tp); fewer sizes for rings, which have tests of their own."""
     return [
         (strategy, members, tp)
         for strategy in STRATEGIES
@@ -86,7 +86,7 @@ def on_gangs(
 )
 @several
 @given(data=st.data())
-def test_every_strategy_merges_it(
+def test_every_strategy_merges_history(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
     model = data.draw(st.sampled_from(("gqa", "mqa")))
@@ -94,7 +94,7 @@ def test_every_strategy_merges_it(
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
-def test_members_without_heads_hold_it(gangs: Gangs, strategy: str) -> None:
+def test_members_without_heads_answer_for_history(gangs: Gangs, strategy: str) -> None:
     """Two of six members own no query head, and have the history."""
     slices = [
         KvSlice(instance=5, span=Span(start=0, stop=7)),

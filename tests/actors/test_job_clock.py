@@ -35,7 +35,7 @@ def test_times_add_up(seconds: list[float]) -> None:
     assert clock.compute_s == 10.0
 
 
-def test_the_last_layer_is_timed_without_what_interrupts_it(seconds: list[float]) -> None:
+def test_the_last_layer_is_timed_without_pauses(seconds: list[float]) -> None:
     clock = StepClock()
     with clock.yielding():
         seconds[0] += 5.0
@@ -48,7 +48,7 @@ def test_the_last_layer_is_timed_without_what_interrupts_it(seconds: list[float]
     assert clock.last_layer_s == 3.0
 
 
-def test_what_fails_is_counted_all_the_same(seconds: list[float]) -> None:
+def test_a_failed_exchange_is_counted(seconds: list[float]) -> None:
     clock = StepClock()
 
     def lose_the_peer() -> None:

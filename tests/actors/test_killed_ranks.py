@@ -39,20 +39,20 @@ def request(sequence_id: int, sampling: Sampling = GREEDY, length: int = 40) -> 
     )
 
 
-def job(it: Request) -> PrefillStep:
-    return job_of([it.chunk()], [0, 1])
+def job(request: Request) -> PrefillStep:
+    return job_of([request.chunk()], [0, 1])
 
 
 async def check_serves(cell: Cell, model: Path, sequence_id: int) -> None:
-    it = request(sequence_id)
-    answers = await cell.generate(it, group=[0, 1])
-    assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
+    sequence = request(sequence_id)
+    answers = await cell.generate(sequence, group=[0, 1])
+    assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(sequence_id)
     await cell.prefilled(max(cell.jobs))
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_prefill_rank_is_killed_before_or_in_the_middle_of_a_job(
+async def test_a_prefill_rank_is_killed_before_or_during_a_step(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     async with (
@@ -96,8 +96,8 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
     ):
         cell.failures_expected = True
         decoding, sending, late = request(1, ENDLESS), request(2), request(3)
-        for it in (decoding, sending, late):
-            await cell.reserve(it)
+        for sequence in (decoding, sending, late):
+            await cell.reserve(sequence)
         cell.submit(job(decoding), decoding.prompt)
         await cell.join(decoding)
         await cell.until(lambda: len(cell.tokens(1)) > 2)
@@ -136,8 +136,8 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
         cell = Cell()
         addresses = await in_threads([member.start for member in members])
         cell.prefill = await cell.attach(members_of(plan, addresses), "prefill")
-        it = request(1)
-        cell.submit(job(it), it.prompt, ranks=[0])
+        sequence = request(1)
+        cell.submit(job(sequence), sequence.prompt, ranks=[0])
         await cell.prefill.stats()
         assert await in_threads([member.end for member in members]) == [0, 0]
     finally:

@@ -32,13 +32,13 @@ def job(
     return PrefillStep(step_id=step_id, group=(0,), bounds=(0, len(sequence_ids)), chunks=chunks)
 
 
-def test_what_is_sent_whole_goes_with_its_job() -> None:
-    book, it = KvLifetime(), job(1, 7, 8)
-    book.enter(it)
-    assert book.finalize(it, cancelled=False) == [7, 8]
+def test_kv_sent_whole_is_freed_with_its_step() -> None:
+    book, step = KvLifetime(), job(1, 7, 8)
+    book.enter(step)
+    assert book.finalize(step, cancelled=False) == [7, 8]
 
 
-def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
+def test_a_chunk_remains_until_the_last_one_is_sent() -> None:
     book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
     book.enter(first)
     book.enter(second)
@@ -46,7 +46,7 @@ def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
     assert book.finalize(second, cancelled=False) == [7]
 
 
-def test_an_earlier_chunk_may_take_longer_to_leave_than_the_last() -> None:
+def test_an_earlier_chunk_may_be_sent_after_the_last() -> None:
     book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
     book.enter(first)
     book.enter(second)
@@ -54,7 +54,7 @@ def test_an_earlier_chunk_may_take_longer_to_leave_than_the_last() -> None:
     assert book.finalize(first, cancelled=False) == [7]
 
 
-def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() -> None:
+def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None:
     book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7, 8)
     book.enter(first)
     book.enter(second)
@@ -63,7 +63,7 @@ def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() ->
     assert book.finalize(second, cancelled=False) == [7, 8]
 
 
-def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
+def test_idle_kv_is_freed_when_it_is_cancelled() -> None:
     book, first = KvLifetime(), job(1, 7, last=False)
     book.enter(first)
     book.finalize(first, cancelled=False)
@@ -71,12 +71,12 @@ def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
     assert not book.cancel(7)
 
 
-def test_a_request_that_was_never_here_is_nobodys() -> None:
+def test_an_unknown_sequence_has_nothing_to_free() -> None:
     """Its KV may be the stream's, on a rank that does both."""
     assert not KvLifetime().cancel(7)
 
 
-def test_a_job_that_its_group_gave_up_before_this_rank_was_told() -> None:
+def test_a_step_dropped_before_its_cancellation_arrives_frees_its_kv() -> None:
     book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
     book.enter(first)
     book.enter(second)
@@ -84,7 +84,7 @@ def test_a_job_that_its_group_gave_up_before_this_rank_was_told() -> None:
     assert book.finalize(second, cancelled=False) == [7], "it was given up before"
 
 
-def test_cancelling_everything_frees_what_no_job_needs() -> None:
+def test_cancelling_everything_frees_what_no_step_needs() -> None:
     book, kept, waiting = KvLifetime(), job(1, 7, sent=False), job(2, 8)
     book.enter(kept)
     book.finalize(kept, cancelled=False)
@@ -93,7 +93,7 @@ def test_cancelling_everything_frees_what_no_job_needs() -> None:
     assert book.finalize(waiting, cancelled=True) == [8]
 
 
-def test_a_sequence_that_the_stream_leaves_while_it_has_a_step_goes_with_it() -> None:
+def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> None:
     """And then it is told, once."""
     book, first, second = KvLifetime(), job(1, 7, sent=False), job(2, 7, sent=False)
     book.enter(first)
@@ -105,37 +105,37 @@ def test_a_sequence_that_the_stream_leaves_while_it_has_a_step_goes_with_it() ->
     assert not book.pop_left(7)
 
 
-def test_a_sequence_that_the_stream_leaves_after_its_last_step_goes_at_once() -> None:
-    book, it = KvLifetime(), job(1, 7, sent=False)
-    book.enter(it)
-    assert book.finalize(it, cancelled=False) == []
+def test_a_sequence_that_leaves_the_batch_after_its_last_step_is_freed_at_once() -> None:
+    book, step = KvLifetime(), job(1, 7, sent=False)
+    book.enter(step)
+    assert book.finalize(step, cancelled=False) == []
     assert book.leave_batch(7)
     assert not book.pop_left(7)
     assert book.cancel_all() == set()
 
 
-def test_what_stays_goes_when_it_is_cancelled() -> None:
-    book, it = KvLifetime(), job(1, 7, retain=True)
-    book.enter(it)
+def test_retained_kv_is_freed_when_it_is_cancelled() -> None:
+    book, step = KvLifetime(), job(1, 7, retain=True)
+    book.enter(step)
     assert not book.is_retained(7)
-    assert book.finalize(it, cancelled=False) == []
+    assert book.finalize(step, cancelled=False) == []
     assert book.is_retained(7)
     book.unretain(7)
     assert not book.is_retained(7)
     assert book.cancel(7)
 
 
-def test_what_stays_and_is_given_up_goes_with_its_step() -> None:
-    book, it = KvLifetime(), job(1, 7, 8, retain=True)
-    book.enter(it)
+def test_retained_kv_of_a_dropped_step_is_freed_with_it() -> None:
+    book, step = KvLifetime(), job(1, 7, 8, retain=True)
+    book.enter(step)
     book.unretain(7)
     assert not book.cancel(7)
-    assert book.finalize(it, cancelled=False) == [7]
+    assert book.finalize(step, cancelled=False) == [7]
     assert book.is_retained(8)
     assert book.cancel_all() == {8}
 
 
-def test_what_the_stream_leaves_and_is_kept_stays() -> None:
+def test_retained_kv_remains_after_its_sequence_leaves_the_batch() -> None:
     book = KvLifetime()
     book.retain_at_end(7)
     assert not book.leave_batch(7)
@@ -145,24 +145,24 @@ def test_what_the_stream_leaves_and_is_kept_stays() -> None:
     assert book.leave_batch(7), "nothing of it is known any more"
 
 
-def test_what_leaves_with_a_step_in_line_was_given_up() -> None:
+def test_a_sequence_that_leaves_with_a_pending_step_was_cancelled() -> None:
     """The log may say so before the router does."""
-    book, it = KvLifetime(), job(1, 7)
+    book, step = KvLifetime(), job(1, 7)
     book.retain_at_end(7)
-    book.enter(it)
+    book.enter(step)
     assert not book.leave_batch(7)
     book.unretain(7)
     assert not book.cancel(7)
-    assert book.finalize(it, cancelled=True) == [7]
+    assert book.finalize(step, cancelled=True) == [7]
     assert book.pop_left(7)
 
 
-def test_what_is_released_too_early_goes_after_the_last_step() -> None:
-    book, it = KvLifetime(), job(1, 7, retain=True)
-    book.enter(it)
+def test_kv_evicted_too_early_is_freed_after_the_last_step() -> None:
+    book, step = KvLifetime(), job(1, 7, retain=True)
+    book.enter(step)
     assert not book.evict(7, (Span(0, 1),))
     assert book.due_evictions(7) == ()
-    assert book.finalize(it, cancelled=False) == []
+    assert book.finalize(step, cancelled=False) == []
     assert book.due_evictions(7) == (Span(0, 1),)
     assert book.due_evictions(7) == ()
 
@@ -182,20 +182,20 @@ class Lifetimes(RuleBasedStateMachine):
         sequence_ids=st.sets(st.integers(0, 3), min_size=1), last=st.booleans(), sent=st.booleans()
     )
     def enter(self, sequence_ids: set[int], last: bool, sent: bool) -> None:
-        it = job(next(self.ids), *sequence_ids, last=last, sent=sent)
-        self.book.enter(it)
-        self.line.append(it)
+        step = job(next(self.ids), *sequence_ids, last=last, sent=sent)
+        self.book.enter(step)
+        self.line.append(step)
         self.held |= sequence_ids
 
     @rule(cancelled=st.booleans())
     def settle(self, cancelled: bool) -> None:
         if self.line:
-            it = self.line.pop(0)
-            sequence_ids = {chunk.sequence_id for chunk in it.chunks}
+            step = self.line.pop(0)
+            sequence_ids = {chunk.sequence_id for chunk in step.chunks}
             cancelled = cancelled or sequence_ids <= self.unwanted
             if cancelled:
                 self.unwanted |= sequence_ids
-            self.let_go(self.book.finalize(it, cancelled=cancelled))
+            self.let_go(self.book.finalize(step, cancelled=cancelled))
 
     @rule(sequence_id=st.integers(0, 3))
     def cancel(self, sequence_id: int) -> None:
@@ -211,7 +211,7 @@ class Lifetimes(RuleBasedStateMachine):
 
     @property
     def in_line(self) -> set[int]:
-        return {chunk.sequence_id for it in self.line for chunk in it.chunks}
+        return {chunk.sequence_id for step in self.line for chunk in step.chunks}
 
     def let_go(self, sequence_ids: list[int]) -> None:
         assert len(sequence_ids) == len(set(sequence_ids))

@@ -20,7 +20,7 @@ from property_examples import examples
 from torch import Tensor
 
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.actors.kv_cache.slot_allocator import NotResident, OutOfSlots, PinnedSpan
+from csps.actors.kv_cache.slot_allocator import NotHeld, OutOfSlots, PinnedSpan
 from csps.protocols.core.placement import Span
 
 KV_HEADS, HEAD_DIM = 2, 4
@@ -118,7 +118,7 @@ def test_rows_of_one_member_of_a_ring_are_written_by_one_copy_each() -> None:
     assert not budget.copies
 
 
-def test_writing_what_is_not_allocated_is_refused() -> None:
+def test_writing_unallocated_positions_is_refused() -> None:
     pool = make_pool(8)
     pool.slots.allocate(1, [span(0, 4)])
     with pytest.raises(AssertionError, match="not allocated to request 1"):
@@ -127,7 +127,7 @@ def test_writing_what_is_not_allocated_is_refused() -> None:
         pool.write(0, 1, span(0, 4), *rows_of([0.0] * 3))
 
 
-def test_what_is_shared_is_free_when_the_last_one_lets_go() -> None:
+def test_shared_slots_are_free_when_the_last_sequence_frees_them() -> None:
     pool = make_pool(16)
     pool.slots.allocate(1, [span(0, 6)])
     pool.write(0, 1, span(0, 6), *rows_of([float(i) for i in range(6)]))
@@ -205,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         others = [p for p in s.positions if p in has and has[p] is not theirs.get(p)]
         if others or not theirs.keys() >= set(s.positions):
-            with pytest.raises(NotResident):
+            with pytest.raises(NotHeld):
                 self.pool.slots.share_slots(sequence_id, source, s)
             return
         self.pool.slots.share_slots(sequence_id, source, s)

@@ -130,10 +130,10 @@ def gathered_weights(instances: int) -> MakeStrategy:
 
 def sp_tp(**fields: Any) -> Callable[[int], MakeStrategy]:
     def made(instances: int) -> MakeStrategy:
-        it = uniform_plan(
+        plan = uniform_plan(
             PLACES[instances], levels=1, layers=LAYERS, **{"micro_partitions": 2, **fields}
         )
-        return lambda group, engine: SpTp(group, engine, it)
+        return lambda group, engine: SpTp(group, engine, plan)
 
     return made
 

@@ -48,7 +48,7 @@ def cut_batches(draw: st.DrawFn) -> tuple[list[PrefillChunk], list[int]]:
 
 
 @given(cut_batches())
-def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillChunk], list[int]]) -> None:
+def test_local_chunks_are_a_bijection(batch: tuple[list[PrefillChunk], list[int]]) -> None:
     """Every token of every piece is one row of one member, and the other way round."""
     chunks, bounds = batch
     laid_out = [
@@ -79,11 +79,11 @@ def test_rows_in_any_layout_are_one_members_each(
         chunks.append(PrefillChunk(sequence_id=sequence_id, start=start, length=length, rows=rows))
     job, layout = job_of(chunks, group), GangLayout(world_size=4, tp=1)
     groups = [SpGroup(cast(Any, None), layout, job, member, StepClock()) for member in range(4)]
-    tokens = [(it.sequence_id, it.start + i) for it in chunks for i in range(it.length)]
+    tokens = [(chunk.sequence_id, chunk.start + i) for chunk in chunks for i in range(chunk.length)]
     in_batch_T = torch.arange(len(tokens))
     in_turn_T = groups[0].in_member_order(in_batch_T)
     assert torch.equal(groups[0].in_batch_order(in_turn_T), in_batch_T)
-    for instance, it in zip(group, groups, strict=True):
+    for instance, own_group in zip(group, groups, strict=True):
         own = [
             (chunk.sequence_id, position)
             for chunk in chunks
@@ -91,10 +91,10 @@ def test_rows_in_any_layout_are_one_members_each(
             if share.instance == instance
             for position in share.span.positions
         ]
-        assert [tokens[at] for at in in_turn_T[it.rows_of(it.member)].tolist()] == own
-        assert it.positions.tolist() == [position for _, position in own]
+        assert [tokens[at] for at in in_turn_T[own_group.rows_of(own_group.member)].tolist()] == own
+        assert own_group.positions.tolist() == [position for _, position in own]
         for chunk in chunks:
-            member, row = it.last_row_of(chunk)
+            member, row = own_group.last_row_of(chunk)
             begin = job.bounds[member]
             assert tokens[in_turn_T[begin + row]] == (
                 chunk.sequence_id,
@@ -113,9 +113,9 @@ def test_bounds_that_are_not_those_of_the_rows_are_refused() -> None:
     chunks = (
         PrefillChunk(sequence_id=1, start=0, length=4, rows=laid_out("striped", 0, 4, [1, 0])),
     )
-    with pytest.raises(ValueError, match=r"bounds \(0, 1, 4\) are not those of the rows"):
+    with pytest.raises(ValueError, match=r"bounds \(0, 1, 4\) do not match the rows"):
         PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 4), chunks=chunks)
-    with pytest.raises(ValueError, match="instance 1 has rows and is not in the group"):
+    with pytest.raises(ValueError, match="instance 1 has rows, but is not in group"):
         PrefillStep(step_id=1, group=(0,), bounds=(0, 2), chunks=chunks)
 
 

@@ -72,112 +72,112 @@ class Gang:
 @contextmanager
 def gang(ranks: int) -> Iterator[Gang]:
     with ThreadPoolExecutor(8) as threads:
-        it = Gang(ranks, threads)
+        group = Gang(ranks, threads)
         try:
-            yield it
+            yield group
         finally:
-            it.close()
+            group.close()
 
 
-def test_a_step_goes_around() -> None:
-    with gang(3) as it:
-        it.submit(7, 1, 2, yield_points=2)
+def test_a_step_is_ordered_and_reported() -> None:
+    with gang(3) as group:
+        group.submit(7, 1, 2, yield_points=2)
         for rank in (1, 2):
-            it.ends[rank].report(Prepared(rank, 7))
-        first = it.next(1)
+            group.ends[rank].report(Prepared(rank, 7))
+        first = group.next(1)
         assert first.op == RunQuantum(7, 1)
-        assert it.ops(1, 1) == [RunQuantum(7, 2)]
-        assert it.ops(2, 2) == [RunQuantum(7, 1), RunQuantum(7, 2)]
-        it.ends[1].report(RanQuantum(1, first.seq, 7, 1, 1000))
-        it.submit(8, 0)
-        it.leader.report(Prepared(0, 8))
-        assert it.ops(0, 1) == [RunQuantum(8, 1)]
+        assert group.ops(1, 1) == [RunQuantum(7, 2)]
+        assert group.ops(2, 2) == [RunQuantum(7, 1), RunQuantum(7, 2)]
+        group.ends[1].report(RanQuantum(1, first.seq, 7, 1, 1000))
+        group.submit(8, 0)
+        group.leader.report(Prepared(0, 8))
+        assert group.ops(0, 1) == [RunQuantum(8, 1)]
 
 
-def test_what_many_threads_tell_is_all_heard() -> None:
-    with gang(1) as it:
+def test_events_of_many_threads_all_arrive() -> None:
+    with gang(1) as group:
 
         def tell(thread: int) -> None:
             for number in range(50):
-                it.leader.report(Prepared(0, 50 * thread + number))
+                group.leader.report(Prepared(0, 50 * thread + number))
 
         tellers = [threading.Thread(target=tell, args=(thread,)) for thread in range(4)]
         for teller in tellers:
             teller.start()
         for step in range(200):
-            it.submit(step, 0)
+            group.submit(step, 0)
         for step in range(200):
-            entry = it.next(0)
+            entry = group.next(0)
             assert entry.op == RunQuantum(step, 1)
-            it.leader.report(RanQuantum(0, entry.seq, step, 1, 1000))
+            group.leader.report(RanQuantum(0, entry.seq, step, 1, 1000))
         for teller in tellers:
             teller.join(WAIT_S)
 
 
-def test_the_others_have_the_last_entry_before_its_own_rank_can_hang_up() -> None:
-    with gang(3) as it:
-        it.leader.post(Sequencer.shutdown)
-        assert it.ops(0, 1) == [Shutdown()]
-        it.leader.close()
-        assert it.ops(1, 1) == it.ops(2, 1) == [Shutdown()]
-        it.conducting.result(WAIT_S)
+def test_the_others_have_the_last_entry_before_rank_0_can_disconnect() -> None:
+    with gang(3) as group:
+        group.leader.post(Sequencer.shutdown)
+        assert group.ops(0, 1) == [Shutdown()]
+        group.leader.close()
+        assert group.ops(1, 1) == group.ops(2, 1) == [Shutdown()]
+        group.conducting.result(WAIT_S)
 
 
 def test_a_member_that_leaves_ends_the_log_in_order() -> None:
     """Also if it hangs up at once, and others report to nobody."""
-    with gang(3) as it:
-        it.members[0].leave()
-        assert it.ops(0, 1) == it.ops(1, 1) == it.ops(2, 1) == [Shutdown()]
-        it.members[0].close()
-        it.conducting.result(WAIT_S)
-        it.leader.close()
-        it.members[1].report(Prepared(2, 7))
+    with gang(3) as group:
+        group.members[0].leave()
+        assert group.ops(0, 1) == group.ops(1, 1) == group.ops(2, 1) == [Shutdown()]
+        group.members[0].close()
+        group.conducting.result(WAIT_S)
+        group.leader.close()
+        group.members[1].report(Prepared(2, 7))
         with pytest.raises(ConnectionLost):
-            it.next(2)
+            group.next(2)
 
 
 def test_closing_in_the_middle_of_an_entry_is_no_fault() -> None:
-    with gang(2) as it:
+    with gang(2) as group:
 
         def end(sequencer: Sequencer) -> None:
             sequencer.shutdown()
-            it.leader.close()
+            group.leader.close()
 
-        it.leader.post(end)
-        it.conducting.result(WAIT_S)
+        group.leader.post(end)
+        group.conducting.result(WAIT_S)
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_whoever_goes_takes_all_along(gone: int) -> None:
+def test_a_lost_member_ends_the_log_of_all(gone: int) -> None:
     """What a rank does when its log has ended is to close its end of it."""
-    with gang(3) as it:
-        it.ends[gone].close()
+    with gang(3) as group:
+        group.ends[gone].close()
         if gone:
             with pytest.raises(ConnectionLost):
-                it.conducting.result(WAIT_S)
-            it.leader.close()
+                group.conducting.result(WAIT_S)
+            group.leader.close()
         for rank in range(3):
             with pytest.raises(ConnectionLost):
-                it.next(rank)
+                group.next(rank)
 
 
-def test_a_report_that_nobody_asked_for_ends_the_conductor() -> None:
-    with gang(2) as it:
-        it.submit(7, 0, 1)
+def test_an_unexpected_report_ends_the_sequencer() -> None:
+    with gang(2) as group:
+        group.submit(7, 0, 1)
         for rank in (0, 1):
-            it.ends[rank].report(Prepared(rank, 7))
-        it.members[0].report(RanQuantum(1, it.next(1).seq, 7, 1, 0))  # it does not lead
+            group.ends[rank].report(Prepared(rank, 7))
+        group.members[0].report(RanQuantum(1, group.next(1).seq, 7, 1, 0))  # it does not lead
         with pytest.raises(ProtocolError, match="unasked"):
-            it.conducting.result(WAIT_S)
+            group.conducting.result(WAIT_S)
 
 
-def test_closing_ends_who_waits_and_does_so_twice() -> None:
-    with gang(2) as it, ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(it.leader.next)
-        it.leader.close()
-        it.leader.close()
+def test_closing_twice_ends_waiting_threads() -> None:
+    with gang(2) as group, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(group.leader.next)
+        group.leader.close()
+        group.leader.close()
         with pytest.raises(ConnectionLost):
             waiting.result(WAIT_S)
         with pytest.raises(ConnectionLost):
-            it.leader.next()
-        it.leader.post(Sequencer.shutdown)
+            group.leader.next()
+        group.leader.post(Sequencer.shutdown)

@@ -98,7 +98,7 @@ async def check_first(cell: Cell, model: Path, request: Request, tokens: int) ->
     await cell.freed(request.sequence_id)
 
 
-async def test_a_row_goes_on_where_its_kv_was_moved_to(
+async def test_a_sequence_continues_where_its_kv_was_moved(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it, in blocks; what it has left is free while it goes on."""
@@ -109,7 +109,7 @@ async def test_a_row_goes_on_where_its_kv_was_moved_to(
         await decode(cell, request)
         cell.move(request, placed(request), on(request, 1, 2))
         await cell.told(3, SequenceMoved, sequence_id=1)
-        told = {it.rank: it for it in cell.about(SequenceMoved, sequence_id=1)}
+        told = {moved.rank: moved for moved in cell.about(SequenceMoved, sequence_id=1)}
         assert not cell.finished(1)
         assert [pool.slots.used for pool in pools] == [0, 30 + LASTING // 2, 30 + LASTING // 2 - 1]
         token_bytes = 2 * pools[0].k[:, 0].nbytes
@@ -119,7 +119,7 @@ async def test_a_row_goes_on_where_its_kv_was_moved_to(
         cell.check_idle()
 
 
-async def test_a_row_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> None:
+async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> None:
     """With what its sampler remembers of the answer."""
     sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
     async with elastic_cell(tiny_llama, 2) as cell:
@@ -140,7 +140,7 @@ async def test_a_row_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> No
         cell.move(moving, placed(moving), after)
         await cell.told(2, SequenceMoved, sequence_id=2)
         assert not any(
-            it.tokens or it.sent_bytes for it in cell.about(SequenceMoved, sequence_id=2)
+            moved.tokens or moved.sent_bytes for moved in cell.about(SequenceMoved, sequence_id=2)
         )
         await cell.until(lambda: len(cell.tokens(2)) >= 60)
         assert cell.tokens(2)[:60] == cell.tokens(1)
@@ -149,7 +149,7 @@ async def test_a_row_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> No
         cell.check_idle()
 
 
-async def test_others_go_on_while_a_row_is_moved(
+async def test_others_continue_while_a_sequence_is_moved(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An iteration between two quanta, and the row itself with them."""
@@ -174,18 +174,18 @@ async def test_others_go_on_while_a_row_is_moved(
         cell.check_idle()
 
 
-async def test_a_row_that_ends_takes_its_move_along(
+async def test_a_sequence_that_ends_drops_its_move(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(move_run, "BLOCK_TOKENS", 1)
     async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
         cancelled, ending = talking(1, 200, 1000, 0, 1), talking(2, 200, 12, 0, 1)
         late = talking(3, 20, 3, 0)
-        for it in (cancelled, ending, late):
-            await decode(cell, it)
+        for request in (cancelled, ending, late):
+            await decode(cell, request)
         await cell.until(lambda: cell.finished(3))
-        for it in (cancelled, ending, late):
-            cell.move(it, placed(it), on(it, 2, 1))
+        for request in (cancelled, ending, late):
+            cell.move(request, placed(request), on(request, 2, 1))
         cell.cancel(1)
         await check_answer(cell, tiny_llama, ending)
         await cell.freed(1, 3)
@@ -194,7 +194,7 @@ async def test_a_row_that_ends_takes_its_move_along(
         cell.check_idle()
 
 
-async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
+async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slots are somebody else's from then on, although the log has not dropped the move yet:
@@ -229,7 +229,7 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
         cell.check_idle()
 
 
-async def test_history_comes_back_when_the_step_that_moved_it_away_is_over(
+async def test_history_returns_after_the_step_that_moved_it_away(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row decodes elsewhere already, while the step has not ended where it lay."""
@@ -288,7 +288,7 @@ async def test_only_whole_placements_are_moved(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1) as cell:
         request = talking(1, 5, 4, 0)
         gap = SequencePlacement(slices=(KvSlice(instance=0, span=Span(0, 4)),), master=0)
-        with pytest.raises(ValueError, match="each position once"):
+        with pytest.raises(ValueError, match="each once"):
             cell.move(request, placed(request), gap)
 
 

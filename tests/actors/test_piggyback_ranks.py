@@ -56,7 +56,10 @@ async def check_answers(
     model: Path, riders: Sequence[Rider], *, instances: int, tp: int, budget: int
 ) -> None:
     async with thread_cell(model, prefill=1, decode=instances, decode_tp=tp) as cell:
-        requests = [it.request(sequence_id, instances) for sequence_id, it in enumerate(riders, 1)]
+        requests = [
+            sequence.request(sequence_id, instances)
+            for sequence_id, sequence in enumerate(riders, 1)
+        ]
         for rider, request in zip(riders, requests, strict=True):
             if rider.rides:
                 await reserve_riding(cell, request)
@@ -71,7 +74,7 @@ async def check_answers(
             assert first == rider.generated_tokens
             expected = greedy_tokens(model, request.prompt.tolist(), rider.tokens)
             assert cell.tokens(request.sequence_id) == expected
-        await cell.freed(*(it.sequence_id for it in requests))
+        await cell.freed(*(sequence.sequence_id for sequence in requests))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
 
@@ -96,18 +99,22 @@ def test_any_mixture_gives_the_tokens_of_the_model(tiny_llama: Path, tp: int) ->
     check()
 
 
-async def test_a_prompt_that_lies_elsewhere_than_its_master(tiny_llama: Path) -> None:
+async def test_a_piggybacked_prompt_may_be_stored_elsewhere_than_its_master(
+    tiny_llama: Path,
+) -> None:
     rider = Rider(50, (100, 100), master=1, tokens=5, rides=True)
     await check_answers(tiny_llama, [rider], instances=3, tp=1, budget=7)
 
 
-async def test_a_rider_goes_on_with_an_answer(tiny_llama: Path) -> None:
+async def test_a_piggybacked_sequence_resumes_an_answer(tiny_llama: Path) -> None:
     """After a fault the drawn tokens are a part of the prompt."""
     rider = Rider(30, (50, 50), master=0, tokens=4, rides=True, generated_tokens=3)
     await check_answers(tiny_llama, [rider], instances=2, tp=1, budget=8)
 
 
-async def test_a_rider_delays_nobody_by_more_than_the_budget(tiny_llama: Path) -> None:
+async def test_a_piggybacked_prompt_delays_no_sequence_by_more_than_the_budget(
+    tiny_llama: Path,
+) -> None:
     """Its neighbour draws a token in every iteration that computes a piece."""
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
         neighbour = Rider(10, (50,), master=1, tokens=400, rides=True).request(1, 2)
@@ -118,20 +125,24 @@ async def test_a_rider_delays_nobody_by_more_than_the_budget(tiny_llama: Path) -
         await cell.until(lambda: cell.tokens(1))
         ride(cell, long, 16)
         await cell.until(lambda: cell.tokens(2))
-        order = [it.sequence_id for it in cell.order if hasattr(it, "index")]
+        order = [
+            notification.sequence_id
+            for notification in cell.order
+            if hasattr(notification, "index")
+        ]
         assert order[: order.index(2)].count(1) >= 300 // 15
         cell.cancel(1)
         await cell.freed(1, 2)
         cell.check_idle()
 
 
-async def test_a_rider_that_is_cancelled_leaves_nothing(tiny_llama: Path) -> None:
+async def test_a_cancelled_piggybacked_sequence_leaves_nothing(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
         victim = Rider(500, (50,), master=0, tokens=5, rides=True).request(1, 2)
         other = Rider(40, (50,), master=1, tokens=5, rides=True).request(2, 2)
-        for it in (victim, other):
-            await reserve_riding(cell, it)
-            ride(cell, it, 2)
+        for request in (victim, other):
+            await reserve_riding(cell, request)
+            ride(cell, request, 2)
         cell.cancel(1)
         await cell.freed(1)
         await cell.until(lambda: cell.finished(2))

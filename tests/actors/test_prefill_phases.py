@@ -13,7 +13,7 @@ from gang_threads import thread_cell
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from csps.actors.attention import step_points as parts
+from csps.actors.attention import step_points
 from csps.actors.engine.step_run import StepRun
 from csps.actors.engine.step_trace import LAYER, PHASE
 from csps.actors.timing.timeline import StepClock
@@ -26,7 +26,7 @@ TIMELINE = {
 
 
 @pytest.mark.parametrize(("tp", "blocks"), [(1, 3), (2, 1)])
-async def test_mlp_and_last_rows(
+async def test_the_mlp_and_the_last_rows_are_timed(
     tiny_llama: Path,
     exported: InMemorySpanExporter,
     monkeypatch: pytest.MonkeyPatch,
@@ -34,7 +34,7 @@ async def test_mlp_and_last_rows(
     blocks: int,
 ) -> None:
     """The MLP in blocks of rows, but where ranks sum their parts."""
-    monkeypatch.setattr(parts, "MLP_ROWS", 10)
+    monkeypatch.setattr(step_points, "MLP_ROWS", 10)
     request = Request(sequence_id=1, prompt=prompt_of(30), slices=even_shares(30, [0]))
     async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:
         await cell.reserve(request)
@@ -54,10 +54,10 @@ async def test_mlp_and_last_rows(
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", [10, 10, 5]), ("cuda", [25])])
-def test_a_gpu_is_handed_the_mlp_as_a_whole(
+def test_a_gpu_gets_the_mlp_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, device: str, blocks: list[int]
 ) -> None:
-    monkeypatch.setattr(parts, "MLP_ROWS", 10)
+    monkeypatch.setattr(step_points, "MLP_ROWS", 10)
     layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=StepClock())
     layer.mlp.side_effect = torch.clone
     with FakeTensorMode():

@@ -11,15 +11,15 @@ from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from piggyback_requests import reserve_riding, ride
 
-from csps.actors.sampling import notifications as progress_report
+from csps.actors.sampling import notifications
 from csps.actors.sampling.notifications import REPORT_S, ProgressReport
 from csps.protocols.gang.messages import PrefillProgress
 
 
-def test_steps_are_told_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [100.0, 100.1, 100.9, 100.0 + REPORT_S, 101.5]
     clock = Mock(side_effect=times)
-    monkeypatch.setattr(progress_report, "time", Mock(monotonic=clock))
+    monkeypatch.setattr(notifications, "time", Mock(monotonic=clock))
     told: list[tuple[str, Any]] = []
     report = ProgressReport(lambda *word: told.append(word), rank=3)
     for _ in times:
@@ -27,10 +27,10 @@ def test_steps_are_told_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [("prefill_progress", PrefillProgress(rank=3))] * 2
 
 
-async def test_every_rank_of_a_group_speaks_at_every_layer(
+async def test_every_rank_of_a_group_reports_at_every_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
+    monkeypatch.setattr(notifications, "REPORT_S", 0.0)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]))
         await cell.reserve(request)
@@ -42,11 +42,11 @@ async def test_every_rank_of_a_group_speaks_at_every_layer(
         assert spoken[1] == 0
 
 
-async def test_every_rank_speaks_while_a_prompt_rides(
+async def test_every_rank_reports_during_piggybacked_prefill(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are no tokens yet that would tell."""
-    monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
+    monkeypatch.setattr(notifications, "REPORT_S", 0.0)
     async with elastic_cell(tiny_llama, 2) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
         await reserve_riding(cell, request)

@@ -1,4 +1,4 @@
-"""Q out, (O, LSE) back: the merged rows equal dense attention, wherever the keys lie."""
+"""Query exchange: the merged rows equal dense attention for any placement of keys."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Case:
 
     ranks: int
     masters: tuple[int, ...]
-    """By request: the rank of its row."""
+    """Rank of each request's row."""
     holders: tuple[tuple[int, ...], ...]
-    """By request and key: the rank that holds it."""
+    """KV holder of each key, by request."""
 
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(request)
@@ -48,7 +48,7 @@ class Case:
         return q, k, v
 
     def routes(self, rank: int) -> tuple[QueryRoutes, list[int], dict[int | None, list[int]]]:
-        """Also the requests of the own rows, and of those to attend to by whose they are."""
+        """Return routes, the requests of own rows, and the requests to attend by their owner."""
         rows = [r for r, master in enumerate(self.masters) if master == rank]
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int | None, list[int]] = {}
@@ -58,17 +58,19 @@ class Case:
                     outgoing.setdefault(holder, []).append(rows.index(request))
                 if holder == rank:
                     incoming.setdefault(master, []).append(request)
-        held = [row for row, request in enumerate(rows) if rank in self.holders[request]]
+        resident = [row for row, request in enumerate(rows) if rank in self.holders[request]]
         routes = QueryRoutes(
             rows=len(rows),
-            resident_here=held,
+            resident_here=resident,
             outgoing=outgoing,
-            incoming={peer: len(it) for peer, it in incoming.items() if peer is not None},
+            incoming={
+                peer: len(requests) for peer, requests in incoming.items() if peer is not None
+            },
         )
-        return routes, rows, {None: [rows[row] for row in held], **incoming}
+        return routes, rows, {None: [rows[row] for row in resident], **incoming}
 
 
-def meeting(mesh: Mesh, routes: QueryRoutes) -> QueryExchange:
+def new_exchange(mesh: Mesh, routes: QueryRoutes) -> QueryExchange:
     return QueryExchange(mesh, routes, torch.empty(0), heads=HEADS, head_dim=HEAD_DIM, tags=TAGS)
 
 
@@ -88,21 +90,21 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
     data_group = None if log is None else log.group("gang", range(case.ranks))
 
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:
-        routes, own, held = case.routes(mesh.rank)
+        routes, own, requests_of = case.routes(mesh.rank)
 
         def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
-            parts = [one(request, q[row]) for row, request in enumerate(held[peer])]
+            parts = [attend(request, q[row]) for row, request in enumerate(requests_of[peer])]
             return torch.cat([out for out, _ in parts]), torch.cat([lse.T for _, lse in parts])
 
-        def one(request: int, q_hd: Tensor) -> tuple[Tensor, Tensor]:
+        def attend(request: int, q_hd: Tensor) -> tuple[Tensor, Tensor]:
             _, k, v = case.tensors(request)
             mine = [i for i, rank in enumerate(case.holders[request]) if rank == mesh.rank]
-            assert mine, "asked for keys that are not here"
+            assert mine, f"rank {mesh.rank} has no keys of request {request}"
             return attention(q_hd[None], k[mine], v[mine], q_positions=None, k_positions=None)
 
         queries = [case.tensors(request)[0] for request in own]
         q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
-        return own, exchange_queries(q, meeting(mesh, routes), partial)
+        return own, exchange_queries(q, new_exchange(mesh, routes), partial)
 
     answered = []
     outputs = on_ranks(case.ranks, body, data_group)
@@ -120,8 +122,9 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
 
 
 def routed(queries: Mapping[int, int], rank: int) -> QueryRoutes:
-    """Of a row for each rank that asks, whose KV lies at that rank and at the one that it asks."""
-    asked, asking = queries.get(rank), [one for one, other in queries.items() if other == rank]
+    """Return routes of one row for each rank that asks; it and the asked rank have the KV."""
+    asked = queries.get(rank)
+    asking = [asker for asker, holder in queries.items() if holder == rank]
     rows = range(0 if asked is None else 1)
     outgoing = {} if asked is None else {asked: rows}
     incoming = dict.fromkeys(asking, 1)
@@ -129,45 +132,45 @@ def routed(queries: Mapping[int, int], rank: int) -> QueryRoutes:
 
 
 def anything(q: Tensor) -> tuple[Tensor, Tensor]:
-    """A partial result."""
+    """Return some partial result."""
     return q.clone(), torch.zeros(q.shape[:2])
 
 
 def test_the_own_part_is_computed_while_queries_travel_and_are_answered() -> None:
-    """Rank 0 is not done with its own part before rank 1 has the query, and gets no answer before
-    it has begun it."""
+    """Rank 0 finishes its own part after rank 1 has the query, and rank 1 answers after rank 0 has
+    begun its own part."""
     asked, begun = Event(), Event()
 
     def body(mesh: Mesh) -> QueryExchangeTimes:
         def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
             mine, others = (begun, asked) if peer is None else (asked, begun)
             mine.set()
-            assert others.wait(FINISH_S), "nothing is on its way beside the own part"
+            assert others.wait(FINISH_S), "the own part does not overlap the exchange"
             return anything(q)
 
         routes, times = routed({0: 1}, mesh.rank), QueryExchangeTimes()
         q = torch.ones(routes.rows, HEADS, HEAD_DIM)
-        exchange_queries(q, meeting(mesh, routes), partial, times)
+        exchange_queries(q, new_exchange(mesh, routes), partial, times)
         return times
 
     asking, answering = on_ranks(2, body)
     assert 0 < asking.waited_s < asking.under_way_s
-    assert answering == QueryExchangeTimes(), "who asks nobody has nothing to hide"
+    assert answering == QueryExchangeTimes(), "a rank that asks no other counts no time"
 
 
 def test_answers_travel_while_those_to_others_are_computed() -> None:
-    """Rank 0 is not done with rank 2's row before rank 1 has sent what rank 0 has asked for."""
+    """Rank 0 finishes rank 2's row after rank 1 has sent its answer to rank 0."""
     answered = Event()
 
     def body(mesh: Mesh) -> None:
         def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
             if peer == 2:
-                assert answered.wait(FINISH_S), "no answer arrives beside others' parts"
+                assert answered.wait(FINISH_S), "no answer arrives while others' parts are computed"
             return anything(q)
 
         routes = routed({0: 1, 2: 0}, mesh.rank)
         q = torch.ones(routes.rows, HEADS, HEAD_DIM)
-        exchange_queries(q, meeting(mesh, routes), partial)
+        exchange_queries(q, new_exchange(mesh, routes), partial)
         if mesh.rank == 1:
             answered.set()
 

@@ -41,7 +41,7 @@ def alone(model: Path, **fields: object) -> Rank:
     return Rank(config, secret=SECRET, store=host_store("127.0.0.1"))
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_said_and_the_rank_still_closes(
+def test_a_rank_with_an_unloadable_checkpoint_raises_and_closes(
     tmp_path: Path,
 ) -> None:
     rank = alone(tmp_path)
@@ -65,21 +65,21 @@ def test_closing_ends_all_threads(tiny_llama: Path) -> None:
     rank.check_health()  # it was asked to
 
 
-async def test_closing_ends_who_waits_for_kv_or_for_its_peers(tiny_llama: Path) -> None:
+async def test_closing_ends_threads_that_wait_for_kv_or_for_peers(tiny_llama: Path) -> None:
     """Also in the middle of a step whose other half nobody computes."""
     before = set(threading.enumerate())
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
-        await cell.reserve(it)
-        cell.submit(job_of([it.chunk()], [0, 1]), it.prompt, ranks=[0])
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
+        await cell.reserve(request)
+        cell.submit(job_of([request.chunk()], [0, 1]), request.prompt, ranks=[0])
         await cell.prefill.stats()
-    kinds = ("kv-", "engine", "conductor", "rpc")
+    kinds = ("kv-", "engine", "sequencer", "rpc")
     left = [thread for thread in threading.enumerate() if thread.name.startswith(kinds)]
     assert not set(left) - before
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_a_gang_that_ends_says_of_no_rank_that_it_is_broken(
+async def test_a_gang_that_ends_reports_no_rank_as_broken(
     tiny_llama: Path, first: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever rank is closed first; the others cannot go on, which is no news."""
@@ -91,7 +91,7 @@ async def test_a_gang_that_ends_says_of_no_rank_that_it_is_broken(
     assert not [message for message in caplog.messages if "is broken" in message]
 
 
-async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
+async def test_a_rank_whose_peers_are_gone_closes(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         for rank in (*cell.prefill_gang.ranks, *cell.decode_gang.ranks):
             for group in rank._groups:
@@ -99,7 +99,7 @@ async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
+async def test_a_dead_loop_ends_its_gang_and_disconnects_the_router(
     tiny_llama: Path,
     role: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,16 +107,18 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
 ) -> None:
     """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]), master=1)
-        await cell.reserve(it)
+        request = Request(
+            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]), master=1
+        )
+        await cell.reserve(request)
         gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
         other = cell.decode_gang if role == "prefill" else cell.prefill_gang
         patient = gang.ranks[1]
 
         monkeypatch.setattr(Layer, "qkv", failing_on(patient))
-        cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
+        cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
         if role == "decode":
-            await cell.join(it)
+            await cell.join(request)
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
         assert {message[:16] for message in caplog.messages if "is broken" in message} == {
             "rank 0 is broken", "rank 1 is broken",
@@ -155,10 +157,10 @@ async def test_an_iteration_that_does_not_end_is_noticed(
             return qkv(self, *arguments)
 
         monkeypatch.setattr(Layer, "qkv", patient_qkv)
-        it = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
-        await cell.reserve(it)
-        cell.submit(job_of([it.chunk()], [0]), it.prompt)
-        await cell.join(it)
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
+        await cell.reserve(request)
+        cell.submit(job_of([request.chunk()], [0]), request.prompt)
+        await cell.join(request)
         await eventually(iterating.is_set)
         leader.check_health()
         with monkeypatch.context() as hurried:
@@ -173,12 +175,12 @@ async def test_an_iteration_that_does_not_end_is_noticed(
 
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
-        it = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
-        job = replace(job_of([it.chunk()], [0]), step_id=1)
-        with pytest.raises(ProtocolError, match="runs no prefill jobs"):
+        request = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
+        job = replace(job_of([request.chunk()], [0]), step_id=1)
+        with pytest.raises(ProtocolError, match="runs no prefill steps"):
             await cell.decode.call(0, "prefill", pack(job))
         join = JoinBatch(sequence_id=1, first_token=0)
-        with pytest.raises(ProtocolError, match="decodes nothing"):
+        with pytest.raises(ProtocolError, match="does not decode"):
             await cell.prefill.call(0, "join", pack(join))
 
 

@@ -76,7 +76,7 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
         cell.check_idle()
 
 
-async def test_history_that_lies_where_it_is_seen_moves_nowhere(tiny_llama: Path) -> None:
+async def test_history_that_lies_where_it_is_needed_does_not_move(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         await cell.keep(cell.decode, EvictKv(sequence_id=1, spans=(Span(20, 50),)))
@@ -93,7 +93,7 @@ async def test_history_that_lies_where_it_is_seen_moves_nowhere(tiny_llama: Path
         cell.check_idle()
 
 
-async def test_what_is_released_while_it_is_read_is_read_to_the_end(tiny_llama: Path) -> None:
+async def test_kv_evicted_during_a_read_is_read_to_the_end(tiny_llama: Path) -> None:
     """And nobody gets its slots before."""
     async with elastic_cell(tiny_llama, 2, kv_slots=200) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
@@ -119,7 +119,7 @@ async def test_what_is_released_while_it_is_read_is_read_to_the_end(tiny_llama: 
         cell.check_idle()
 
 
-async def test_what_is_not_there_is_refused(tiny_llama: Path) -> None:
+async def test_history_that_is_not_resident_is_refused(tiny_llama: Path) -> None:
     """By a reservation and by a step, and nothing is left of either."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
@@ -143,7 +143,7 @@ async def test_what_is_not_there_is_refused(tiny_llama: Path) -> None:
         cell.check_idle()
 
 
-async def test_what_is_kept_goes_with_its_router(tiny_llama: Path) -> None:
+async def test_retained_kv_is_freed_with_its_router(tiny_llama: Path) -> None:
     """Also what runs and was to be kept; the next one knows of nothing."""
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
         await first_turn(cell, 1)
@@ -162,7 +162,7 @@ async def test_what_is_kept_goes_with_its_router(tiny_llama: Path) -> None:
         await cell.idle()
 
 
-async def test_what_one_gang_keeps_outlives_the_other_one(tiny_llama: Path) -> None:
+async def test_retained_kv_of_one_gang_outlives_the_other(tiny_llama: Path) -> None:
     """The next turn sends all that the new gang lacks."""
     async with (
         AsyncExitStack() as later,

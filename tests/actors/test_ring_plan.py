@@ -1,4 +1,4 @@
-"""Blocks of a ring against arrays of who sees what."""
+"""Blocks of a ring against arrays of which query sees which key."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def plan_of(job: PrefillStep) -> RingPlan:
 
 
 def positions(plan: RingPlan, member: int, chunk: int) -> Counts:
-    """Of a member's rows of a piece."""
+    """Return the positions of a member's rows of a chunk."""
     parts = plan.parts[member][chunk]
     return np.concatenate([np.array(part.span.positions) for part in parts] or [np.array([], int)])
 
 
 def seen(block: RingBlock) -> npt.NDArray[np.bool_]:
-    """(queries, keys) of what a block computes."""
+    """Return the mask (queries, keys) that a block computes."""
     if block.q_positions is None or block.k_positions is None:
         return np.ones((block.rows, block.key_count), bool)
     return np.array(block.k_positions)[None, :] <= np.array(block.q_positions)[:, None]
@@ -60,13 +60,13 @@ def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
                 assert (count == (keys[None, :] <= queries[:, None])).all()
                 assert (history == tokens).all()
                 answered = np.zeros(len(queries), int)
-                for it in plan.answered(asker, holder).get(index, []):
-                    answered[it.start - rows.start : it.stop - rows.start] += 1
+                for row_slice in plan.answered(asker, holder).get(index, []):
+                    answered[row_slice.start - rows.start : row_slice.stop - rows.start] += 1
                 assert (answered == ((count.sum(1) + history) > 0)).all()
 
 
 def work(job: PrefillStep) -> Counts:
-    """By member, pairs of a query and a key that it computes in all rounds of pass-KV."""
+    """Count the pairs of a query and a key that each member computes in all rounds of pass-KV."""
     plan = plan_of(job)
     return np.array(
         [
@@ -99,17 +99,17 @@ def job_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
 @pytest.mark.parametrize("lengths", [[2048], [1500, 700, 1100]])
 def test_zigzag_and_striped_share_the_work_evenly(members: int, lengths: list[int]) -> None:
     for layout in ("zigzag", "striped"):
-        slices = work(job_in(layout, lengths, members))
-        assert slices.sum() == sum(n * (n + 1) // 2 for n in lengths)
-        assert slices.max() <= 1.02 * slices.mean()
-    slices = work(job_in("contiguous", [2048], members))
-    assert slices.max() >= 1.4 * slices.mean()
+        pairs = work(job_in(layout, lengths, members))
+        assert pairs.sum() == sum(n * (n + 1) // 2 for n in lengths)
+        assert pairs.max() <= 1.02 * pairs.mean()
+    pairs = work(job_in("contiguous", [2048], members))
+    assert pairs.max() >= 1.4 * pairs.mean()
 
 
 @settings(max_examples=examples(100))
 @given(st.integers(1, 300), st.integers(1, 8))
 def test_regular_layouts_take_few_calls(length: int, members: int) -> None:
-    """Own rows and, of others, what is seen: one each, in any round."""
+    """Expect at most one block for each pair of members."""
     for layout in ("contiguous", "zigzag", "striped"):
         plan = plan_of(job_in(layout, [length], members))
         for asker in range(members):

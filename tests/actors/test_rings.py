@@ -54,7 +54,7 @@ class Case:
         return PrefillStep(step_id=1, group=self.order, bounds=self.bounds, chunks=self.chunks)
 
     def tensors(self, chunk: PrefillChunk) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of all positions of a piece, history included."""
+        """Return q, k and v of all positions of a chunk, history included."""
         generator = torch.Generator().manual_seed(chunk.sequence_id)
         stop = chunk.start + chunk.length
 
@@ -65,41 +65,41 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a ring gave."""
+class RingRun:
+    """Results of one layer of a ring."""
 
     outs: dict[int, Tensor]
-    """By sequence, all rows of its piece in the order of positions."""
+    """Rows of each sequence's chunk in the order of positions."""
     sent: list[list[int]]
     """Bytes from rank to rank."""
     exchanges: list[list[tuple[Tag, int]]]
-    """By rank, tag and bytes of each message."""
+    """Tag and bytes of each message, by rank."""
     events: list[list[Event]]
-    """By rank, what it did when."""
+    """Timeline of each rank."""
 
 
-def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
-    """One layer of a ring."""
+def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> RingRun:
+    """Run one layer of a ring."""
 
     def body(mesh: Mesh) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]], list[Event]]:
-        exchanges = noted_exchanges(mesh)
+        exchanges = recorded_exchanges(mesh)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
         member = case.order.index(mesh.rank)
         clock = StepClock()
         clock.timeline = PhaseTimeline(on=True)
         group = SpGroup(mesh, layout, case.job, member, clock, cancelled=set(case.cancelled))
         q, k, v = (own_rows(case, group, which) for which in range(3))
-        pool, keep = pool_with_history(case, mesh.rank), Kept(case, group, k)
+        pool, store = pool_with_history(case, mesh.rank), CheckingStore(case, group)
         before = list(mesh.bytes_sent)
         scale = HEAD_DIM**-0.5
         if strategy == "ring_kv":
             made = RingKv(group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=scale)
             with made as ring_kv:
-                out = ring_kv.attend(0, q, k, v, keep)
-                assert keep.came == set(ring_kv.offered(0, member))
+                out = ring_kv.attend(0, q, k, v, store)
+                assert store.stored == set(ring_kv.offered(0, member))
         else:
             with RingQ(group, pool, scale=scale) as ring_q:
-                out = ring_q.attend(0, q, k, v, keep)
+                out = ring_q.attend(0, q, k, v, store)
         sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
         return out, group, sent, exchanges, clock.timeline.events
 
@@ -116,15 +116,15 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
                 part.rows
             ]
     _, _, sent, exchanges, events = zip(*results, strict=True)
-    return Ran(outs, list(sent), list(exchanges), list(events))
+    return RingRun(outs, list(sent), list(exchanges), list(events))
 
 
-class Kept:
-    """What comes by is what its members have."""
+class CheckingStore:
+    """Checks that the KV of another member is what that member has."""
 
-    def __init__(self, case: Case, group: SpGroup, k_thd: Tensor) -> None:
-        self._case, self._group, self._own = case, group, k_thd
-        self.came: set[int] = set()
+    def __init__(self, case: Case, group: SpGroup) -> None:
+        self._case, self._group = case, group
+        self.stored: set[int] = set()
 
     def __call__(
         self,
@@ -137,30 +137,30 @@ class Kept:
         member: int | None = None,
     ) -> None:
         assert member is not None
-        assert member not in self.came
-        self.came.add(member)
+        assert member not in self.stored
+        self.stored.add(member)
         theirs = replace(self._group, member=member)
         assert torch.equal(k_thd, own_rows(self._case, theirs, 1))
         assert torch.equal(v_thd, own_rows(self._case, theirs, 2))
 
 
-def noted_exchanges(mesh: Mesh) -> list[tuple[Tag, int]]:
-    noted: list[tuple[Tag, int]] = []
+def recorded_exchanges(mesh: Mesh) -> list[tuple[Tag, int]]:
+    recorded: list[tuple[Tag, int]] = []
     start = mesh.start_exchange
 
-    def noting(sends: Sequence[tuple[int, Tensor]], recvs: Any, tag: Tag) -> Any:
-        noted.extend((tag, tensor.nbytes) for _, tensor in sends if tensor.numel())
+    def recording(sends: Sequence[tuple[int, Tensor]], recvs: Any, tag: Tag) -> Any:
+        recorded.extend((tag, tensor.nbytes) for _, tensor in sends if tensor.numel())
         return start(sends, recvs, tag)
 
-    mesh.start_exchange = noting  # type: ignore[method-assign]
-    return noted
+    mesh.start_exchange = recording  # type: ignore[method-assign]
+    return recorded
 
 
 def own_rows(case: Case, group: SpGroup, which: int) -> Tensor:
-    """A member's q, k or v, in the order of its rows."""
+    """Return a member's q, k or v, in the order of its rows."""
     heads = case.heads if which == 0 else case.kv_heads
     empty = torch.empty(0, heads, HEAD_DIM, dtype=case.dtype)
-    parts = [case.tensors(it.chunk)[which][span_positions([it.span])] for it in group.local]
+    parts = [case.tensors(part.chunk)[which][span_positions([part.span])] for part in group.local]
     return torch.cat([empty, *parts])
 
 
@@ -175,11 +175,11 @@ def pool_with_history(case: Case, instance: int) -> KvPool:
     )
     for chunk in case.chunks:
         _, k, v = case.tensors(chunk)
-        for share in chunk.history:
-            if share.instance == instance:
-                at = span_positions([share.span])
-                pool.slots.allocate(chunk.sequence_id, [share.span])
-                pool.write(0, chunk.sequence_id, share.span, k[at], v[at])
+        for kv_slice in chunk.history:
+            if kv_slice.instance == instance:
+                at = span_positions([kv_slice.span])
+                pool.slots.allocate(chunk.sequence_id, [kv_slice.span])
+                pool.write(0, chunk.sequence_id, kv_slice.span, k[at], v[at])
     return pool
 
 
@@ -191,17 +191,17 @@ def dense(case: Case, chunk: PrefillChunk) -> Tensor:
     return torch.zeros_like(out) if chunk.sequence_id in case.cancelled else out
 
 
-def check(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
-    ran = run(case, strategy, data_group)
+def check(case: Case, strategy: str, data_group: GroupMaker | None = None) -> RingRun:
+    result = run(case, strategy, data_group)
     for chunk in case.chunks:
         expected = dense(case, chunk)
-        torch.testing.assert_close(ran.outs[chunk.sequence_id], expected, atol=1e-10, rtol=0.0)
-    return ran
+        torch.testing.assert_close(result.outs[chunk.sequence_id], expected, atol=1e-10, rtol=0.0)
+    return result
 
 
 @st.composite
 def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvSlice, ...]:
-    """Who computes what: over some of the members, in a layout, or each position anywhere."""
+    """Place rows on some of the members, in a layout, or each position anywhere."""
     chosen = draw(st.permutations(range(members)))[: draw(st.integers(1, members))]
     layout = draw(st.sampled_from(("zigzag", "striped", "scattered")))
     if layout != "scattered":
@@ -275,7 +275,7 @@ def test_equals_dense_attention_often(strategy: str, case: Case) -> None:
 
 
 def often(*values: int) -> list[Any]:
-    """Parameters of the slow tests alone."""
+    """Mark parameters as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -288,7 +288,7 @@ def one_prompt(
     dtype: torch.dtype = torch.float64,
     heads: tuple[int, int] = (4, 2),
 ) -> Case:
-    """In one layout over all members, after a history that lies striped over them."""
+    """Return a prompt in one layout over all members, after a history that is striped over them."""
     order = tuple(range(members))
     bounds = tuple(index * length // members for index in range(members + 1))
     chunk = PrefillChunk(
@@ -308,7 +308,7 @@ def one_prompt(
 @pytest.mark.parametrize("members", [3, *often(1, 2, 8)])
 @pytest.mark.parametrize("length", [1, 250])
 def test_layouts(layout: str, members: int, length: int) -> None:
-    """Long enough for stairs of several kinds, and shorter than there are members."""
+    """Cover prompts with several kinds of stairs, and prompts with fewer tokens than members."""
     case = one_prompt(length, members, layout)
     kv, q = (check(case, strategy).outs[1] for strategy in RINGS)
     torch.testing.assert_close(kv, q, atol=1e-10, rtol=0.0)
@@ -318,7 +318,7 @@ def test_layouts(layout: str, members: int, length: int) -> None:
 @pytest.mark.parametrize("members", [3, *often(1, 2, 4, 5, 6, 7, 8)])
 @pytest.mark.parametrize("length", [40, *often(1)])
 def test_fp32_and_bf16_keep_their_precision(strategy: str, members: int, length: int) -> None:
-    """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
+    """Allow bf16 2.5 times the error of one device, plus 2e-3."""
     case = one_prompt(length, members, history=30, dtype=torch.float32)
     (chunk,) = case.chunks
     out = run(case, strategy).outs[1]
@@ -331,13 +331,16 @@ def test_fp32_and_bf16_keep_their_precision(strategy: str, members: int, length:
     assert error <= 2.5 * alone + 2e-3
 
 
-def sizes(ran: Ran, tag: Tag) -> list[list[int]]:
-    return [[size for it, size in noted if it == tag] for noted in ran.exchanges]
+def sizes(ring_run: RingRun, tag: Tag) -> list[list[int]]:
+    return [
+        [size for message_tag, size in messages if message_tag == tag]
+        for messages in ring_run.exchanges
+    ]
 
 
 @settings(max_examples=examples(6), suppress_health_check=relaxed)
 @given(cases())
-def test_a_message_less_than_members_and_all_of_the_longest_share(case: Case) -> None:
+def test_each_member_sends_a_message_of_the_longest_shard_to_all_others(case: Case) -> None:
     members = len(case.order)
     longest = max(b - a for a, b in pairwise(case.bounds))
     around = sizes(run(case, "ring_q"), Tag.RING)
@@ -348,46 +351,47 @@ def test_a_message_less_than_members_and_all_of_the_longest_share(case: Case) ->
 
 
 @pytest.mark.parametrize(("length", "history"), [(48, 0), (24, 24), (8, 160), (1, 40)])
-def test_history_goes_round_where_that_moves_less(length: int, history: int) -> None:
-    """And is asked for where a chunk is far shorter."""
+def test_history_rotates_if_that_moves_less_and_is_asked_for_otherwise(
+    length: int, history: int
+) -> None:
     members, (heads, kv_heads) = 4, (8, 2)
-    ran = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_kv")
+    result = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_kv")
     around = 2 * kv_heads * HEAD_DIM * members * (members - 1) * -(-history // members)
     asking = heads * (2 * HEAD_DIM + 1) * length * (members - 1)
-    goes = 0 < around < asking
-    slices = [-(-length // members)] * (length >= 2 * members) or [1]
-    sent = sizes(ran, Tag.RING)[0][0] // (2 * kv_heads * HEAD_DIM * 8)
-    assert sent == slices[0] + (-(-history // members) if goes else 0)
-    assert any(map(sum, sizes(ran, Tag.HISTORY))) == (bool(history) and not goes)
+    rotates = 0 < around < asking
+    longest = -(-length // members) if length >= 2 * members else 1
+    sent = sizes(result, Tag.RING)[0][0] // (2 * kv_heads * HEAD_DIM * 8)
+    assert sent == longest + (-(-history // members) if rotates else 0)
+    assert any(map(sum, sizes(result, Tag.HISTORY))) == (bool(history) and not rotates)
 
 
 @pytest.mark.parametrize("history", [0, 96])
-def test_what_pass_q_sends(history: int) -> None:
-    """Queries N - 1 times, and outputs and LSEs of rows that see anything: three quarters of all
-    pairs of members in zigzag, all with history everywhere."""
+def test_pass_q_sends_queries_to_all_members_and_answers_of_seen_rows(history: int) -> None:
+    """Count outputs and LSEs of rows that see a key: three quarters of all pairs of members in
+    zigzag, all pairs with history everywhere."""
     members, length, (heads, kv_heads) = 4, 64, (4, 2)
-    ran = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_q")
+    result = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_q")
     queries = (members - 1) * length * heads * HEAD_DIM * 8
     answers = (members - 1) * length * heads * (HEAD_DIM + 1) * 8
-    assert sum(map(sum, sizes(ran, Tag.RING))) == queries
-    share = 1.0 if history else 0.75
-    assert sum(map(sum, sizes(ran, Tag.SECOND_EXCHANGE))) == share * answers
-    assert sum(map(sum, ran.sent)) == queries + share * answers
+    assert sum(map(sum, sizes(result, Tag.RING))) == queries
+    fraction = 1.0 if history else 0.75
+    assert sum(map(sum, sizes(result, Tag.SECOND_EXCHANGE))) == fraction * answers
+    assert sum(map(sum, result.sent)) == queries + fraction * answers
 
 
 @pytest.mark.parametrize("strategy", RINGS)
-def test_the_next_share_is_on_its_way_while_the_present_one_is_computed(strategy: str) -> None:
+def test_the_next_shard_is_on_its_way_while_the_current_one_is_computed(strategy: str) -> None:
     members = 4
     for events in run(one_prompt(200, members), strategy).events:
         rings = sorted(event.start_ns for event in events if event.name == "ring")
         rounds = sorted(event.start_ns for event in events if event.name == "attention")
         assert (len(rings), len(rounds)) == (members - 1, members)
-        by_turns = [*chain.from_iterable(zip(rings, rounds, strict=False)), rounds[-1]]
-        assert by_turns == sorted(by_turns), "each is begun before the round that hides it"
+        alternating = [*chain.from_iterable(zip(rings, rounds, strict=False)), rounds[-1]]
+        assert alternating == sorted(alternating), "each is begun before the round that hides it"
 
 
 @pytest.mark.parametrize("strategy", RINGS)
-def test_all_rounds_but_the_last_are_computed_while_a_share_travels(strategy: str) -> None:
+def test_all_rounds_but_the_last_are_computed_while_a_shard_travels(strategy: str) -> None:
     members = 4
     with counted(ring) as overlaps:
         run(one_prompt(200, members), strategy)
@@ -397,7 +401,7 @@ def test_all_rounds_but_the_last_are_computed_while_a_share_travels(strategy: st
 
 
 def test_all_sequences_are_one_message_a_round() -> None:
-    """Each in zigzag of its own."""
+    """Each sequence has its own zigzag rows."""
     members, order = 3, (2, 0, 1)
     chunks = tuple(
         PrefillChunk(
@@ -410,5 +414,5 @@ def test_all_sequences_are_one_message_a_round() -> None:
     )
     case = Case(4, 2, chunks, tuple(bounds_of_rows(chunks, order)), order)
     for strategy in RINGS:
-        ran = check(case, strategy)
-        assert all(len(noted) == members - 1 for noted in sizes(ran, Tag.RING))
+        result = check(case, strategy)
+        assert all(len(messages) == members - 1 for messages in sizes(result, Tag.RING))

@@ -185,7 +185,7 @@ def test_edits_match_the_reference(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(logits_v, untouched)
 
 
-def test_draw_remembers_its_own_token() -> None:
+def test_a_sample_counts_its_own_token() -> None:
     """With a penalty that forbids what was said, greedy drawing says everything once."""
     sampler = TokenSampler(replace(GREEDY, presence_penalty=100.0), VOCAB)
     logits_v = logits_of(1)
@@ -257,7 +257,7 @@ def assert_fits(counts: Counter[int], probs: dict[int, float]) -> None:
     ids=["temperature", "top_k", "top_p", "min_p", "all"],
 )
 @pytest.mark.parametrize("vary", ["index", "seed"])
-def test_draws_follow_the_exact_distribution(sampling: Sampling, vary: str) -> None:
+def test_samples_follow_the_exact_distribution(sampling: Sampling, vary: str) -> None:
     logits_v, draws = logits_of(8, scale=1.0), 2500
     scores = reference_scores(logits_v.tolist(), sampling, [], [])
     if vary == "index":
@@ -272,7 +272,7 @@ def test_draws_follow_the_exact_distribution(sampling: Sampling, vary: str) -> N
 @pytest.mark.parametrize(
     ("seed_step", "index_step"), [(0, 1), (1, 0), (1, 1), (1, -1)], ids=lambda step: f"{step:+d}"
 )
-def test_neighbouring_draws_are_independent(seed_step: int, index_step: int) -> None:
+def test_neighboring_samples_are_independent(seed_step: int, index_step: int) -> None:
     def cell(i: int) -> int:
         seed, index = i // 100, i % 100 + 1
         first, second = uniform(seed, index), uniform(seed + seed_step, index + index_step)
@@ -283,7 +283,7 @@ def test_neighbouring_draws_are_independent(seed_step: int, index_step: int) -> 
 
 def test_seed_zero_is_the_published_splitmix64_sequence() -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
-    assert [uniform(0, index) for index in range(4)] == [(x >> 12) / 2**52 for x in published]
+    assert [uniform(0, index) for index in range(4)] == [(word >> 12) / 2**52 for word in published]
 
 
 def test_any_integer_is_a_seed() -> None:
@@ -292,7 +292,7 @@ def test_any_integer_is_a_seed() -> None:
     assert all(0 <= uniform(seed, index) < 1 for seed in seeds for index in (0, 1, 10**6))
 
 
-def test_draw_depends_on_seed_and_index_only() -> None:
+def test_a_sample_depends_on_seed_and_index_only() -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(40)])
     sampling = replace(RANDOM, seed=7, frequency_penalty=0.5)
     alone = TokenSampler(sampling, VOCAB)
@@ -311,7 +311,7 @@ def test_draw_depends_on_seed_and_index_only() -> None:
             moved[rank].observe(draw.token)
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
+def test_impossible_tokens_are_never_sampled() -> None:
     logits_v = torch.full((VOCAB,), -math.inf)
     logits_v[[4, 6]] = 0.0
     sampler = TokenSampler(RANDOM, VOCAB)
@@ -330,7 +330,7 @@ def test_greedy_takes_the_first_of_equals(temperature: float) -> None:
     assert sample_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Sample(token=3)]
 
 
-def test_batch_draws_what_single_requests_draw() -> None:
+def test_a_batch_samples_what_single_requests_sample() -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(6)])
     mixed = [GREEDY, RANDOM, replace(GREEDY, logit_bias={1: 50.0}), replace(GREEDY, logprobs=2)]
     for samplings in ([GREEDY] * 6, [*mixed, GREEDY, RANDOM]):
@@ -415,7 +415,7 @@ def test_forbidding_every_token_is_the_clients_mistake(sampling: Sampling) -> No
     unending = replace(sampling, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))
     with pytest.raises(InvalidRequest, match="every token is forbidden"):
         drawn_by(TokenSampler(unending, VOCAB), logits_of(0), 1)
-    samplers = [TokenSampler(it, VOCAB) for it in (sampling, unending)]
+    samplers = [TokenSampler(parameters, VOCAB) for parameters in (sampling, unending)]
     draws = sample_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
     assert [type(draw) for draw in draws] == [Sample, InvalidRequest]
 
@@ -469,7 +469,7 @@ RECORDED: list[tuple[Sampling, list[int]]] = [
 """Tokens of twelve (seed, index, logits) by the code that drew row by row: a seed promises them."""
 
 
-def test_seeds_draw_what_they_have_always_drawn() -> None:
+def test_seeds_sample_what_they_have_always_sampled() -> None:
     for case, (sampling, expected) in enumerate(RECORDED):
         drawn = []
         for i in range(12):
@@ -498,7 +498,7 @@ KINDS = [
     seed=st.integers(0, 99),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_every_row_of_a_batch_is_drawn_as_if_it_were_alone(
+def test_every_row_of_a_batch_is_sampled_as_if_it_were_alone(
     kinds: list[Sampling], index: int, seed: int, dtype: torch.dtype
 ) -> None:
     logits_bv = torch.stack([logits_of(seed + row) for row in range(len(kinds))]).to(dtype)

@@ -10,7 +10,7 @@ class CountingMesh:
         self.bytes_sent = [100, 100, 100]
 
 
-def test_what_is_sent_while_it_stands_still_is_not_the_steps() -> None:
+def test_bytes_sent_during_a_pause_do_not_count() -> None:
     mesh = CountingMesh()
     step = SentBytes(mesh)  # type: ignore[arg-type]
     mesh.bytes_sent[1] += 5

@@ -18,7 +18,7 @@ from torch import Tensor
 from csps.actors.attention.base.engine import Engine
 from csps.actors.kv_cache.kv_pool import KvPool, ResidentRows, SlotsOfSequence
 from csps.actors.kv_cache.sequence_slots import KeptKv
-from csps.actors.kv_cache.slot_allocator import NotResident
+from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.protocols.core.placement import Span
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
@@ -165,7 +165,7 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     torch.testing.assert_close(attended(pool, QUERY, slots), expected, rtol=0, atol=1e-12)
 
 
-def test_a_request_with_kept_tokens_goes_as_a_whole() -> None:
+def test_a_sequence_with_kept_tokens_is_freed_as_a_whole() -> None:
     """Those of each head have moved up in its slots."""
     pool = filled()
     assert pool.slots.free_span(SEQUENCE_ID, span(1, 2)) == 4
@@ -174,7 +174,7 @@ def test_a_request_with_kept_tokens_goes_as_a_whole() -> None:
 
 
 def test_kept_tokens_are_not_shared() -> None:
-    with pytest.raises(NotResident):
+    with pytest.raises(NotHeld):
         filled().slots.share_slots(SEQUENCE_ID + 1, SEQUENCE_ID, span(0, 2))
 
 
@@ -199,7 +199,7 @@ def test_a_layer_that_drops_nothing_is_read_as_ever() -> None:
     assert (slots.runs(0), slots.runs(1)) == ([range(4)], [])
 
 
-def test_what_is_not_complete_is_not_written_as_if_it_were() -> None:
+def test_an_incomplete_layer_is_not_written_as_if_it_were_complete() -> None:
     pool = filled()
     with pytest.raises(AssertionError, match="kept tokens only"):
         pool.write(1, SEQUENCE_ID, span(0, 4), *torch.zeros(2, 4, KV_HEADS, HEAD_DIM))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from csps.actors.kv_cache.sequence_slots import SlotRows
-from csps.actors.kv_cache.slot_allocator import NotResident, OutOfSlots, SlotAllocator
+from csps.actors.kv_cache.slot_allocator import NotHeld, OutOfSlots, SlotAllocator
 from csps.protocols.core.errors import from_wire, to_wire
 from csps.protocols.core.placement import Span
 
@@ -96,7 +96,7 @@ def test_span_looked_up_before_is_right_after_a_change() -> None:
     assert slots.runs(1, wide) == []
 
 
-def test_unknown_request_holds_nothing() -> None:
+def test_an_unknown_sequence_has_no_slots() -> None:
     slots = SlotAllocator(4)
     assert slots.free_request(7) == 0
     assert slots.free_span(7, span(0, 9)) == 0
@@ -151,14 +151,14 @@ def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
 # --- what several begin with -----------------------------------------------------------------
 
 
-def test_what_is_not_there_is_not_shared() -> None:
+def test_slots_that_are_not_there_are_not_shared() -> None:
     slots = SlotAllocator(16)
     slots.allocate(1, [span(0, 4)])
     for source, wanted in ((1, span(2, 5)), (3, span(0, 1))):
-        with pytest.raises(NotResident, match="does not have it"):
+        with pytest.raises(NotHeld, match="does not have it"):
             slots.share_slots(2, source, wanted)
     slots.allocate(2, [span(3, 4)])
-    with pytest.raises(NotResident, match="has slots for it"):
+    with pytest.raises(NotHeld, match="has slots for it"):
         slots.share_slots(2, 1, span(0, 4))
     assert slots.tokens(2) == 1
     slots.check_integrity()

@@ -15,7 +15,7 @@ from uniform_plan import uniform_plan
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import SpGroup
-from csps.actors.attention.sp_tp import head_attention as sp_tp_attention
+from csps.actors.attention.sp_tp import head_attention
 from csps.actors.attention.sp_tp.sp_tp import SpTp
 from csps.actors.timing.timeline import TRANSFERS, PhaseTimeline
 
@@ -55,7 +55,7 @@ def test_pipelined_equals_one_member(
     hierarchical: bool,
     micro_partitions: int,
 ) -> None:
-    """Relays are begun at once under NCCL's rules, and when rows have arrived with gloo."""
+    """Cover relays that begin at once (NCCL's rules), and when rows have arrived (gloo)."""
     gang = request.getfixturevalue(kind)(model, 4, 1)
     job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
     make = pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical)
@@ -72,7 +72,7 @@ def test_rows_and_sums_travel_while_attention_is_computed(
     gangs: Gangs, hierarchical: bool, micro_partitions: int
 ) -> None:
     gang, job = gangs("gqa", 4, 1), job_of([0, 12, 24, 36, 48], [48])
-    with counted(sp_tp_attention) as overlaps:
+    with counted(head_attention) as overlaps:
         gang.run(job, pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical))
     assert overlaps.share > 0.5
     assert overlaps.phases == {"all-gather", "reduce-scatter"}
@@ -100,23 +100,23 @@ def test_not_pipelined_nothing_is_computed_while_anything_travels(
             if event.name not in TRANSFERS and event.name != "wait"
         ]
         assert {event.name for event in computes} == {"qkv", "attention", "linear"}
-        for one in travels:
-            for other in computes:
-                assert one.end_ns <= other.start_ns or other.end_ns <= one.start_ns
+        for travel in travels:
+            for compute in computes:
+                assert travel.end_ns <= compute.start_ns or compute.end_ns <= travel.start_ns
 
 
 def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
     make = pipelined(TWO_SERVERS, 2)
 
-    def noted(group: SpGroup, engine: Engine) -> SpTp:
+    def with_timeline(group: SpGroup, engine: Engine) -> SpTp:
         group.clock.timeline = PhaseTimeline(on=True)
         return make(group, engine)
 
-    results = gangs("gqa", 4, 1).run(job_of([0, 12, 24, 36, 48], [48]), noted)
+    results = gangs("gqa", 4, 1).run(job_of([0, 12, 24, 36, 48], [48]), with_timeline)
     for result in results:
         for name in ("qkv", "attention"):
-            noted_events = result.clock.timeline.events
-            events = [event for event in noted_events if event.name == name and event.level]
+            all_events = result.clock.timeline.events
+            events = [event for event in all_events if event.name == name and event.level]
             expected = {(level, micro) for level in (1, 2, 3) for micro in (0, 1)}
             assert {(event.level, event.micro) for event in events} == expected
 
@@ -145,8 +145,8 @@ def test_pipelined_equals_not_pipelined(
     job = job_of([0, *cuts, total], lengths)
     locations = tuple(f"0-{server}-{place}" for place, server in enumerate(servers))
     make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
-    for one, other in zip(gang.run(job, make), gang.run(job, exact), strict=True):
-        torch.testing.assert_close(one.x_td, other.x_td, rtol=1e-4, atol=1e-4)
+    for got, expected in zip(gang.run(job, make), gang.run(job, exact), strict=True):
+        torch.testing.assert_close(got.x_td, expected.x_td, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

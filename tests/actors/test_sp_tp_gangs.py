@@ -62,10 +62,10 @@ async def test_greedy_tokens(
     assert answers == [greedy_tokens(model, r.prompt.tolist(), TOKENS) for r in requests]
 
 
-async def test_an_urgent_job_between_two_layers_while_the_next_ones_weights_travel(
+async def test_a_high_priority_step_runs_between_two_layers_while_weights_travel(
     model: Path,
 ) -> None:
-    """Both gather weights, over the same ranks."""
+    """Both steps gather weights, over the same ranks."""
     requests = [
         Request(
             sequence_id=sequence_id,
@@ -85,7 +85,7 @@ async def test_an_urgent_job_between_two_layers_while_the_next_ones_weights_trav
     )
     async with thread_cell(model, prefill=2, prefill_tp=2, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
-        for ranks in ([0, 1], [2, 3]):  # the long one stands still until all have both
+        for ranks in ([0, 1], [2, 3]):  # the long step pauses until all ranks have both steps
             for job, request in zip((long, high_priority), requests, strict=True):
                 cell.submit(job, request.prompt, ranks=ranks)
             await cell.prefill.stats()
@@ -93,7 +93,11 @@ async def test_an_urgent_job_between_two_layers_while_the_next_ones_weights_trav
         await cell.freed(*(request.sequence_id for request in requests))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
-    drawn = [it.sequence_id for it in cell.order if isinstance(it, SampledToken) and it.index == 0]
-    assert drawn == [high_priority.step_id, long.step_id]
+    first_tokens = [
+        message.sequence_id
+        for message in cell.order
+        if isinstance(message, SampledToken) and message.index == 0
+    ]
+    assert first_tokens == [high_priority.step_id, long.step_id]
     for request, answer in zip(requests, answers, strict=True):
         assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))

@@ -1,4 +1,4 @@
-"""SP-TP that leaves far keys out, for random groups, against brute force head by head."""
+"""SP-TP that drops far keys, for random groups, against brute force head by head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW, SINKS, TAIL = 6, 1, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A gang, its members' places and rows, and what is dropped."""
+    """A gang, the locations and rows of its members, and its drop ratios."""
 
     model: str
     tp: int
@@ -52,7 +52,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, model: str, instances: int, tp: int) -> Case:
-    """Several pieces of any length, members anywhere on up to two racks, some without rows."""
+    """Return chunks of any length, on members on up to two racks, some without rows."""
     lengths = draw(st.lists(st.integers(1, 22), min_size=1, max_size=3))
     total = sum(lengths)
     cuts = sorted(draw(st.integers(0, total)) for _ in range(instances - 1))
@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn, model: str, instances: int, tp: int) -> Case:
 
 
 def fellows(heads: int, kv_heads: int, instances: int, tp: int) -> Tensor:
-    """(heads, heads): 1 where one rank computes both and they read the same KV head."""
+    """Return (heads, heads), 1 where one rank computes both heads and they read one KV head."""
     ranks: list[int] = []
     for tp_rank in range(tp):
         local = even_share(heads, tp, tp_rank)
@@ -84,13 +84,15 @@ def fellows(heads: int, kv_heads: int, instances: int, tp: int) -> Tensor:
 
 
 def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, chunk: int) -> Forward:
-    """A piece's forward pass in which every query head has a KV head of its own, chosen for by the
-    query heads that are computed with it."""
+    """Run a chunk's forward pass with a KV head for every query head.
+
+    The query heads that one rank computes together select its tokens.
+    """
     spec = gang.network.spec
     begin = sum(case.lengths[:chunk])
     owners = [owner_of(case.bounds, begin + t) for t in range(case.lengths[chunk])]
     alike = fellows(spec.heads, spec.kv_heads, len(case.locations), case.tp)
-    judged: list[Tensor | None] = [None]
+    importance: list[Tensor | None] = [None]
 
     def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         drops = layer not in (0, spec.layers - 1)
@@ -104,9 +106,10 @@ def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, chunk: int) -> F
             tail=TAIL,
             drop_queries=False,
         )
-        k_thd, v_thd = (x.repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (k_thd, v_thd))
-        weights = oracle.counts(judged[0])
-        judged[0] = alike @ oracle.judged_by_window(q_thd, k_thd, WINDOW, spec.scale)
+        group_heads = spec.heads // spec.kv_heads
+        k_thd, v_thd = (rows.repeat_interleave(group_heads, 1) for rows in (k_thd, v_thd))
+        weights = oracle.counts(importance[0])
+        importance[0] = alike @ oracle.judged_by_window(q_thd, k_thd, WINDOW, spec.scale)
         out_thd, _ = oracle.attend(q_thd, k_thd, v_thd, weights, spec.scale)
         return out_thd
 
@@ -115,7 +118,7 @@ def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, chunk: int) -> F
 
 
 def owner_of(bounds: Sequence[int], row: int) -> int:
-    """The member that has a row."""
+    """Return the member that computes a row."""
     return next(m for m, (start, stop) in enumerate(pairwise(bounds)) if start <= row < stop)
 
 
@@ -145,10 +148,10 @@ def test_random_groups(
 
 @pytest.mark.parametrize("pipelined", [True, False])
 @pytest.mark.parametrize(("model", "tp"), [("gqa", 1), ("mqa", 1), ("mqa", 2)])
-def test_members_that_share_a_kv_head_choose_each_for_its_own_queries(
+def test_members_that_share_a_kv_head_select_tokens_for_their_own_queries(
     gangs: Gangs, model: str, tp: int, pipelined: bool
 ) -> None:
-    """KV heads of several members: four query heads on as many ranks."""
+    """Several members have one KV head: four query heads are on as many ranks."""
     assert MODELS[model]["num_attention_heads"] > MODELS[model]["num_key_value_heads"]
     locations = ("0-0-0", "0-0-1", "0-1-0", "0-1-1") if tp == 1 else ("0-0-0", "0-1-0")
     case = Case(

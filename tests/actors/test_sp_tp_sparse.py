@@ -170,7 +170,7 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
     ("change", "what"),
     [
         ({"nested": True}, "nested"),
-        ({"decode_kept_only": True}, "decode_kept_only is for SP-NTP"),
+        ({"decode_kept_only": True}, "decode_kept_only is not supported with SP-TP"),
     ],
 )
 def test_what_only_sp_ntp_can_do_is_refused_before_the_job_starts(

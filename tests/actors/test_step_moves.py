@@ -78,7 +78,7 @@ def owners_before(job: PrefillStep) -> dict[int, np.ndarray]:
 
 
 @given(jobs())
-def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: PrefillStep) -> None:
+def test_exactly_the_kv_placed_elsewhere_moves_and_all_members_agree(job: PrefillStep) -> None:
     layout, after = GangLayout(world_size=4, tp=1), rebalanced(job)
     nothing: Any = None
     groups = [
@@ -108,8 +108,8 @@ def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: Prefi
         changed = int((expected != owners[chunk.sequence_id]).sum())
         assert sum(m.span.length for m in moves if m.sequence_id == chunk.sequence_id) == changed
         for group in groups:
-            stored = [it for it in stored_of(group) if it.chunk is settled]
-            positions = sorted(p for it in stored for p in it.span.positions)
+            stored = [part for part in stored_of(group) if part.chunk is settled]
+            positions = sorted(p for part in stored for p in part.span.positions)
             retain = (owners[chunk.sequence_id] == group.member) & (expected == group.member)
             assert positions == [p for p in np.flatnonzero(retain) if p >= chunk.start]
 

@@ -69,12 +69,14 @@ async def test_a_step_takes_all_slots_or_none(
         pool.slots.free_request(99)
         rank.loop._pending_steps.slots_freed()
         await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
-        for it in (one, other):
-            assert cell.tokens(it.sequence_id) == greedy_tokens(tiny_llama, it.prompt.tolist(), 1)
+        for request in (one, other):
+            assert cell.tokens(request.sequence_id) == greedy_tokens(
+                tiny_llama, request.prompt.tolist(), 1
+            )
         await cell.idle()
 
 
-async def test_rows_that_are_kept_elsewhere_take_no_slots(tiny_llama: Path) -> None:
+async def test_rows_that_are_stored_elsewhere_take_no_slots(tiny_llama: Path) -> None:
     """LoongServe §4.1: the instance that helps has no room for what it computes."""
     async with elastic_cell(tiny_llama, 2, kv_slots=100) as cell:
         full = Request(
@@ -83,15 +85,15 @@ async def test_rows_that_are_kept_elsewhere_take_no_slots(tiny_llama: Path) -> N
         helped = Request(
             sequence_id=2, prompt=prompt_of(90, 2), slices=even_shares(90, [1]), master=1
         )
-        for it in (full, helped):
-            await cell.reserve(it)
+        for request in (full, helped):
+            await cell.reserve(request)
         cell.submit(job_of([full.chunk()], [0]), full.prompt)
         here = even_shares(40, [1])
         cell.submit(job_of([helped.chunk(0, 40)], [0, 1]), helped.prompt[:40])
         rest = helped.chunk(40, history=here)
         cell.submit(job_of([rest], [1, 0]), helped.prompt[40:])
         answers = await cell.answer(full, helped)
-        for it, answer in zip((full, helped), answers, strict=True):
-            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), len(answer))
+        for request, answer in zip((full, helped), answers, strict=True):
+            assert answer == greedy_tokens(tiny_llama, request.prompt.tolist(), len(answer))
         await cell.freed(1, 2)
         cell.check_idle()

@@ -1,4 +1,4 @@
-"""Bytes on the wire of each strategy, against the formulas by which the configurator chooses."""
+"""Bytes that each strategy sends, against the formulas by which the configurator chooses."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ GANGS = {
     "2x2, KV head of two ranks": (2, 2, 8, 1),
     "4x1, two members without heads": (4, 1, 2, 1),
 }
-"""Instances, tensor-parallel ranks of each, query heads and KV heads."""
+"""(instances, ranks of each, query heads, KV heads) of each gang."""
 
 summed: list[int] = []
-"""Elements of every sum over an instance, on every rank."""
+"""Number of elements of every sum over an instance, on every rank."""
 
 
 @pytest.fixture(scope="module", params=list(GANGS.values()), ids=list(GANGS))
@@ -73,7 +73,7 @@ def gang(
 
 
 def group_of(gang: StrategyRanks) -> GroupShape:
-    """The first half of the instances on one server."""
+    """Return a group with the first half of the instances on one server."""
     instances = gang.engines[0].layout.instances
     return GroupShape((-(-instances // 2), instances // 2), gang.engines[0].layout.tp)
 
@@ -100,8 +100,10 @@ def shape_of(gang: StrategyRanks) -> AttentionShape:
 
 
 def measured(gang: StrategyRanks, make: MakeStrategy, step: PrefillStep | None = None) -> Traffic:
-    """Elements that a job sends in one layer, sums over instances by a ring among them; but not
-    the MLP's sum, which is the same for all strategies."""
+    """Count the elements that a step sends in one layer.
+
+    Includes sums over instances by a ring, without the MLP's sum, which all strategies have.
+    """
     instances, group = gang.engines[0].layout.instances, group_of(gang)
     for engine in gang.engines:
         engine.mesh.bytes_sent[:] = [0] * engine.mesh.world_size
@@ -157,7 +159,7 @@ def test_gathered_weights(gang: StrategyRanks) -> None:
 @pytest.mark.parametrize("strategy", ["ring_kv", "ring_q"])
 @pytest.mark.parametrize("history", [0, TOKENS, 6 * TOKENS])
 def test_rings(gang: StrategyRanks, strategy: str, history: int) -> None:
-    """Of history as much as goes round, and so much that pass-KV had better ask for it."""
+    """Cover histories that rotate, and one so long that pass-KV asks for it."""
     group = group_of(gang)
     order = tuple(range(group.sp))
     chunk = PrefillChunk(
@@ -200,7 +202,7 @@ def test_levels(gang: StrategyRanks) -> None:
 
 
 def csa_plan(shape: AttentionShape, group: GroupShape, window: int) -> CsaPlan:
-    """As many levels as there are, and no KV head that keeps as much as another."""
+    """Return a plan with all levels and a different ratio for each KV head."""
     levels = len(Topology.of(locations_of(group)).granularities)
     ratios = halving([(1 + head) / (1 + shape.kv_heads) for head in range(shape.kv_heads)], levels)
     return CsaPlan(
@@ -215,7 +217,7 @@ def csa_plan(shape: AttentionShape, group: GroupShape, window: int) -> CsaPlan:
 
 @pytest.mark.parametrize("window", [ALL_QUERIES, 16])
 def test_csa(gang: StrategyRanks, window: int) -> None:
-    """The first layer judges for the second, which drops; one more that is not run is the last."""
+    """Score in the first layer and drop in the second; the last of three layers is not run."""
     group, shape = group_of(gang), replace(shape_of(gang), layers=LAYERS + 1)
     plan = csa_plan(shape, group, window)
 

@@ -29,34 +29,34 @@ LABEL = Label(phase="all-gather")
 
 @pytest.fixture
 def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
-    it = Races()
-    it.replace_cuda(monkeypatch)
-    with torch.inference_mode(), it:
-        yield it
+    races = Races()
+    races.replace_cuda(monkeypatch)
+    with torch.inference_mode(), races:
+        yield races
 
 
 # --- the checker ---------------------------------------------------------------------------------
 
 
 def test_a_write_that_another_stream_may_miss_is_found(races: Races) -> None:
-    x, side = torch.zeros(4), races.stream()
+    memory, side = torch.zeros(4), races.stream()
     with pytest.raises(Race, match="add"), races.on(side):
-        x + 1
+        memory + 1
     side.wait_stream(races.current)
     with races.on(side):
-        x + 1
+        memory + 1
     with pytest.raises(Race, match="fill_"):
-        x.fill_(2)
+        memory.fill_(2)
     races.current.wait_stream(side)
-    x.fill_(3)
+    memory.fill_(3)
 
 
-def test_memory_that_is_given_back_too_early_is_found(races: Races) -> None:
-    x, side = torch.zeros(4), races.stream()
+def test_memory_that_is_freed_too_early_is_found(races: Races) -> None:
+    memory, side = torch.zeros(4), races.stream()
     side.wait_stream(races.current)
     with races.on(side):
-        y = x + 1
-    del x
+        y = memory + 1
+    del memory
     with pytest.raises(Race, match="given back"):
         torch.zeros(4)
     races.current.wait_stream(side)
@@ -64,13 +64,13 @@ def test_memory_that_is_given_back_too_early_is_found(races: Races) -> None:
 
 
 def test_rows_that_are_told_apart_do_not_race(races: Races) -> None:
-    x, side = torch.zeros(4, 2), races.stream()
+    memory, side = torch.zeros(4, 2), races.stream()
     side.wait_stream(races.current)
     with races.on(side):
-        x[:2] + 1
-    x[2:].fill_(1)
+        memory[:2] + 1
+    memory[2:].fill_(1)
     with pytest.raises(Race):
-        x[1:3].fill_(1)
+        memory[1:3].fill_(1)
     races.current.wait_stream(side)
 
 
@@ -81,7 +81,7 @@ class Sending:
     """A prefill rank's pool and the thread that sends from it, which here is the same one."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
+        patch.setattr(Tensor, "is_cuda", property(lambda races: True), raising=False)
         patch.setattr(Staging, "buffer", lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
         fields = {"layers": 1, "slots": 8, "kv_heads": 2, "head_dim": 4}
         self.pool = KvPool(**fields, dtype=torch.float32, device="cpu")
@@ -96,7 +96,7 @@ class Sending:
     def read(self, sequence_id: int, span: Span) -> list[Tensor]:
         """To host memory, as `SendQueue` does."""
         with self.staging.copying():
-            return [self.staging.to_host(it) for it in self.pool.read(0, sequence_id, span)]
+            return [self.staging.to_host(tensor) for tensor in self.pool.read(0, sequence_id, span)]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_kv_is_read_when_the_device_has_written_it(sending: Sending) -> None:
     sending.pool.slots.free_request(1)
     sending.compute(2, Span(start=0, stop=8))
     with _disable_current_modes():  # the host's
-        assert all(bool((x == 1).all()) for x in read)
+        assert all(bool((tensor == 1).all()) for tensor in read)
 
 
 def test_kv_that_may_not_be_written_yet_is_not_read(sending: Sending) -> None:
@@ -126,7 +126,7 @@ def test_kv_that_may_not_be_written_yet_is_not_read(sending: Sending) -> None:
         sending.read(1, SPAN)
 
 
-def test_what_the_engine_writes_later_does_not_matter(sending: Sending) -> None:
+def test_kv_that_the_engine_writes_later_is_not_waited_for(sending: Sending) -> None:
     """It computes the next layer, or another request's rows, while the first ones are read."""
     sending.compute(1, SPAN)
     ready = launched_so_far(CUDA)
@@ -248,7 +248,7 @@ def test_rows_that_are_used_before_they_are_there_are_found(
         test_relays_and_sums_run_in_a_certain_order()
 
 
-def test_a_followers_stream_waits_for_the_arrival() -> None:
+def test_a_continuations_stream_waits_for_the_arrival() -> None:
     def body(mesh: Mesh, races: Races) -> None:
         mesh.device, room = CUDA, torch.zeros(2)
         with Transfers(mesh, StepClock()) as transfers:

@@ -35,9 +35,9 @@ def test_tags_mean_nothing() -> None:
                 group.send([torch.tensor([number])], 1, tag).wait()
             return []
         room = [torch.zeros(1), torch.zeros(1)]
-        for x, tag in zip(room, (3, 7), strict=True):
-            group.recv([x], 0, tag).wait()
-        return [float(x) for x in room]
+        for buffer, tag in zip(room, (3, 7), strict=True):
+            group.recv([buffer], 0, tag).wait()
+        return [float(buffer) for buffer in room]
 
     assert groups(body)[1] == [1.0, 2.0]
 
@@ -68,8 +68,8 @@ def test_a_group_ends_when_all_its_parts_have() -> None:
             return True
         room = torch.zeros(2, 1)
         group._start_coalescing()
-        for x in room:
-            group.recv([x], 0, 0)
+        for buffer in room:
+            group.recv([buffer], 0, 0)
         work = group._end_coalescing()
         done_early = work.call.done.done()
         may_send.set()
@@ -114,7 +114,7 @@ def test_after_abort_a_wait_succeeds_with_garbage() -> None:
         (Rule.ONE_THREAD, lambda group: _from_another_thread(group)),
     ],
 )
-def test_what_is_not_allowed_is_named(rule: Rule, call: Callable[[Any], None]) -> None:
+def test_a_broken_rule_is_named(rule: Rule, call: Callable[[Any], None]) -> None:
     def body(group: Any, rank: int) -> None:
         if rank == 0:
             with pytest.raises(BrokenRule, match=rule.name):

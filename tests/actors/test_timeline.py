@@ -5,7 +5,7 @@ from __future__ import annotations
 from csps.actors.timing.timeline import Event, PhaseTimeline
 
 
-def test_a_timeline_that_is_off_keeps_nothing() -> None:
+def test_a_timeline_that_is_off_records_nothing() -> None:
     timeline = PhaseTimeline(on=False)
     with timeline.phase("attention", layer=1) as phase, timeline.phase("merge") as other:
         assert phase is other is None

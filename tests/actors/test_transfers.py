@@ -33,7 +33,7 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
                 both = [transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL) for _ in "ab"]
             else:
                 room = [torch.zeros(4), torch.zeros(4)]
-                both = [transfers.start([], [(0, x)], Tag.ROWS, LABEL) for x in room]
+                both = [transfers.start([], [(0, buffer)], Tag.ROWS, LABEL) for buffer in room]
                 assert not any(transfer.received.done() for transfer in both)
                 go.set()
                 transfers.wait(both[1])
@@ -129,7 +129,7 @@ def test_the_mesh_counts_bytes_by_peer() -> None:
     assert on_ranks(3, rank) == [[0, 20, 12], [0, 0, 0], [0, 0, 0]]
 
 
-def test_without_overlap_nobody_waits_for_what_a_follower_begins() -> None:
+def test_without_overlap_nobody_waits_for_what_a_continuation_begins() -> None:
     may_send, passed_on = threading.Event(), threading.Event()
 
     def rank(mesh: Mesh) -> None:
@@ -155,7 +155,7 @@ def test_without_overlap_nobody_waits_for_what_a_follower_begins() -> None:
     on_ranks(3, rank)
 
 
-def test_what_arrives_is_passed_on_while_something_else_is_waited_for() -> None:
+def test_arrivals_are_passed_on_while_others_are_waited_for() -> None:
     """Rank 2 answers only when it has what rank 1 passes on."""
 
     def rank(mesh: Mesh) -> float:
@@ -177,7 +177,7 @@ def test_what_arrives_is_passed_on_while_something_else_is_waited_for() -> None:
     assert on_ranks(3, rank) == [0, 8, 0]
 
 
-def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
+def test_a_preempting_step_gets_none_of_the_paused_steps_rows() -> None:
     """Rank 1 owes rank 2 a row while both do something urgent with rows of the same kind."""
 
     def rank(mesh: Mesh) -> list[float]:
@@ -207,7 +207,7 @@ def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
     assert on_ranks(3, rank) == [[0, 0], [1, 0], [1, 9]]
 
 
-def test_between_two_parts_of_computing_what_has_arrived_is_passed_on() -> None:
+def test_arrivals_are_passed_on_between_two_parts_of_computing() -> None:
     def rank(mesh: Mesh) -> float:
         room = torch.zeros(4)
         with Transfers(mesh, StepClock()) as transfers:
@@ -289,9 +289,7 @@ def on_cuda() -> Transfers:
     return Transfers(cast(Mesh, _CudaMesh()), StepClock())
 
 
-def test_on_cuda_sends_are_let_go_when_the_computing_stream_has_waited_for_what_came_later() -> (
-    None
-):
+def test_on_cuda_sends_are_freed_when_the_computing_stream_has_waited_for_later_exchanges() -> None:
     with on_cuda() as transfers:
         gone = []
         for _ in range(2):

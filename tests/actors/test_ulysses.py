@@ -42,7 +42,7 @@ class Case:
     order: tuple[int, ...]
     dtype: torch.dtype = torch.float64
     cancelled: frozenset[int] = frozenset()
-    """Requests that are not wanted any more."""
+    """Cancelled sequences."""
 
     @property
     def members(self) -> int:
@@ -53,7 +53,7 @@ class Case:
         return self.bounds[-1]
 
     def tensors(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """q of all rows; per piece k and v of all its positions, history included."""
+        """Return q of all rows, and k and v of all positions of each chunk, history included."""
         generator = torch.Generator().manual_seed(self.rows)
 
         def random(tokens: int, heads: int) -> Tensor:
@@ -65,10 +65,10 @@ class Case:
 
 
 def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, list[list[int]]]:
-    """Output of all rows, and the bytes that each rank has sent to each."""
+    """Return the output of all rows, and the bytes that each rank has sent to each."""
     q, keys, values = case.tensors()
     k_rows, v_rows = (
-        torch.cat([x[p.start :] for p, x in zip(case.chunks, parts, strict=True)])
+        torch.cat([part[chunk.start :] for chunk, part in zip(case.chunks, parts, strict=True)])
         for parts in (keys, values)
     )
 
@@ -83,7 +83,7 @@ def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, l
         )
         rows = group.rows_of(member)
         before = list(mesh.bytes_sent)
-        out = strategy.attend(0, q[rows], k_rows[rows], v_rows[rows], _nobody_keeps)
+        out = strategy.attend(0, q[rows], k_rows[rows], v_rows[rows], _store_nothing)
         sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
         return out, sent
 
@@ -92,7 +92,7 @@ def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, l
     return torch.cat(by_member), [sent for _, sent in results]
 
 
-def _nobody_keeps(
+def _store_nothing(
     layer: int,
     k_thd: Tensor,
     v_thd: Tensor,
@@ -101,7 +101,7 @@ def _nobody_keeps(
     *,
     member: int | None = None,
 ) -> None:
-    """What comes by is of no use."""
+    """Ignore the KV of other members."""
 
 
 def pool_with_history(
@@ -116,11 +116,11 @@ def pool_with_history(
         device="cpu",
     )
     for chunk, k, v in zip(case.chunks, keys, values, strict=True):
-        for share in chunk.history:
-            if share.instance == case.order[member]:
-                span = slice(share.span.start, share.span.stop)
-                pool.slots.allocate(chunk.sequence_id, [share.span])
-                pool.write(0, chunk.sequence_id, share.span, k[span], v[span])
+        for kv_slice in chunk.history:
+            if kv_slice.instance == case.order[member]:
+                span = slice(kv_slice.span.start, kv_slice.span.stop)
+                pool.slots.allocate(chunk.sequence_id, [kv_slice.span])
+                pool.write(0, chunk.sequence_id, kv_slice.span, k[span], v[span])
     return pool
 
 
@@ -213,14 +213,14 @@ def one_prompt(
 
 
 def often(*values: int) -> list[Any]:
-    """Parameters of the slow tests alone."""
+    """Mark parameters as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, *often(4, 5, 6, 7)])
 @pytest.mark.parametrize("length", [1, 40, *often(5)])
 def test_fp32_and_bf16_keep_their_precision(members: int, length: int) -> None:
-    """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
+    """Allow bf16 2.5 times the error of one device, plus 2e-3."""
     case = one_prompt(length, members, 4, 2)
     out, _ = ulysses(case)
     torch.testing.assert_close(out.double(), dense(case), atol=1e-5, rtol=0.0)
@@ -233,7 +233,7 @@ def test_fp32_and_bf16_keep_their_precision(members: int, length: int) -> None:
 
 @pytest.mark.parametrize("members", [2, 4])
 def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
-    """A fraction (N-1)/N of q, k, v and the output, of all ranks together."""
+    """All ranks together send the fraction (N-1)/N of q, k, v and the output."""
     length, heads, kv_heads = 64, 8, 4
     _, sent = ulysses(one_prompt(length, members, heads, kv_heads))
     total = length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 4
@@ -243,8 +243,8 @@ def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
 @settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
-    """From i to j: q, k, v of i's rows in j's heads; o of j's rows in i's. Of pieces whose history
-    is j's, q of all rows in i's heads; of those whose history is i's, o and LSE in j's."""
+    """Rank i sends to j: q, k, v of i's rows in j's heads; o of j's rows in i's heads; for history
+    at j, q of all rows in i's heads; for history at i, o and LSE in j's heads."""
     _, sent = ulysses(case)
     group = case.heads // case.kv_heads
     for i, sender in enumerate(case.order):
@@ -258,7 +258,7 @@ def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
                 sum(
                     chunk.length
                     for chunk in case.chunks
-                    if any(share.instance == holder for share in chunk.history)
+                    if any(kv_slice.instance == holder for kv_slice in chunk.history)
                     and chunk.sequence_id not in case.cancelled
                 )
                 for holder in (receiver, sender)

@@ -35,7 +35,7 @@ class Lost(Pending):
         raise PeerLost("gone")
 
 
-def test_the_next_job_gets_the_thread_of_the_one_before() -> None:
+def test_the_next_step_gets_the_thread_of_the_one_before() -> None:
     before, threads = set(threading.enumerate()), Watched()
     first, other = threads.lend(), threads.lend()
     assert first is not other
@@ -54,7 +54,7 @@ def test_the_next_job_gets_the_thread_of_the_one_before() -> None:
         assert not thread.is_alive()
 
 
-def test_who_is_idle_ends_with_the_mesh() -> None:
+def test_an_idle_thread_ends_with_the_mesh() -> None:
     before, threads = set(threading.enumerate()), Watched()
     threads.lend().release()
     assert threads.back.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""Parts of a step: whatever number all are told to stand still at, all have begun the same."""
+"""Yield points of a step: at each point, all members have begun the same exchanges."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from csps.protocols.gang.step_messages import PrefillStep
 several = settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
 
 PASSED_ON = {Tag.RELAYED_ROWS, Tag.SUMS_TO_RELAY, Tag.ROW_SUMS}
-"""Through gates, with gloo whenever what they pass on has arrived: `YieldPoints.before_pause` is for it."""
+"""Tags of data that relay ranks pass on: with gloo as soon as it has arrived, so that both ends may
+begin at different points (`YieldPoints.before_pause`)."""
 
 Message = tuple[int, int, Tag]
 """(sender, receiver, tag)."""
 
 
-class Watch:
-    """Which part every rank had passed last when it began its end of each message."""
+class PointLog:
+    """Records the last point that each rank had passed when it began its end of each message."""
 
     def __init__(self, gang: StrategyRanks) -> None:
         self._gang = gang
@@ -47,33 +48,33 @@ class Watch:
         self.sent: dict[Message, list[int]] = defaultdict(list)
         self.received: dict[Message, list[int]] = defaultdict(list)
 
-    def part(self, rank: int, number: int) -> None:
+    def pass_point(self, rank: int, number: int) -> None:
         self.passed[rank].append(number)
 
     def check(self, job: PrefillStep) -> None:
-        parts = self._gang.points(job, 0, self.part)._step_points
-        assert parts is not None
+        points = self._gang.points(job, 0, self.pass_point)._step_points
+        assert points is not None
         for passed in self.passed.values():
-            assert all(one <= other for one, other in pairwise(passed))
-            assert passed[-1] < parts.total
-        for message, at in self.sent.items():
-            assert len(at) == len(self.received[message])
+            assert all(before <= after for before, after in pairwise(passed))
+            assert passed[-1] < points.total
+        for message, sent_at in self.sent.items():
+            assert len(sent_at) == len(self.received[message])
             passed_on = job.strategy == "sp_tp" and message[2] in PASSED_ON
             if self._gang.engines[0].mesh.in_order or not passed_on:
-                assert at == self.received[message], message
+                assert sent_at == self.received[message], message
 
     @contextmanager
     def on_meshes(self) -> Iterator[None]:
         with ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for engine in self._gang.engines:
-                patch.setattr(engine.mesh, "start_exchange", self._noting(engine.mesh))
+                patch.setattr(engine.mesh, "start_exchange", self._recording(engine.mesh))
             yield
 
-    def _noting(self, mesh: Mesh) -> Callable[..., Any]:
+    def _recording(self, mesh: Mesh) -> Callable[..., Any]:
         start = mesh.start_exchange
 
-        def noting(
+        def recording(
             sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
         ) -> Any:
             last = self.passed[mesh.rank][-1]
@@ -85,20 +86,20 @@ class Watch:
                     self.received[peer, mesh.rank, tag].append(last)
             return start(sends, recvs, tag)
 
-        return noting
+        return recording
 
 
-def run(gang: StrategyRanks, job: PrefillStep) -> Watch:
-    watch, forwards = Watch(gang), gang.forwards(job)
+def run(gang: StrategyRanks, job: PrefillStep) -> PointLog:
+    log, forwards = PointLog(gang), gang.forwards(job)
     gang.hold_history(job, forwards)
     try:
-        with watch.on_meshes():
-            gang.check(job, gang.run(job, strategy_of, watch.part), forwards)
+        with log.on_meshes():
+            gang.check(job, gang.run(job, strategy_of, log.pass_point), forwards)
     finally:
         for engine in gang.engines:
             for chunk in job.chunks:
                 engine.pool.slots.free_request(chunk.sequence_id)
-    return watch
+    return log
 
 
 @pytest.fixture(scope="module", params=["strict", pytest.param("gloo", marks=pytest.mark.slow)])
@@ -111,7 +112,7 @@ def gangs(request: pytest.FixtureRequest, gangs: Gangs, gloo_gangs: Gangs) -> Ga
 )
 @several
 @given(data=st.data())
-def test_both_ends_of_a_message_are_begun_between_the_same_parts(
+def test_both_ends_of_a_message_are_begun_between_the_same_points(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
     gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
@@ -133,8 +134,8 @@ def test_both_ends_of_a_message_are_begun_between_the_same_parts(
 def test_the_same_with_members_that_have_no_heads(
     gangs: Gangs, strategy: str, planned: bool
 ) -> None:
-    places = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
-    plan = uniform_plan(places, levels=2, layers=LAYERS, micro_partitions=2)
+    locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
+    plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=2)
     slices = [KvSlice(instance=5, span=Span(start=0, stop=9))]
     job = job_of(
         [0, 9, 14, 30, 30, 40, 48],
@@ -152,17 +153,17 @@ def test_the_same_with_members_that_have_no_heads(
 def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
     strategy, plan = CASES[case]
     gang, job = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
-    watch = Watch(gang)
-    with blocks_of(4), watch.on_meshes():
-        gang.run(job, strategy_of, watch.part, cancelled=(2,))
-        watch.check(job)
+    log = PointLog(gang)
+    with blocks_of(4), log.on_meshes():
+        gang.run(job, strategy_of, log.pass_point, cancelled=(2,))
+        log.check(job)
 
 
 @pytest.mark.parametrize(
     ("strategy", "members", "tp"),
     [("ulysses", 3, 1), ("gathered_weights", 2, 2), ("ring_kv", 3, 1), ("ring_q", 3, 1)],
 )
-def test_who_has_most_blocks_has_a_number_for_each(
+def test_the_member_with_most_blocks_has_a_point_for_each(
     gangs: Gangs, strategy: str, members: int, tp: int
 ) -> None:
     gang = gangs("gqa", members, tp)
@@ -174,11 +175,11 @@ def test_who_has_most_blocks_has_a_number_for_each(
 
 
 class Stopped(Exception):
-    """The log has given the step up."""
+    """Raised to stop a step at a point."""
 
 
 class Stopping:
-    """A strategy that all members leave where they come to a number."""
+    """A strategy that all members leave at a given point."""
 
     def __init__(self, inner: AbstractContextManager[Strategy]) -> None:
         self._inner = inner
@@ -196,10 +197,10 @@ class Stopping:
 @pytest.mark.parametrize(("members", "tp"), [(3, 1), (2, 2)])
 @several
 @given(data=st.data())
-def test_a_step_may_be_stopped_at_any_number(
+def test_a_step_may_be_stopped_at_any_point(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
-    """And the next one finds nothing of it on its way."""
+    """The next step receives nothing of the stopped one."""
     gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
     points: dict[int, YieldPoints] = {}
 
@@ -207,7 +208,7 @@ def test_a_step_may_be_stopped_at_any_number(
         points[engine.rank] = group.points
         return Stopping(strategy_of(group, engine))
 
-    def part(rank: int, number: int) -> None:
+    def stop_at_last(rank: int, number: int) -> None:
         if rank in points and number >= last:
             points[rank].before_pause()
             raise Stopped
@@ -216,10 +217,10 @@ def test_a_step_may_be_stopped_at_any_number(
     gang.hold_history(job, forwards)
     try:
         with blocks_of(data.draw(st.integers(3, 30))):
-            parts = gang.points(job, 0, part)._step_points
-            assert parts is not None
-            last = data.draw(st.integers(1, parts.total))
-            gang.run(job, make, part)
+            step = gang.points(job, 0, stop_at_last)._step_points
+            assert step is not None
+            last = data.draw(st.integers(1, step.total))
+            gang.run(job, make, stop_at_last)
             gang.check(job, gang.run(job, strategy_of), forwards)
     finally:
         for engine in gang.engines:
@@ -227,13 +228,13 @@ def test_a_step_may_be_stopped_at_any_number(
                 engine.pool.slots.free_request(chunk.sequence_id)
 
 
-def test_a_member_of_none_knows_the_number_of_parts() -> None:
+def test_points_follow_from_the_step_alone() -> None:
     shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1)
     with blocks_of(4):
-        parts = step_points(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
-    assert parts == StepPoints(((1, 5, 1), (1, 5, 1), (1,)))
-    assert parts.total == 15
-    assert parts.numbers(1, 1) == range(8, 13)
+        points = step_points(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
+    assert points == StepPoints(((1, 5, 1), (1, 5, 1), (1,)))
+    assert points.total == 15
+    assert points.numbers(1, 1) == range(8, 13)
     assert (
         step_points(
             job_of([0, 20], [20]),

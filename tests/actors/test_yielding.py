@@ -24,7 +24,7 @@ from paused_ranks import HeldSteps
 from torch import Tensor
 
 from csps.actors.attention import ulysses
-from csps.actors.attention.base import yield_points as query_blocks
+from csps.actors.attention.base import yield_points
 from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_transfer.send_queue import SendQueue
 from csps.actors.kv_transfer.transfer_tracker import Sending
@@ -36,7 +36,7 @@ RESERVED = 10**6
 """A request of no step."""
 
 
-class Line:
+class StepFeed:
     """Steps of one request each, numbered alike, that are sent rank by rank."""
 
     def __init__(self, cell: ThreadCell) -> None:
@@ -80,12 +80,12 @@ class Line:
         """Reports of the ranks of a job's group."""
         return self.cell.about(PrefillDone, step_id=number)
 
-    def drawn_order(self) -> list[int]:
+    def sampled_order(self) -> list[int]:
         """Requests in the order of their first tokens."""
         return [
-            it.sequence_id
-            for it in self.cell.order
-            if isinstance(it, SampledToken) and it.index == 0
+            notification.sequence_id
+            for notification in self.cell.order
+            if isinstance(notification, SampledToken) and notification.index == 0
         ]
 
     async def finish(self, model: Path) -> None:
@@ -99,9 +99,9 @@ class Line:
 
 
 @asynccontextmanager
-async def line(
+async def step_feed(
     model: Path, prefill: int, tp: int = 1, processes: Sequence[int] = ()
-) -> AsyncIterator[Line]:
+) -> AsyncIterator[StepFeed]:
     async with thread_cell(
         model,
         prefill=prefill,
@@ -110,7 +110,7 @@ async def line(
         prefill_processes=processes,
         quantum_ms=0.0,  # a part at a time
     ) as cell:
-        yield Line(cell)
+        yield StepFeed(cell)
 
 
 class Ended:
@@ -135,9 +135,9 @@ class Doors:
         """Blocks have so many rows from now on; steps of fewer rows meet no door."""
         self.second, self.seventh = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
-        self._blocks = query_blocks.query_blocks
-        patch.setattr(query_blocks, "BLOCK_PRODUCTS", 0)
-        patch.setattr(query_blocks, "MIN_BLOCK_ROWS", rows)
+        self._blocks = yield_points.query_blocks
+        patch.setattr(yield_points, "BLOCK_PRODUCTS", 0)
+        patch.setattr(yield_points, "MIN_BLOCK_ROWS", rows)
         patch.setattr(ulysses, "query_blocks", self._held)
 
     def _held(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
@@ -149,47 +149,47 @@ class Doors:
             yield rows
 
 
-async def test_an_urgent_step_of_one_rank_runs_inside_a_layer(
+async def test_a_high_priority_step_of_one_rank_runs_inside_a_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doors = Doors(monkeypatch, rows=10)
-    async with line(tiny_llama, 2) as it:
-        long = await it.add(80, [0, 1])
-        shared = await it.add(5, [0, 1], high_priority=True)
-        alone = [await it.add(5, [rank], high_priority=True) for rank in (1, 0)]
-        await it.send([long], [0, 1])
+    async with step_feed(tiny_llama, 2) as feed:
+        long = await feed.add(80, [0, 1])
+        shared = await feed.add(5, [0, 1], high_priority=True)
+        alone = [await feed.add(5, [rank], high_priority=True) for rank in (1, 0)]
+        await feed.send([long], [0, 1])
         for _ in (0, 1):
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        await it.send([shared, *alone], [0, 1])
-        await it.prepared()
+        await feed.send([shared, *alone], [0, 1])
+        await feed.prepared()
         doors.second.set()
-        await eventually(lambda: set(it.drawn_order()) == {shared, *alone})
+        await eventually(lambda: set(feed.sampled_order()) == {shared, *alone})
         doors.seventh.set()
-        await it.finish(tiny_llama)
-        assert it.drawn_order()[3:] == [long]
-        assert all(done.yielded_s > 0 for done in it.done(long))
+        await feed.finish(tiny_llama)
+        assert feed.sampled_order()[3:] == [long]
+        assert all(done.yielded_s > 0 for done in feed.done(long))
 
 
-async def test_an_urgent_step_that_finds_no_room_does_not_wait_inside_another(
+async def test_a_high_priority_step_without_slots_does_not_wait_inside_another(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slots that it would wait for may be those of the step around it."""
     doors = Doors(monkeypatch, rows=10)
-    async with line(tiny_llama, 1) as it:
-        rank = it.cell.prefill_gang.ranks[0]
-        long = await it.add(80, [0])
-        high_priority = await it.add(5, [0], high_priority=True)
-        await it.send([long], [0])
+    async with step_feed(tiny_llama, 1) as feed:
+        rank = feed.cell.prefill_gang.ranks[0]
+        long = await feed.add(80, [0])
+        high_priority = await feed.add(5, [0], high_priority=True)
+        await feed.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         rank.engine.pool.slots.allocate(RESERVED, [Span(start=0, stop=rank.engine.pool.slots.free)])
-        await it.send([high_priority], [0])
+        await feed.send([high_priority], [0])
         doors.second.set()
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        assert not it.drawn_order()
+        assert not feed.sampled_order()
         rank.loop._kv._free([RESERVED])
         doors.seventh.set()
-        await it.finish(tiny_llama)
-        assert set(it.drawn_order()) == {long, high_priority}
+        await feed.finish(tiny_llama)
+        assert set(feed.sampled_order()) == {long, high_priority}
 
 
 @pytest.fixture
@@ -205,156 +205,157 @@ def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return allowed
 
 
-async def test_urgent_steps_that_have_room_for_one(
+async def test_high_priority_steps_with_slots_for_one_run_one_after_the_other(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, sending_goes_on: threading.Event
 ) -> None:
     """Each would fit alone: the second does not wait inside the long step for the first."""
     doors = Doors(monkeypatch, rows=10)
-    async with line(tiny_llama, 1) as it:
-        rank = it.cell.prefill_gang.ranks[0]
+    async with step_feed(tiny_llama, 1) as feed:
+        rank = feed.cell.prefill_gang.ranks[0]
         pool = rank.engine.pool
-        long = await it.add(80, [0])
-        high_priority = [await it.add(5, [0], high_priority=True) for _ in (0, 1)]
-        await it.send([long], [0])
+        long = await feed.add(80, [0])
+        high_priority = [await feed.add(5, [0], high_priority=True) for _ in (0, 1)]
+        await feed.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 7)])
-        await it.send(high_priority, [0])
-        await it.prepared(high_priority[1])
+        await feed.send(high_priority, [0])
+        await feed.prepared(high_priority[1])
         doors.second.set()
-        await it.cell.until(lambda: it.drawn_order() == high_priority[:1])
+        await feed.cell.until(lambda: feed.sampled_order() == high_priority[:1])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert pool.slots.free == 2
         rank.loop._kv._free([RESERVED])
         sending_goes_on.set()
         doors.seventh.set()
-        await it.finish(tiny_llama)
-        assert sorted(it.drawn_order()) == [long, *high_priority]
+        await feed.finish(tiny_llama)
+        assert sorted(feed.sampled_order()) == [long, *high_priority]
 
 
-async def test_urgent_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -> None:
+async def test_high_priority_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -> None:
     """Whose members wait for one that is busy, be they its leader or not."""
-    async with line(tiny_llama, 3, processes=[1]) as it:
-        busy = it.cell.prefill_gang.process(1)
+    async with step_feed(tiny_llama, 3, processes=[1]) as feed:
+        busy = feed.cell.prefill_gang.process(1)
         busy.stop()
-        foreign = await it.add(70, [1])
-        led_elsewhere, led_here = await it.add(80, [1, 2]), await it.add(60, [0, 1])
-        high_priority = [await it.add(5, [rank], high_priority=True) for rank in (2, 0, 2)]
-        it.post([foreign, led_elsewhere, led_here, *high_priority], [0, 1, 2])
-        await it.cell.until(lambda: set(it.drawn_order()) == set(high_priority))
+        foreign = await feed.add(70, [1])
+        led_elsewhere, led_here = await feed.add(80, [1, 2]), await feed.add(60, [0, 1])
+        high_priority = [await feed.add(5, [rank], high_priority=True) for rank in (2, 0, 2)]
+        feed.post([foreign, led_elsewhere, led_here, *high_priority], [0, 1, 2])
+        await feed.cell.until(lambda: set(feed.sampled_order()) == set(high_priority))
         busy.go_on()
-        await it.finish(tiny_llama)
+        await feed.finish(tiny_llama)
 
 
-async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
-    async with line(tiny_llama, 2) as it:
-        rank = it.cell.prefill_gang.ranks[0]
+async def test_a_step_begins_as_soon_as_there_are_slots(tiny_llama: Path) -> None:
+    async with step_feed(tiny_llama, 2) as feed:
+        rank = feed.cell.prefill_gang.ranks[0]
         pool = rank.engine.pool
         pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 4)])
-        long = await it.add(80, [0, 1])
+        long = await feed.add(80, [0, 1])
         too_long, short = (
-            await it.add(5, [0], high_priority=True),
-            await it.add(3, [0], high_priority=True),
+            await feed.add(5, [0], high_priority=True),
+            await feed.add(3, [0], high_priority=True),
         )
-        await it.send([long, too_long, short], [0, 1])
-        await it.cell.until(lambda: it.drawn_order() == [short])
+        await feed.send([long, too_long, short], [0, 1])
+        await feed.cell.until(lambda: feed.sampled_order() == [short])
         rank.loop._kv._free([RESERVED])
-        await it.finish(tiny_llama)
+        await feed.finish(tiny_llama)
 
 
-async def test_steps_that_one_member_has_not_received_hold_up_nobody(tiny_llama: Path) -> None:
-    async with line(tiny_llama, 2) as it:
-        first, high_priority = await it.add(80, [0, 1]), await it.add(5, [0, 1], high_priority=True)
-        second = await it.add(60, [1, 0])
-        await it.send([first, high_priority, second], [0])
-        await it.send([second], [1])
-        await it.cell.until(lambda: it.drawn_order() == [second])
-        await it.send([first, high_priority], [1])
-        await it.finish(tiny_llama)
+async def test_steps_that_one_member_has_not_received_delay_no_other(tiny_llama: Path) -> None:
+    async with step_feed(tiny_llama, 2) as feed:
+        first = await feed.add(80, [0, 1])
+        high_priority = await feed.add(5, [0, 1], high_priority=True)
+        second = await feed.add(60, [1, 0])
+        await feed.send([first, high_priority, second], [0])
+        await feed.send([second], [1])
+        await feed.cell.until(lambda: feed.sampled_order() == [second])
+        await feed.send([first, high_priority], [1])
+        await feed.finish(tiny_llama)
 
 
 @pytest.mark.parametrize(("prefill", "tp"), [(1, 2), (2, 1), (2, 2)])
-async def test_an_urgent_step_runs_inside_a_long_one(
+async def test_a_high_priority_step_runs_inside_a_low_priority_one(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, prefill: int, tp: int
 ) -> None:
     steps, group = HeldSteps(monkeypatch), list(range(prefill))
-    async with line(tiny_llama, prefill, tp=tp) as it:
-        long = await it.add(80, group)
-        ordinary = await it.add(8, group)
-        high_priority = [await it.add(5, group, high_priority=True) for _ in range(9)]
-        await it.send([long, ordinary, *high_priority], range(prefill * tp))
-        await it.prepared()
+    async with step_feed(tiny_llama, prefill, tp=tp) as feed:
+        long = await feed.add(80, group)
+        ordinary = await feed.add(8, group)
+        high_priority = [await feed.add(5, group, high_priority=True) for _ in range(9)]
+        await feed.send([long, ordinary, *high_priority], range(prefill * tp))
+        await feed.prepared()
         steps.go_on.set()
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [*high_priority, long, ordinary]
-        assert all(done.yielded_s > 0 for done in it.done(long))
+        await feed.finish(tiny_llama)
+        assert feed.sampled_order() == [*high_priority, long, ordinary]
+        assert all(done.yielded_s > 0 for done in feed.done(long))
 
 
-async def test_an_urgent_step_of_one_member_holds_up_only_its_group(
+async def test_a_high_priority_step_of_one_member_delays_only_its_group(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = HeldSteps(monkeypatch)
-    async with line(tiny_llama, 3) as it:
-        long = await it.add(400, [2, 0, 1])
-        high_priority = await it.add(5, [1], high_priority=True)
-        outside = await it.add(5, [1], high_priority=True)
-        await it.send([long, high_priority, outside], [0, 1, 2])
-        await it.prepared()
+    async with step_feed(tiny_llama, 3) as feed:
+        long = await feed.add(400, [2, 0, 1])
+        high_priority = await feed.add(5, [1], high_priority=True)
+        outside = await feed.add(5, [1], high_priority=True)
+        await feed.send([long, high_priority, outside], [0, 1, 2])
+        await feed.prepared()
         steps.go_on.set()
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [high_priority, outside, long]
+        await feed.finish(tiny_llama)
+        assert feed.sampled_order() == [high_priority, outside, long]
 
 
-async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
+async def test_a_high_priority_step_runs_inside_a_step_that_not_all_its_members_have(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
-    async with line(tiny_llama, 3) as it:
-        long = await it.add(80, [0, 1])
-        high_priority = await it.add(5, [1, 2], high_priority=True)
-        await it.send([long, high_priority], [0, 1, 2])
-        await it.prepared()
+    async with step_feed(tiny_llama, 3) as feed:
+        long = await feed.add(80, [0, 1])
+        high_priority = await feed.add(5, [1, 2], high_priority=True)
+        await feed.send([long, high_priority], [0, 1, 2])
+        await feed.prepared()
         steps.go_on.set()
-        await it.finish(tiny_llama)
+        await feed.finish(tiny_llama)
         assert ended.on == {0: [long], 1: [high_priority, long], 2: [high_priority]}
 
 
-async def test_an_urgent_step_does_not_yield_to_another(
+async def test_a_high_priority_step_does_not_yield_to_another(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = HeldSteps(monkeypatch)
-    async with line(tiny_llama, 2) as it:
-        first = await it.add(30, [0, 1], high_priority=True)
-        second = await it.add(5, [0, 1], high_priority=True)
-        await it.send([first, second], [0, 1])
-        await it.prepared()
+    async with step_feed(tiny_llama, 2) as feed:
+        first = await feed.add(30, [0, 1], high_priority=True)
+        second = await feed.add(5, [0, 1], high_priority=True)
+        await feed.send([first, second], [0, 1])
+        await feed.prepared()
         steps.go_on.set()
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [first, second]
+        await feed.finish(tiny_llama)
+        assert feed.sampled_order() == [first, second]
 
 
-async def test_an_urgent_step_runs_inside_two_long_ones(
+async def test_a_high_priority_step_runs_inside_two_low_priority_ones(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of its members are in the first, the third in the second."""
     steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
-    async with line(tiny_llama, 4) as it:
-        first, second = await it.add(80, [0, 1, 2]), await it.add(80, [3])
-        high_priority = await it.add(4, [1, 2, 3], high_priority=True)
-        await it.send([first, second, high_priority], [0, 1, 2, 3])
-        await it.prepared()
+    async with step_feed(tiny_llama, 4) as feed:
+        first, second = await feed.add(80, [0, 1, 2]), await feed.add(80, [3])
+        high_priority = await feed.add(4, [1, 2, 3], high_priority=True)
+        await feed.send([first, second, high_priority], [0, 1, 2, 3])
+        await feed.prepared()
         steps.go_on.set()
-        await it.finish(tiny_llama)
+        await feed.finish(tiny_llama)
         inside = [high_priority, first]
         assert ended.on == {0: [first], 1: inside, 2: inside, 3: [high_priority, second]}
 
 
 async def test_steps_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
     groups = [[0, 1], [1, 2], [2, 0], [1], [0, 1, 2], [2, 1], [0]]
-    async with line(tiny_llama, 3) as it:
+    async with step_feed(tiny_llama, 3) as feed:
         numbers = [
-            await it.add(10 + n, group, high_priority=n % 3 == 2 or group == [1])
+            await feed.add(10 + n, group, high_priority=n % 3 == 2 or group == [1])
             for n, group in enumerate(groups * 2)
         ]
         for rank in (2, 0, 1):
-            await it.send(numbers, [rank])
-        await it.finish(tiny_llama)
+            await feed.send(numbers, [rank])
+        await feed.finish(tiny_llama)

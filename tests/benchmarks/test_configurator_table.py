@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_all_kept_results_are_in_the_table() -> None:
     kept = sorted(RESULTS.glob("configurator-*.json"))
     assert len(kept) >= 4
-    aims = list(table([json.loads(it.read_text()) for it in kept]))
+    aims = list(table([json.loads(path.read_text()) for path in kept]))
     assert sum(aim.what.startswith("bound 0") for aim in aims) == 2
     assert sum(aim.what.startswith("simulator") for aim in aims) == 2
     assert len({aim.what for aim in aims}) == len(aims)
@@ -32,4 +32,4 @@ def test_a_server_that_misses_a_bound_is_told() -> None:
         row("ttft 0.8", 1.0, kept=1.0),
     ]
     result = {"benchmark": "configurator live", "length": 8, "rows": rows}
-    assert [it.reached for it in table([result])] == [False, True, True, False, True]
+    assert [row.reached for row in table([result])] == [False, True, True, False, True]

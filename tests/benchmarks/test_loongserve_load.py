@@ -11,12 +11,12 @@ S = 1_000_000_000
 
 
 def outcome(prompt: int, ttft_s: float, tpot_s: float, output: int = 11) -> RequestOutcome:
-    it = RequestOutcome(
+    outcome = RequestOutcome(
         request=1, arrival=Arrival(at_ns=S, prompt_tokens=prompt, output_tokens=output)
     )
-    it.first_token_ns = S + round(ttft_s * S)
-    it.ended_ns = it.first_token_ns + round(tpot_s * (output - 1) * S)
-    return it
+    outcome.first_token_ns = S + round(ttft_s * S)
+    outcome.ended_ns = outcome.first_token_ns + round(tpot_s * (output - 1) * S)
+    return outcome
 
 
 def test_bounds_of_a_request() -> None:

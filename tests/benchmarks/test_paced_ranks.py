@@ -86,7 +86,7 @@ class Cell:
 
     def tokens(self) -> list[int]:
         frames = [unpack(SampledTokens, payload) for _, payload in self.heard("tokens")]
-        return [it.index for frame in frames for it in frame.each()]
+        return [token.index for frame in frames for token in frame.each()]
 
     async def until(self, method: str, count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -138,7 +138,10 @@ async def test_one_request_from_reservation_to_freed_slots(cell: Cell) -> None:
     await cell.ask(7, tokens=4)
     await cell.until("received", 2)
     await cell.until("prefill_done", 2)
-    assert sorted((rank, it["tokens"]) for rank, it in cell.heard("received")) == [(0, 4), (1, 6)]
+    assert sorted((rank, message["tokens"]) for rank, message in cell.heard("received")) == [
+        (0, 4),
+        (1, 6),
+    ]
     assert {rank for rank, _ in cell.heard("prefill_done")} == {0, 1}
     assert cell.tokens() == [0]
     cell.gangs["decode"].notify(0, "join", pack(JoinBatch(sequence_id=7, first_token=100)))
@@ -209,7 +212,7 @@ async def test_a_rider_computes_its_prompt_in_pieces() -> None:
     # Beside each token of the first, an iteration computes 5 tokens of the second prompt; which
     # begins with the first one's, or after two leases at most.
     first, second = (
-        [it for row in generated_tokens for it in row if it[0] == sequence_id]
+        [token for row in generated_tokens for token in row if token[0] == sequence_id]
         for sequence_id in (1, 2)
     )
     assert first == [(1, index) for index in range(8)]

@@ -21,7 +21,7 @@ def span(name: str, milliseconds: int, **attributes: Any) -> RecordedSpan:
         start_ns=0,
         end_ns=milliseconds * MS,
         failed=False,
-        attributes={f"csps.{key}": it for key, it in attributes.items()},
+        attributes={f"csps.{key}": value for key, value in attributes.items()},
     )
 
 

@@ -58,7 +58,7 @@ def test_hidden_is_what_overlap_saves_of_the_same_variants_communication() -> No
         row("a/pipelined", communication_s=1.0),
         row("b/pipelined", communication_s=1.0),
     ]
-    assert [it["hidden"] for it in two_servers.with_hidden(rows)] == [0.0, 0.75, None]
+    assert [row["hidden"] for row in two_servers.with_hidden(rows)] == [0.0, 0.75, None]
 
 
 def test_rows_are_compared_with_the_baseline_of_their_place() -> None:
@@ -104,4 +104,4 @@ def test_the_whole_runs(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=360, capture_output=True)
     result = json.loads(path.read_text())
     assert len(result["rows"]) == 12
-    assert {it["kind"] for it in result["accuracy"]} == {"single", "multi_key", "two_hop"}
+    assert {row["kind"] for row in result["accuracy"]} == {"single", "multi_key", "two_hop"}

@@ -67,15 +67,15 @@ def cases(
     ratios_cvg = np.array(ratios, float).reshape(count, levels - 1, of.kv_heads)
     numbers = st.integers(1, micro)
     small = st.integers(0, 9)
-    judges = st.booleans() if scoring else st.just(False)
+    scores = st.booleans() if scoring else st.just(False)
     return LayerCases(
         levels=levels,
         ratios_cgv=np.concatenate(
             [np.zeros((count, 1, of.kv_heads)), ratios_cvg], axis=1
         ).transpose(0, 2, 1),
         micro_cv=np.array([[draw(numbers) for _ in range(levels)] for _ in range(count)]),
-        judges_c=np.array([draw(judges) for _ in range(count)]),
-        same_c=np.array([draw(judges) for _ in range(count)]),
+        scores_c=np.array([draw(scores) for _ in range(count)]),
+        same_c=np.array([draw(scores) for _ in range(count)]),
         window_c=np.array([draw(st.integers(1, 9)) for _ in range(count)]),
         sinks_c=np.array([draw(small) for _ in range(count)]),
         tail_c=np.array([draw(small) for _ in range(count)]),

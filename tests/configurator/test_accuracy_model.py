@@ -43,11 +43,11 @@ def setting(
     return Setting(tokens=tokens, locations=locations, layers=LAYERS, csa=csa)
 
 
-def planted(it: Setting) -> float:
+def planted(setting: Setting) -> float:
     """Loss: judged by the same layer it begins at 0.8, else at once."""
-    ((ratio,),) = it.csa.drop_ratios
-    beyond = max(0.0, ratio - (0.8 if it.csa.importance_layer == "same" else 0.2))
-    return beyond * eligible_pairs(it.locations, it.levels)
+    ((ratio,),) = setting.csa.drop_ratios
+    beyond = max(0.0, ratio - (0.8 if setting.csa.importance_layer == "same" else 0.2))
+    return beyond * eligible_pairs(setting.locations, setting.levels)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def samples() -> list[AccuracySample]:
     questions = 1_000
     return [
         AccuracySample(
-            setting=it,
+            setting=setting,
             questions=questions,
             right_exact=990,
-            right=990 - int(rng.binomial(questions, planted(it))),
+            right=990 - int(rng.binomial(questions, planted(setting))),
         )
-        for it in settings
+        for setting in settings
     ]
 
 
@@ -82,7 +82,7 @@ def test_planted_function_is_recovered(model: AccuracyModel) -> None:
     assert metrics["mean_absolute_error"] < 0.015
     assert metrics["right_side_of_bound"] > 0.96
     asked = [setting(ratio, same=same) for ratio in (0.5, 0.7, 0.97) for same in (True, False)]
-    assert model.loss(asked) == pytest.approx([planted(it) for it in asked], abs=0.04)
+    assert model.loss(asked) == pytest.approx([planted(setting) for setting in asked], abs=0.04)
 
 
 @given(st.floats(0.01, 0.97), st.floats(0.01, 0.97), st.booleans())

@@ -24,7 +24,7 @@ from csps.configurator.regressors.direct import (
     Predicted,
     fingerprint,
     output_names,
-    question_features,
+    problem_features,
     sample_of,
     train_direct,
 )
@@ -120,8 +120,13 @@ def trained(planted: None) -> Callable[[ObjectiveKind], DirectModel]:
             for place in range(3)
         ]
         samples = [
-            sample_of(it, enumerated(it, SPACE, loss).best, exact_seconds(it), SPACE.groups)
-            for it in asked
+            sample_of(
+                configuration,
+                enumerated(configuration, SPACE, loss).best,
+                exact_seconds(configuration),
+                SPACE.groups,
+            )
+            for configuration in asked
         ]
         return train_direct(kind, samples, HERE, training_set=fingerprint(samples))
 
@@ -217,4 +222,4 @@ def test_they_come_back_from_disk_and_are_refused_elsewhere(
 
 def test_the_groups_shape_is_among_the_features() -> None:
     asked = question("ttft", 0.0, 4_096, 1.0, 1)
-    assert eligible_pairs(asked.group.locations, 3) in question_features(asked, 1.0)
+    assert eligible_pairs(asked.group.locations, 3) in problem_features(asked, 1.0)

@@ -104,5 +104,7 @@ def test_few_tokens_behind_much_history_ask_and_all_tokens_go_round_as_keys() ->
 def test_history_costs_time() -> None:
     of = group()
     for history in (0, 1_000, 30_000):
-        less, more = (prefill_seconds(of, [WHOLE], 800, it)[0] for it in (history, 2 * history + 9))
+        less, more = (
+            prefill_seconds(of, [WHOLE], 800, before)[0] for before in (history, 2 * history + 9)
+        )
         assert less < more

@@ -47,28 +47,32 @@ def layers(
     return of, draw(cases(of, most=most, micro=micro)), spts
 
 
-def routes_of(of: SimulatedGroup, it: LayerCases, spts: list[int], c: int) -> Routes:
+def routes_of(of: SimulatedGroup, layer_cases: LayerCases, spts: list[int], c: int) -> Routes:
     """The engine's."""
     plan = CsaPlan(
         locations=of.locations,
-        levels=it.levels,
-        sinks=int(it.sinks_c[c]),
-        tail=int(it.tail_c[c]),
-        drop_queries=it.drop_queries,
+        levels=layer_cases.levels,
+        sinks=int(layer_cases.sinks_c[c]),
+        tail=int(layer_cases.tail_c[c]),
+        drop_queries=layer_cases.drop_queries,
     )
-    pieces = [PrefillChunk(sequence_id=1, start=0, length=sum(spts), last=True)]
+    chunks = [PrefillChunk(sequence_id=1, start=0, length=sum(spts), last=True)]
     bounds = (0, *accumulate(spts))
-    parts = spanning_parts(pieces, bounds)
+    parts = spanning_parts(chunks, bounds)
     kept = tuple(
-        tuple(kept_counts(plan, pieces, part, ratios) for ratios in it.ratios_cgv[c].tolist())
+        tuple(
+            kept_counts(plan, chunks, part, ratios) for ratios in layer_cases.ratios_cgv[c].tolist()
+        )
         for part in parts
     )
     return Routes(
         LevelGeometry(parts=parts, levels=plan.segments()),
-        HeadCounts(kept=kept, parts=parts, drop_queries=it.drop_queries),
+        HeadCounts(kept=kept, parts=parts, drop_queries=layer_cases.drop_queries),
         heads=of.heads,
         kv_heads=of.kv_heads,
-        micro_partitions=(it.micro_cv if it.pipelined else np.ones_like(it.micro_cv))[c].tolist(),
+        micro_partitions=(
+            layer_cases.micro_cv if layer_cases.pipelined else np.ones_like(layer_cases.micro_cv)
+        )[c].tolist(),
     )
 
 
@@ -96,10 +100,10 @@ def sent_by_engine(of: SimulatedGroup, segment: SegmentRoutes) -> dict[tuple[str
 def test_first_all_to_all_sends_what_the_engine_sends(
     layer: tuple[SimulatedGroup, LayerCases, list[int]],
 ) -> None:
-    of, it, spts = layer
-    series = ntp._NtpLayer(of, it, spts)._levels
-    for c in range(len(it)):
-        routes = routes_of(of, it, spts, c)
+    of, layer_cases, spts = layer
+    series = ntp._NtpLayer(of, layer_cases, spts)._levels
+    for c in range(len(layer_cases)):
+        routes = routes_of(of, layer_cases, spts, c)
         assert len(series) == len(routes.exchanged_levels)
         for mine, level in zip(series, routes.exchanged_levels, strict=True):
             segments = {routes.segment(level, m).members: m for m in range(of.members)}
@@ -121,10 +125,10 @@ def test_first_all_to_all_sends_what_the_engine_sends(
 def test_owners_attend_to_what_the_engines_rectangles_hold(
     layer: tuple[SimulatedGroup, LayerCases, list[int]],
 ) -> None:
-    of, it, spts = layer
-    series = ntp._NtpLayer(replace(of, times=ONLY_PAIRS), it, spts)._levels
-    for c in range(len(it)):
-        routes = routes_of(of, it, spts, c)
+    of, layer_cases, spts = layer
+    series = ntp._NtpLayer(replace(of, times=ONLY_PAIRS), layer_cases, spts)._levels
+    for c in range(len(layer_cases)):
+        routes = routes_of(of, layer_cases, spts, c)
         for mine, level in zip(series, routes.exchanged_levels, strict=True):
             for number, found in enumerate(mine.sent()):
                 kind = "keys" if number < mine.micros else "queries"
@@ -152,11 +156,11 @@ def pairs_by_engine(segment: SegmentRoutes, member: int, kind: str, found: ntp.S
 def test_outputs_go_back_as_the_engine_sends_them(
     layer: tuple[SimulatedGroup, LayerCases, list[int]],
 ) -> None:
-    of, it, spts = layer
-    series = ntp._NtpLayer(of, it, spts)._levels
+    of, layer_cases, spts = layer
+    series = ntp._NtpLayer(of, layer_cases, spts)._levels
     row = of.shape.head_dim * of.itemsize + 4
-    for c in range(len(it)):
-        routes = routes_of(of, it, spts, c)
+    for c in range(len(layer_cases)):
+        routes = routes_of(of, layer_cases, spts, c)
         for mine, level in zip(series, routes.exchanged_levels, strict=True):
             for micro in range(mine.micros):
                 back_csr, pairs_sr = mine.back(micro)
@@ -175,20 +179,22 @@ def test_outputs_go_back_as_the_engine_sends_them(
 
 
 @pytest.mark.parametrize("locations", PLACES)
-def test_gates_are_the_engines_trees(locations: tuple[str, ...]) -> None:
+def test_relay_parents_are_the_engines_trees(locations: tuple[str, ...]) -> None:
     servers = [place[:3] for place in locations]
     takers = list(range(len(locations)))
     for owner in takers:
-        assert tp.gates(owner, servers, takers) == server_tree(owner, servers, takers).parents
+        assert (
+            tp.relay_parents(owner, servers, takers) == server_tree(owner, servers, takers).parents
+        )
 
 
 @pytest.mark.parametrize("same", [False, True])
 def test_sp_tp_computes_every_pair_once(same: bool) -> None:
     of = group(TWO_SERVERS, heads=8, kv_heads=2, times=ONLY_PAIRS, cores=1.0)
     of = replace(of, times=replace(ONLY_PAIRS), wiring=fast(of))
-    it = replace(exact_cases(levels=1, micro=[[3]]), same_c=np.array([same]))
+    layer_cases = replace(exact_cases(levels=1, micro=[[3]]), same_c=np.array([same]))
     tokens = 80
-    spans = simulate_tp(of, it, [20] * 4).makespan_c
+    spans = simulate_tp(of, layer_cases, [20] * 4).makespan_c
     assert spans[0] == pytest.approx(8 * tokens * (tokens + 1) / 2)
 
 
@@ -199,8 +205,8 @@ def test_exact_levels_compute_every_pair_once(levels: int, pipelined: bool) -> N
     of = group(TWO_SERVERS, times=ONLY_PAIRS, cores=1.0)
     of = replace(of, wiring=fast(of))
     micro = [[2] * levels, [1, 3, 2][:levels]]
-    it = replace(exact_cases(levels=levels, micro=micro), pipelined=pipelined)
-    spans = simulate_ntp(of, it, [20] * 4).makespan_c
+    layer_cases = replace(exact_cases(levels=levels, micro=micro), pipelined=pipelined)
+    spans = simulate_ntp(of, layer_cases, [20] * 4).makespan_c
     assert spans == pytest.approx([8 * 80 * 81 / 2] * 2)
 
 
@@ -216,7 +222,7 @@ def exact_cases(*, levels: int, micro: list[list[int]]) -> LayerCases:
         levels=levels,
         ratios_cgv=np.zeros((count, 4, levels)),
         micro_cv=np.array(micro),
-        judges_c=none,
+        scores_c=none,
         same_c=none,
         window_c=ones,
         sinks_c=ones,
@@ -228,8 +234,8 @@ def test_without_overlap_it_is_the_serial_sum() -> None:
     """Two members, one level: qkv, one exchange, attention, one exchange back, merge, linear."""
     sent = ExchangeTimes(call=3e-4, message=1e-4, byte=1e-9)
     of = group(("0-0-0", "0-1-0"), heads=2, kv_heads=2, times=replace(TIMES, exchange=sent))
-    it = replace(exact_cases(levels=1, micro=[[1]]), ratios_cgv=np.zeros((1, 2, 1)))
-    it = replace(it, pipelined=False)
+    layer_cases = replace(exact_cases(levels=1, micro=[[1]]), ratios_cgv=np.zeros((1, 2, 1)))
+    layer_cases = replace(layer_cases, pipelined=False)
     tokens, dim, size = 100, of.shape.head_dim, of.itemsize
     times, link = TIMES, of.wiring.seconds_per_byte_sr[0, 1]
     # One head each: its queries, keys and values of the other member's rows, and outputs back.
@@ -257,7 +263,9 @@ def test_without_overlap_it_is_the_serial_sum() -> None:
         + 2 * (sent.call + 2 * sent.message)
         + 2 * sent.byte * (first + back)
     )
-    assert simulate_ntp(of, it, [tokens] * 2).makespan_c[0] == pytest.approx(serial, rel=1e-12)
+    assert simulate_ntp(of, layer_cases, [tokens] * 2).makespan_c[0] == pytest.approx(
+        serial, rel=1e-12
+    )
 
 
 @settings(max_examples=examples(40))
@@ -266,12 +274,12 @@ def test_a_layer_is_never_slower_over_faster_links(
     layer: tuple[SimulatedGroup, LayerCases, list[int]], factor: float
 ) -> None:
     """Importance is sent and chosen by as well."""
-    of, it, spts = layer
+    of, layer_cases, spts = layer
     faster = replace(
         of,
         wiring=replace(of.wiring, seconds_per_byte_sr=of.wiring.seconds_per_byte_sr / factor),
     )
-    before, after = simulate_ntp(of, it, spts), simulate_ntp(faster, it, spts)
+    before, after = simulate_ntp(of, layer_cases, spts), simulate_ntp(faster, layer_cases, spts)
     assert (after.makespan_c <= before.makespan_c * (1 + 1e-12)).all()
 
 
@@ -282,7 +290,7 @@ def test_configurations_do_not_depend_on_their_company() -> None:
         for m, p in zip((1, 5, 3), ratios, strict=True)
     ]
     together = attention_seconds(of, several, 640)
-    alone = [attention_seconds(of, [one], 640)[0] for one in several]
+    alone = [attention_seconds(of, [configuration], 640)[0] for configuration in several]
     assert together.tolist() == alone
 
 

@@ -112,7 +112,7 @@ class Plain:
             elif op == Op.WAIT:
                 while not self._here(rank, argument):
                     yield next(filler, None)
-            elif op == Op.STAND:
+            elif op == Op.BLOCK:
                 while not (self._here(rank, argument) and self._gone(rank, argument)):
                     yield None
 
@@ -301,7 +301,7 @@ def _script(
     waited = rng.permutation(exchanges) if rng.random() < 0.5 else range(exchanges)
     for number in waited:
         stands = not overlap and rng.random() < 0.3
-        script.append((Op.STAND if stands else Op.WAIT, int(number)))
+        script.append((Op.BLOCK if stands else Op.WAIT, int(number)))
         script += [(Op.COMPUTE, int(rng.integers(columns))) for _ in range(rng.integers(3))]
     return [*script, (Op.FILL, 0)]
 

@@ -67,12 +67,12 @@ class Loses:
     def loss(self, settings: Sequence[Setting]) -> Amounts:
         return np.array([self._lost(setting.csa) for setting in settings])
 
-    def _lost(self, it: CsaSettings) -> float:
-        if it.lossless:
+    def _lost(self, configuration: CsaSettings) -> float:
+        if configuration.lossless:
             return 0.0
-        if it.importance_layer == "previous":
+        if configuration.importance_layer == "previous":
             return 1.0
-        ratio = max(map(max, it.drop_ratios))
+        ratio = max(map(max, configuration.drop_ratios))
         return 1e-4 + max(0.0, ratio - 0.5) * 0.2
 
 
@@ -109,19 +109,22 @@ def offered() -> tuple[StrategyChoice, ...]:
 def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     offered: tuple[StrategyChoice, ...],
 ) -> None:
-    losses = [it.loss for it in offered]
+    losses = [choice.loss for choice in offered]
     assert losses[0] == 0.0
     assert losses == sorted(losses)  # type: ignore[type-var]
     assert max(loss or 0.0 for loss in losses) <= LOSSES[-1]
     of = group_of((2, 2), 1)
     exact_s = exact_seconds(of, TOKENS)
-    for it in offered:
-        strategy, settings = parse_option(it.strategy)
+    for choice in offered:
+        strategy, settings = parse_option(choice.strategy)
         if settings is not None:
             (seconds,) = prefill_seconds(of, [settings], TOKENS)
-            assert it.permille == round(1000 * seconds / exact_s)
+            assert choice.permille == round(1000 * seconds / exact_s)
             assert strategy == ("levels" if settings.lossless else "csa")
-    least = [min(it.permille for it in offered if (it.loss or 0.0) <= bound) for bound in LOSSES]
+    least = [
+        min(choice.permille for choice in offered if (choice.loss or 0.0) <= bound)
+        for bound in LOSSES
+    ]
     assert least == sorted(least, reverse=True)
     assert least[-1] < least[0] < 1000
 
@@ -130,8 +133,8 @@ def test_what_no_measurement_could_tell_from_nothing_loses_nothing(
     offered: tuple[StrategyChoice, ...],
 ) -> None:
     assert RESOLUTION > 1e-4
-    dropping = [parse_option(it.strategy).csa for it in offered if it.loss == 0]
-    assert any(it is not None and not it.lossless for it in dropping)
+    dropping = [parse_option(choice.strategy).csa for choice in offered if choice.loss == 0]
+    assert any(csa is not None and not csa.lossless for csa in dropping)
 
 
 def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
@@ -151,13 +154,13 @@ def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
     assert bucket_ends(TOKENS) == (1 << 14, (1 << 15) - 1)
     short: Any = Short()
     found = answer(StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=short)))
-    dropping = [it.drop_ratios for one in found if (it := parse_option(one.strategy).csa)]
-    assert 0.2 < max(max(map(max, it)) for it in dropping) <= 0.4
+    dropping = [csa.drop_ratios for choice in found if (csa := parse_option(choice.strategy).csa)]
+    assert 0.2 < max(max(map(max, ratios)) for ratios in dropping) <= 0.4
 
 
 def test_only_judging_that_loses_little_is_offered(offered: tuple[StrategyChoice, ...]) -> None:
-    found = [it for one in offered if (it := parse_option(one.strategy).csa)]
-    assert {it.importance_layer for it in found if not it.lossless} == {"same"}
+    found = [csa for choice in offered if (csa := parse_option(choice.strategy).csa)]
+    assert {csa.importance_layer for csa in found if not csa.lossless} == {"same"}
 
 
 def test_what_is_given_stays_and_runs_by_parts() -> None:
@@ -165,15 +168,15 @@ def test_what_is_given_stays_and_runs_by_parts() -> None:
     given = ("levels", "tail", "pipelined")
     found = answer(csa=fixed, given=given, servers=(1, 1))
     assert found
-    for it in found:
-        strategy, settings = parse_option(it.strategy)
+    for choice in found:
+        strategy, settings = parse_option(choice.strategy)
         assert settings is not None
         assert strategy in ("csa", "sp_tp")
         assert (settings.levels, settings.tail, settings.pipelined) == (2, 100, False)
 
 
 def test_a_single_instance_is_exact_at_once() -> None:
-    assert {(it.strategy, it.loss) for it in answer(servers=(1,))} == {("ulysses", 0.0)}
+    assert {(choice.strategy, choice.loss) for choice in answer(servers=(1,))} == {("ulysses", 0.0)}
 
 
 @pytest.mark.parametrize("servers", [(2, 2), (2,)])
@@ -188,7 +191,7 @@ def test_exact_attention_is_the_quickest_of_all_ways(
     ways = exact_candidates(space, of, history)
     assert {way.strategy for way in ways} == {"ntp"} | ({"tp"} if not history else set())
     seconds = dict(zip(ways, prefill_seconds(of, ways, tokens, history).tolist(), strict=True))
-    rings = {it: ring_seconds(of, it, tokens, history) for it in RINGS}
+    rings = {ring: ring_seconds(of, ring, tokens, history) for ring in RINGS}
     least = min([*seconds.values(), *rings.values()])
     strategy, settings = parse_option(choice.strategy)
     if least >= PAYS * seconds[WHOLE]:
@@ -240,10 +243,10 @@ def test_what_was_not_simulated_is_taken_if_it_moves_least_and_nothing_is_quicke
     assert predicted.exact(asked, usual) is usual
     by_what_moves_least = predicted.options(replace(asked, bounded=True), usual)
     simulated = predicted.options(replace(asked, bounded=True), replace(usual, strategy="ulysses"))
-    assert [it.strategy.replace("ulysses", "gathered_weights") for it in simulated] == [
-        it.strategy for it in by_what_moves_least
+    assert [choice.strategy.replace("ulysses", "gathered_weights") for choice in simulated] == [
+        choice.strategy for choice in by_what_moves_least
     ]
-    (exact,) = (it for it in by_what_moves_least if it.strategy == "gathered_weights")
+    (exact,) = (choice for choice in by_what_moves_least if choice.strategy == "gathered_weights")
     assert (exact.permille, exact.loss) == (1000, 0.0)
 
 
@@ -256,21 +259,21 @@ def test_what_drops_tokens_of_longer_prompts_than_were_measured_says_so() -> Non
         accuracy=known,  # type: ignore[arg-type]
     )
     for tokens, said in ((12_288, False), (TOKENS, True)):
-        for it in answer(rules, tokens=tokens):
-            settings = parse_option(it.strategy).csa
+        for choice in answer(rules, tokens=tokens):
+            settings = parse_option(choice.strategy).csa
             drops = settings is not None and not settings.lossless
-            assert ("prompts of 16384 tokens" in it.reason) == (said and drops)
+            assert ("prompts of 16384 tokens" in choice.reason) == (said and drops)
 
 
 def test_the_reason_says_why_nothing_is_dropped() -> None:
     def reasons(least: float) -> list[str]:
         class More(Loses):
-            def _lost(self, it: CsaSettings) -> float:
-                return 0.0 if it.lossless else least + super()._lost(it)
+            def _lost(self, configuration: CsaSettings) -> float:
+                return 0.0 if configuration.lossless else least + super()._lost(configuration)
 
         more: Any = More()
         rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=more))
-        return [it.reason for it in answer(rules, servers=(2,)) if it.loss == 0]
+        return [choice.reason for choice in answer(rules, servers=(2,)) if choice.loss == 0]
 
     for least, why in (
         (0.0074, "the least loss that is offered is 0.75%"),
@@ -278,7 +281,7 @@ def test_the_reason_says_why_nothing_is_dropped() -> None:
     ):
         found = reasons(least)
         assert found
-        assert all(why in it for it in found)
+        assert all(why in reason for reason in found)
 
 
 @pytest.mark.parametrize(("ratio", "loss"), [(0.0, 0.0), (0.4, 0.0), (0.9, pytest.approx(0.0801))])

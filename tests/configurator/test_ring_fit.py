@@ -18,9 +18,11 @@ from csps.protocols.attention.ring_choice import EmpiricalRule
 def test_all_rows_of_the_papers_table() -> None:
     rule = fit_rule(TABLE_4)
     assert rule is not None
-    assert all(regret(rule, it) == 0 for it in TABLE_4)
-    without = [fit_rule([it for it in TABLE_4 if it is not left_out]) for left_out in TABLE_4]
-    missed = [regret(rule, it) for rule, it in zip(without, TABLE_4, strict=True) if rule]
+    assert all(regret(rule, point) == 0 for point in TABLE_4)
+    without = [
+        fit_rule([point for point in TABLE_4 if point is not left_out]) for left_out in TABLE_4
+    ]
+    missed = [regret(rule, point) for rule, point in zip(without, TABLE_4, strict=True) if rule]
     assert max(missed) < 0.01, "one that a rule was not fitted to"
 
 
@@ -42,7 +44,7 @@ def planted(rule: EmpiricalRule, *, noise: float, seed: int) -> list[RingPoint]:
 def test_a_planted_rule_is_found(alpha: float, beta: float, at: float, seed: int) -> None:
     """Wherever its line crosses the points: at most a twentieth of them lose more than 3 %."""
     flat = sorted(planted(EmpiricalRule(alpha=alpha, beta=beta, gamma=0), noise=0, seed=0),
-                  key=lambda it: it.gain)  # fmt: skip
+                  key=lambda point: point.gain)  # fmt: skip
     middle = flat[int(at * len(flat))].gain / 0.05
     points = planted(EmpiricalRule(alpha=alpha, beta=beta, gamma=-middle), noise=0.005, seed=seed)
     rule = fit_rule(points)

@@ -185,4 +185,6 @@ def test_bounds_are_kept_and_wider_ones_are_used() -> None:
 def test_a_bound_that_cannot_be_met_gives_the_nearest_and_says_so() -> None:
     found = answer(Objective(kind="accuracy", max_ttft_ms=0.001))
     assert not found.met
-    assert found.best.seconds == min(it.seconds for it in (*found.runners_up, found.best))
+    assert found.best.seconds == min(
+        candidate.seconds for candidate in (*found.runners_up, found.best)
+    )

@@ -133,7 +133,7 @@ def test_buckets_are_answered_in_their_order_and_for_their_groups() -> None:
         )
     )
     answer = rules.answer(asked)
-    assert [it.strategy for (it,) in answer.chosen[:2]] == ["sp_tp", "ulysses"]
+    assert [choice.strategy for (choice,) in answer.chosen[:2]] == ["sp_tp", "ulysses"]
     assert answer.chosen[0] == (choose(WIDE),)
     assert len(answer.chosen) == 3
 

@@ -25,18 +25,18 @@ def setting(ratio: float, tokens: int = 4_096, shape: str = "2+2", **csa: object
     )
 
 
-def sample(it: Setting, loss: float, questions: int = ENOUGH) -> AccuracySample:
+def sample(of: Setting, loss: float, questions: int = ENOUGH) -> AccuracySample:
     right = questions - round(loss * questions)
-    return AccuracySample(setting=it, questions=questions, right_exact=questions, right=right)
+    return AccuracySample(setting=of, questions=questions, right_exact=questions, right=right)
 
 
-def planted(it: Setting) -> float:
+def planted(of: Setting) -> float:
     """All is lost where only sinks are kept; else some, with what may be dropped and is."""
-    ((ratio,),) = it.csa.drop_ratios
-    farthest = halving(ratio, it.levels)[-1][0]
-    if kept_tokens(it.tokens // len(it.locations), farthest) <= it.csa.sinks:
+    ((ratio,),) = of.csa.drop_ratios
+    farthest = halving(ratio, of.levels)[-1][0]
+    if kept_tokens(of.tokens // len(of.locations), farthest) <= of.csa.sinks:
         return 1.0
-    return round(eligible_pairs(it.locations, it.levels) * max(0.0, ratio - 0.5), 2)
+    return round(eligible_pairs(of.locations, of.levels) * max(0.0, ratio - 0.5), 2)
 
 
 settings = st.builds(
@@ -51,14 +51,16 @@ settings = st.builds(
 
 @given(st.lists(settings, min_size=1, max_size=12, unique=True), settings)
 def test_no_less_is_said_to_be_lost_than_is(measured: list[Setting], asked: Setting) -> None:
-    evidence = Support.of([sample(it, planted(it)) for it in measured])
-    longest = max(it.tokens for it in measured)
+    support = Support.of(
+        [sample(measured_setting, planted(measured_setting)) for measured_setting in measured]
+    )
+    longest = max(measured_setting.tokens for measured_setting in measured)
     if asked.tokens <= longest:
-        assert evidence.losses([asked])[0] >= planted(asked) - 1e-9
-    for it in measured:
-        assert evidence.losses([it])[0] <= planted(it) + 1e-9
-    again = Support.of_rows(evidence.rows())
-    assert again.losses([asked]) == evidence.losses([asked])
+        assert support.losses([asked])[0] >= planted(asked) - 1e-9
+    for measured_setting in measured:
+        assert support.losses([measured_setting])[0] <= planted(measured_setting) + 1e-9
+    again = Support.of_rows(support.rows())
+    assert again.losses([asked]) == support.losses([asked])
 
 
 def test_what_no_measurement_has_dropped_is_not_chosen_whatever_is_predicted() -> None:
@@ -70,8 +72,8 @@ def test_what_no_measurement_has_dropped_is_not_chosen_whatever_is_predicted() -
 
 
 def test_few_questions_vouch_for_wide_bounds_only() -> None:
-    evidence = Support.of([sample(setting(0.9), 0.0, questions=80), sample(setting(0.8), 0.0)])
-    assert evidence.losses([setting(0.8), setting(0.85)]) == pytest.approx([0.0, 0.0458], abs=1e-4)
+    support = Support.of([sample(setting(0.9), 0.0, questions=80), sample(setting(0.8), 0.0)])
+    assert support.losses([setting(0.8), setting(0.85)]) == pytest.approx([0.0, 0.0458], abs=1e-4)
 
 
 def test_few_questions_about_what_is_harder_make_up_for_no_loss() -> None:
@@ -97,13 +99,13 @@ def test_no_ratio_is_said_to_lose_less_than_a_smaller_one(
     measured: list[tuple[int, float, bool]], shape: str
 ) -> None:
     """Whatever was measured of the same prompts and group, and of how many questions."""
-    evidence = Support.of(
+    support = Support.of(
         [
             sample(setting(ratio / 20, shape=shape), loss, questions=ENOUGH if enough else 80)
             for ratio, loss, enough in measured
         ]
     )
-    losses = evidence.losses([setting(ratio / 40, shape=shape) for ratio in range(1, 40)])
+    losses = support.losses([setting(ratio / 40, shape=shape) for ratio in range(1, 40)])
     surely = [number for number, (_, _, enough) in enumerate(measured) if enough]
     assert (losses[1:] >= losses[:-1]).all() or len(surely) < len(measured)
     for number in surely:
@@ -112,21 +114,21 @@ def test_no_ratio_is_said_to_lose_less_than_a_smaller_one(
 
 
 def test_smaller_groups_are_easier_and_larger_ones_are_not() -> None:
-    evidence = Support.of([sample(setting(0.9, shape="4+4"), 0.0)])
-    losses = evidence.losses([setting(0.9, shape=it) for it in SHAPES])
+    support = Support.of([sample(setting(0.9, shape="4+4"), 0.0)])
+    losses = support.losses([setting(0.9, shape=shape) for shape in SHAPES])
     assert losses.tolist() == [0.0, 0.0, 0.0, 0.0, UNKNOWN]
 
 
 def test_neither_a_longer_nor_a_shorter_prompt_vouches_where_fewer_tokens_are_kept() -> None:
-    evidence = Support.of([sample(setting(0.98, 8_192), 0.0), sample(setting(0.9, 1_024), 0.0)])
+    support = Support.of([sample(setting(0.98, 8_192), 0.0), sample(setting(0.9, 1_024), 0.0)])
     shorter, between = setting(0.98, 4_096), setting(0.9, 2_048)
-    assert evidence.losses([shorter, between]).tolist() == [UNKNOWN, 0.0]
+    assert support.losses([shorter, between]).tolist() == [UNKNOWN, 0.0]
 
 
 def test_prompts_longer_than_any_count_as_the_longest() -> None:
-    evidence = Support.of([sample(setting(0.9), 0.0)])
-    assert evidence.losses([setting(0.9, 1 << 17), setting(0.92, 1 << 17)]).tolist() == [0, UNKNOWN]
-    assert evidence.longest == 4_096
+    support = Support.of([sample(setting(0.9), 0.0)])
+    assert support.losses([setting(0.9, 1 << 17), setting(0.92, 1 << 17)]).tolist() == [0, UNKNOWN]
+    assert support.longest == 4_096
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ def test_prompts_longer_than_any_count_as_the_longest() -> None:
     ids=str,
 )
 def test_what_is_otherwise_than_measured_is_not_vouched_for(other: dict[str, object]) -> None:
-    evidence = Support.of([sample(setting(0.9), 0.0)])
+    support = Support.of([sample(setting(0.9), 0.0)])
     asked = [setting(0.5), setting(0.5, sinks=8, tail=100), setting(0.5, **other)]
-    assert evidence.losses(asked).tolist() == [0.0, 0.0, UNKNOWN]
+    assert support.losses(asked).tolist() == [0.0, 0.0, UNKNOWN]
 
 
 def test_without_measurements_nothing_is_vouched_for() -> None:

@@ -70,7 +70,7 @@ class Registry:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
-        line = next(it for it in self._process.stdout if it.startswith("{"))
+        line = next(line for line in self._process.stdout if line.startswith("{"))
         gangs = [gang for gang in json.loads(line).values() if gang is not None]
         return [(rank["host"], rank["port"]) for gang in gangs for rank in gang["ranks"]]
 
@@ -119,7 +119,7 @@ class Deployed:
     def rank_pids(self) -> dict[int, int]:
         """The processes of a server's only gang, by their ranks."""
         described = _answers(self.registry.rank_addresses(), "describe", RankDescription)
-        return {it.rank: it.pid for it in described}
+        return {rank.rank: rank.pid for rank in described}
 
     def kv_used(self, besides: int) -> dict[int, int]:
         """Slots that are taken on each rank of a server's only gang but one, which may stand
@@ -195,7 +195,11 @@ class Deployed:
         addresses = self.registry.rank_addresses()
         while True:
             stats = _answers(addresses, "stats", RankStats)
-            held = [it for it in stats if it.kv_used or it.requests or it.running or it.waiting]
+            held = [
+                rank
+                for rank in stats
+                if rank.kv_used or rank.requests or rank.running or rank.waiting
+            ]
             if not held or time.monotonic() > deadline:
                 return held
             time.sleep(POLL_S)

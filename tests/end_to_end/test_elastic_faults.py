@@ -81,7 +81,7 @@ def undisturbed(server: Deployed) -> dict[int, Talk]:
                 await talk.read(client)
 
     asyncio.run(read())
-    return {len(it.fields["prompt"]): it for it in talks}
+    return {len(stream.fields["prompt"]): stream for stream in talks}
 
 
 @asynccontextmanager
@@ -177,13 +177,13 @@ def test_a_rank_is_killed(
     pids = server.rank_pids()
 
     async def disturbed() -> tuple[list[Talk], float]:
-        async with scene(server, event) as it:
-            assert not any(task.done() for task in it.reading), "too late"
-            (pid,) = it.stopped if rank is None else [pids[rank]]
+        async with scene(server, event) as played:
+            assert not any(task.done() for task in played.reading), "too late"
+            (pid,) = played.stopped if rank is None else [pids[rank]]
             back_s = await asyncio.to_thread(kill_and_wait, server, pid)
-            for talk in it.talks:
+            for talk in played.talks:
                 await talk.says(talk.tokens + MORE)
-            return it.talks, back_s
+            return played.talks, back_s
 
     talks, back_s = asyncio.run(disturbed())
     server.assert_all_slots_free()

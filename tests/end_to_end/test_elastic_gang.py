@@ -64,9 +64,9 @@ async def texts(server: Deployed, requests: list[dict[str, Any]], kill: str = ""
 
 def check_answers(server: Deployed, model: Path) -> None:
     """The greedy tokens of transformers, and nothing is held afterwards."""
-    wanted = [{"prompt": it, "max_tokens": 6, "temperature": 0} for it in PROMPTS]
+    wanted = [{"prompt": prompt, "max_tokens": 6, "temperature": 0} for prompt in PROMPTS]
     tokenizer = Tokenizer(model)
-    expected = [tokenizer.decode(reference_tokens(model, it, 6)) for it in PROMPTS]
+    expected = [tokenizer.decode(reference_tokens(model, prompt, 6)) for prompt in PROMPTS]
     assert asyncio.run(texts(server, wanted)) == expected
     server.assert_all_slots_free()
 
@@ -79,8 +79,8 @@ def test_an_elastic_gang_answers_and_outlives_its_ranks(model: Path, tmp_path: P
         check_answers(server, model)
         check_cancelled_riders(server)
         wanted = [
-            {"prompt": it, "max_tokens": STREAMED, "temperature": n % 2, "seed": n}
-            for n, it in enumerate(PROMPTS)
+            {"prompt": prompt, "max_tokens": STREAMED, "temperature": n % 2, "seed": n}
+            for n, prompt in enumerate(PROMPTS)
         ]
         undisturbed = asyncio.run(texts(server, wanted))
         assert asyncio.run(texts(server, wanted, "ElasticGang")) == undisturbed

@@ -65,9 +65,9 @@ def answers(server: Deployed, bodies: list[dict[str, Any]]) -> list[dict[str, An
     async def all_of_them() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S * 4) as client:
             posts = (client.post("/v1/completions", json=body) for body in bodies)
-            return [it.raise_for_status().json() for it in await asyncio.gather(*posts)]
+            return [response.raise_for_status().json() for response in await asyncio.gather(*posts)]
 
-    return [it["choices"][0]["logprobs"] for it in asyncio.run(all_of_them())]
+    return [answer["choices"][0]["logprobs"] for answer in asyncio.run(all_of_them())]
 
 
 def spans_of(server: Deployed) -> list[RecordedSpan]:
@@ -160,7 +160,7 @@ def test_a_prompt_of_four_instances_is_decoded_by_one_and_then_by_two(
     events = {"elastic.scale_down": 1, "elastic.scale_up": 1}
     wanted = Counter({"llm_request": 1, "prefill.compute": 4, "decode.rank": 4, **events})
     deadline = time.monotonic() + DEADLINE_S
-    while not wanted <= (found := Counter(it.name for it in spans_of(server))):
+    while not wanted <= (found := Counter(span.name for span in spans_of(server))):
         assert time.monotonic() < deadline, f"only {found}"
         time.sleep(POLL_S)
     spans = spans_of(server)

@@ -53,10 +53,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 def eventually(what: str, found: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + DEADLINE_S
-    while not (it := found()):
+    while not (result := found()):
         assert time.monotonic() < deadline, what
         time.sleep(POLL_S)
-    return it
+    return result
 
 
 # --- traces ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
     for rank in named["decode.rank"]:
         assert seconds([rank]) == pytest.approx(states_s["decode"], abs=within)
     (transfer,) = named["transfer"]
-    landed_ns = max(it.end_ns for it in named["kv.landing"])
+    landed_ns = max(span.end_ns for span in named["kv.landing"])
     assert landed_ns / 1e9 == pytest.approx(transfer.end_ns / 1e9, abs=within)
     processes = {(span.service, span.rank) for span in trace.spans}
     assert processes == {
@@ -175,7 +175,7 @@ def result(client: httpx.Client, query: str) -> list[Any]:
         return []
     assert told["status"] == "success", told
     found: list[Any] = told["data"]["result"]
-    return [it for it in found if it["value"][1] not in ("NaN", "+Inf")]
+    return [sample for sample in found if sample["value"][1] not in ("NaN", "+Inf")]
 
 
 def fails(server: Deployed) -> None:

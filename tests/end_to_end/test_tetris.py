@@ -30,11 +30,15 @@ async def answers(server: Deployed) -> list[str]:
     ) as client:
         wanted = [
             client.completions.create(
-                model=MODEL, prompt=it, max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+                model=MODEL,
+                prompt=prompt,
+                max_tokens=6,
+                temperature=0,
+                extra_body={"ignore_eos": True},
             )
-            for it in PROMPTS
+            for prompt in PROMPTS
         ]
-        return [it.choices[0].text for it in await asyncio.gather(*wanted)]
+        return [answer.choices[0].text for answer in await asyncio.gather(*wanted)]
 
 
 def test_chunks_on_growing_groups_give_the_tokens_of_transformers(tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ def test_chunks_on_growing_groups_give_the_tokens_of_transformers(tmp_path: Path
         found = asyncio.run(answers(server))
         server.assert_all_slots_free()
         tokenizer = Tokenizer(model)
-        assert found == [tokenizer.decode(reference_tokens(model, it, 6)) for it in PROMPTS]
+        assert found == [tokenizer.decode(reference_tokens(model, prompt, 6)) for prompt in PROMPTS]
         check_chunks(asyncio.run(written(tmp_path / "traces")))
 
 
@@ -59,7 +63,9 @@ async def written(folder: Path) -> list[Trace]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = traces(read_spans(span_files(folder)))
-            landed = [it for it in found if any(span.name == "kv.landing" for span in it.spans)]
+            landed = [
+                trace for trace in found if any(span.name == "kv.landing" for span in trace.spans)
+            ]
             if len(landed) == len(PROMPTS) and all(map(groups, landed)):
                 return landed
             await asyncio.sleep(POLL_S)
@@ -72,7 +78,7 @@ def check_chunks(found: list[Trace]) -> None:
     assert max(map(len, chains)) > 1
     for chain in chains:
         assert all(before <= after for before, after in itertools.pairwise(chain))
-    phases = {it.attributes.get(PHASE) for trace in found for it in trace.spans}
+    phases = {span.attributes.get(PHASE) for trace in found for span in trace.spans}
     assert {"balancing", "kv transfer"} <= phases
 
 

@@ -68,7 +68,9 @@ class Talk:
     def check(self, expected: Talk) -> None:
         """As far as both go."""
         known = min(self.tokens, expected.tokens)
-        ours, theirs = ({k: it[:known] for k, it in of.told.items()} for of in (self, expected))
+        ours, theirs = (
+            {k: token_ids[:known] for k, token_ids in of.told.items()} for of in (self, expected)
+        )
         check_same(ours, theirs)
 
 

@@ -58,7 +58,7 @@ class Rendered:
     notes: str
 
     def of_kind(self, kind: str) -> Manifest:
-        """The only object of that kind."""
+        """Return the only object of that kind."""
         (found,) = [manifest for manifest in self.manifests if manifest["kind"] == kind]
         return found
 
@@ -68,13 +68,13 @@ class Rendered:
 
     @property
     def cluster(self) -> Manifest:
-        """What the RayService says about the Ray cluster."""
+        """Specification of the Ray cluster in the RayService."""
         return self.of_kind("RayService")["spec"]["rayClusterConfig"]
 
     @property
     def groups(self) -> dict[str, Manifest]:
-        """The head group and the worker groups, by name."""
-        workers = {it["groupName"]: it for it in self.cluster["workerGroupSpecs"]}
+        """Head group and worker groups by name."""
+        workers = {group["groupName"]: group for group in self.cluster["workerGroupSpecs"]}
         return {"head": self.cluster["headGroupSpec"], **workers}
 
     @property
@@ -99,7 +99,9 @@ def render(
     files = Chart.load(chart).render(values or {}, name=release, namespace=namespace)
     notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
     texts = [text for name, text in files.items() if name.endswith(".yaml")]
-    documents = [it for text in texts for it in yaml.safe_load_all(text) if it is not None]
+    documents = [
+        document for text in texts for document in yaml.safe_load_all(text) if document is not None
+    ]
     return Rendered(tuple(documents), notes)
 
 
@@ -109,5 +111,5 @@ def container(group: Manifest) -> Manifest:
 
 
 def environment(group: Manifest) -> dict[str, Manifest]:
-    """The variables of Ray's container, by name."""
-    return {it["name"]: it for it in container(group)["env"]}
+    """Return the variables of Ray's container by name."""
+    return {variable["name"]: variable for variable in container(group)["env"]}

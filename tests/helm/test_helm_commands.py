@@ -15,8 +15,8 @@ from documented_commands import ROOT, Documented, arguments, documented, fenced
 from rendered_chart import Rendered, Values, render
 
 
-def understood(it: Documented) -> argparse.Namespace:
-    """As much of Helm's command line as the documents use."""
+def understood(command: Documented) -> argparse.Namespace:
+    """Parse as much of Helm's command line as the documents use."""
     parser = argparse.ArgumentParser(prog="helm")
     parser.add_argument("action", choices=("install", "upgrade", "test"))
     parser.add_argument("names", nargs="+")
@@ -25,44 +25,45 @@ def understood(it: Documented) -> argparse.Namespace:
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--values", "-f", action="append", default=[])
-    return parser.parse_intermixed_args(arguments(it))
+    return parser.parse_intermixed_args(arguments(command))
 
 
-def values_of(told: argparse.Namespace) -> Values:
-    """Of the files, which are blocks that begin with their name, then of single settings."""
+def values_of(options: argparse.Namespace) -> Values:
+    """Return the values of the files, which are blocks that start with their name, and of single
+    settings."""
     blocks = {lines[0].removeprefix("# "): lines for _, kind, lines in fenced() if kind == "yaml"}
     values: Values = {}
-    for name in told.values:
+    for name in options.values:
         values |= yaml.safe_load("\n".join(blocks[name]))
-    for setting in told.set:
+    for setting in options.set:
         path, _, value = setting.partition("=")
         *outer, last = path.split(".")
-        reduce(lambda it, key: it.setdefault(key, {}), outer, values)[last] = value
+        reduce(lambda section, key: section.setdefault(key, {}), outer, values)[last] = value
     return values
 
 
-def installed(it: Documented) -> Rendered:
-    told = understood(it)
-    name, chart = told.names
-    return render(values_of(told), chart=ROOT / chart, release=name, namespace=told.namespace)
+def installed(command: Documented) -> Rendered:
+    options = understood(command)
+    name, chart = options.names
+    return render(values_of(options), chart=ROOT / chart, release=name, namespace=options.namespace)
 
 
 def installations() -> list[Documented]:
-    return [it for it in documented("helm") if understood(it).action != "test"]
+    return [command for command in documented("helm") if understood(command).action != "test"]
 
 
-@pytest.mark.parametrize("it", installations(), ids=str)
-def test_what_is_installed_has_all_that_other_commands_name(it: Documented) -> None:
-    """In the namespace and under the name that they say."""
-    rendered, told = installed(it), understood(it)
+@pytest.mark.parametrize("command", installations(), ids=str)
+def test_what_is_installed_has_all_that_other_commands_name(command: Documented) -> None:
+    """Look in the namespace and under the name that they give."""
+    rendered, options = installed(command), understood(command)
     assert rendered.of_kind("Pod")["metadata"]["annotations"]["helm.sh/hook"] == "test"
     service = rendered.of_kind("RayService")["metadata"]["name"]
     (wait,) = documented("kubectl")
     assert f"rayservice/{service}" in wait.words
     tests = [understood(other) for other in documented("helm")]
     for asked in (other for other in tests if other.action == "test"):
-        assert (asked.names, asked.namespace) == (told.names[:1], told.namespace)
-    assert wait.words[wait.words.index("-n") + 1] == told.namespace
+        assert (asked.names, asked.namespace) == (options.names[:1], options.namespace)
+    assert wait.words[wait.words.index("-n") + 1] == options.namespace
 
 
 def test_single_settings_reach_the_chart() -> None:
@@ -71,11 +72,11 @@ def test_single_settings_reach_the_chart() -> None:
     assert image.startswith("registry.example.org/csps:")
 
 
-@pytest.mark.parametrize("it", documented("kubectl"), ids=str)
-def test_kubectl_understands_its_words(it: Documented, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", documented("kubectl"), ids=str)
+def test_kubectl_commands_parse(command: Documented, tmp_path: Path) -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
-    words = [kubectl, *arguments(it), "--help"]  # which it heeds after it has read all others
+    words = [kubectl, *arguments(command), "--help"]  # which it heeds after it has read all others
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

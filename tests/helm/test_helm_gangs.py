@@ -18,7 +18,8 @@ ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang", "elastic": "ElasticGa
 
 
 def ray_resources(group: dict[str, Any]) -> dict[str, float]:
-    """What the nodes of a group offer to Ray, as `ray start` gets it from KubeRay's shell."""
+    """Return what the nodes of a group offer to Ray, as `ray start` gets it from KubeRay's
+    shell."""
     params = group["rayStartParams"]
     quoted = params["resources"]
     assert quoted[0] == quoted[-1] == "'"
@@ -27,19 +28,19 @@ def ray_resources(group: dict[str, Any]) -> dict[str, float]:
 
 
 def demands(rendered: Rendered) -> dict[str, dict[str, float]]:
-    """What one replica of each deployment asks of Ray."""
+    """Return what one replica of each deployment requests of Ray."""
     return {
-        it["name"]: {
-            "CPU": it["ray_actor_options"]["num_cpus"],
-            "GPU": it["ray_actor_options"].get("num_gpus", 0),
-            **it["ray_actor_options"]["resources"],
+        deployment["name"]: {
+            "CPU": deployment["ray_actor_options"]["num_cpus"],
+            "GPU": deployment["ray_actor_options"].get("num_gpus", 0),
+            **deployment["ray_actor_options"]["resources"],
         }
-        for it in rendered.application["deployments"]
+        for deployment in rendered.application["deployments"]
     }
 
 
 def places(offer: dict[str, float], demand: dict[str, float]) -> int:
-    """Replicas that one node can take."""
+    """Return the number of replicas that fit on one node."""
     return min(int(offer.get(name, 0) / need) for name, need in demand.items() if need)
 
 
@@ -54,7 +55,9 @@ def test_a_gang_fills_its_pods_and_fits_no_others(values: Values) -> None:
     assert set(rendered.groups) == {"head", *settings.gangs}
     for role, section in settings.gangs.items():
         demand = demands(rendered)[ROLES[role]]
-        fits = {name: places(ray_resources(it), demand) for name, it in rendered.groups.items()}
+        fits = {
+            name: places(ray_resources(group), demand) for name, group in rendered.groups.items()
+        }
         group = rendered.groups[role]
         assert fits.pop(role) * group["replicas"] == section.ranks
         assert set(fits.values()) == {0}
@@ -63,7 +66,9 @@ def test_a_gang_fills_its_pods_and_fits_no_others(values: Values) -> None:
 
 def test_router_configurator_and_registry_fit_on_the_head_and_nowhere_else() -> None:
     rendered = render()
-    shells = {name: it for name, it in demands(rendered).items() if name not in ROLES.values()}
+    shells = {
+        name: demand for name, demand in demands(rendered).items() if name not in ROLES.values()
+    }
     offers = {name: ray_resources(group) for name, group in rendered.groups.items()}
     for demand in shells.values():
         assert places(offers["head"], demand) >= len(shells)
@@ -77,7 +82,7 @@ def test_deployments_are_those_of_the_application(values: Values) -> None:
     router: Any = built._bound_deployment
     _, _, registry, configurator = router.init_args
     bound = (built, registry, configurator, *router.init_kwargs["gangs"])
-    assert {it._bound_deployment.name for it in bound} == set(demands(rendered))
+    assert {application._bound_deployment.name for application in bound} == set(demands(rendered))
 
 
 def test_cpu_and_memory_follow_from_ranks_and_threads() -> None:
@@ -118,18 +123,18 @@ def test_a_gang_that_does_not_fill_its_pods_is_refused() -> None:
         render({"prefill": {"instances": 3, "ranksPerPod": 2}})
 
 
-def test_pods_are_one_server_unless_said_otherwise() -> None:
+def test_pods_are_one_server_unless_configured_otherwise() -> None:
     for group in render(GPUS).groups.values():
         assert "labels" not in group
 
 
 def test_each_pod_can_be_a_server() -> None:
-    """Every group is one labelled pod, and together they hold the gang."""
+    """Every group is one labeled pod, and together they run the gang."""
     rendered = render({**GPUS, "topology": {"podsAreServers": True}})
     assert set(rendered.groups) == {"head", "prefill-0", "prefill-1", "decode-0"}
     settings = Settings.model_validate(rendered.application["args"])
     for role in settings.gangs:
-        pods = [it for name, it in rendered.groups.items() if name.startswith(role)]
+        pods = [group for name, group in rendered.groups.items() if name.startswith(role)]
         demand = demands(rendered)[ROLES[role]]
         ranks = [places(ray_resources(pod), demand) for pod in pods]
         assert {pod["replicas"] for pod in pods} == {1}
@@ -141,7 +146,7 @@ def test_each_pod_can_be_a_server() -> None:
         assert len(Topology.of(ids).servers) == len(pods)
 
 
-def test_pods_that_cut_an_instance_in_two_are_no_servers() -> None:
+def test_pods_that_split_an_instance_cannot_be_servers() -> None:
     prefill = {"instances": 2, "tp": 4, "ranksPerPod": 2}
     with pytest.raises(HelmRenderError, match=r"pods of 2 ranks cut instances of 4 \(tp\) in two"):
         render({"prefill": prefill, "topology": {"podsAreServers": True}})

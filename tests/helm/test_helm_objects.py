@@ -21,7 +21,7 @@ VARIANTS = pytest.mark.parametrize(
 )
 CUSTOM_KINDS = {"RayService", "ServiceMonitor"}
 RAYSERVICE_FIELDS = {"upgradeStrategy", "serveService", "serveConfigV2", "rayClusterConfig"}
-"""What the chart uses of KubeRay's v1 API, read off its reference."""
+"""Fields of KubeRay's v1 API that the chart uses, from its reference."""
 CLUSTER_FIELDS = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 HEAD_FIELDS = {"rayStartParams", "template"}
 WORKER_FIELDS = HEAD_FIELDS | {"groupName", "replicas", "minReplicas", "maxReplicas"}
@@ -39,7 +39,7 @@ def validate(manifest: dict[str, Any]) -> None:
 def test_lint_finds_nothing(values: Values) -> None:
     report = lint(CHART, values, strict=True)
     assert report["errors"] == []
-    assert [it for it in report["messages"] if it["severity"] > 1] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
 @VARIANTS
@@ -77,7 +77,7 @@ def test_rayservice_has_only_fields_of_kuberay(values: Values) -> None:
     for group in rendered.cluster["workerGroupSpecs"]:
         assert set(group) == WORKER_FIELDS
     for group in rendered.groups.values():
-        assert all(type(it) is str for it in group["rayStartParams"].values())
+        assert all(type(value) is str for value in group["rayStartParams"].values())
 
 
 def test_optional_objects_are_off_by_default() -> None:
@@ -107,7 +107,7 @@ def test_budget_and_monitor_select_the_pods_they_mean() -> None:
     assert budget["matchExpressions"][0]["values"] == list(labels)
     scraped = rendered.of_kind("Service")
     selected = [
-        name for name, it in labels.items() if scraped["spec"]["selector"].items() <= it.items()
+        name for name, own in labels.items() if scraped["spec"]["selector"].items() <= own.items()
     ]
     assert selected == ["head"]
     wanted = rendered.of_kind("ServiceMonitor")["spec"]["selector"]["matchLabels"]
@@ -123,7 +123,7 @@ def test_everything_leads_to_the_service_that_the_operator_makes(values: Values)
         f"http://{name}:{port['port']}/health"
     )
     for group in rendered.groups.values():
-        ports = {it["name"]: it["containerPort"] for it in container(group)["ports"]}
+        ports = {port["name"]: port["containerPort"] for port in container(group)["ports"]}
         assert ports["serve"] == port["targetPort"]
     if "Ingress" in rendered.kinds:
         (rule,) = rendered.of_kind("Ingress")["spec"]["rules"]
@@ -191,14 +191,17 @@ def test_volumes_of_the_values_are_in_every_pod(path: str | None) -> None:
     rendered = render({"pods": more, **model})
     own = [] if path is None else ["model"]
     for group in rendered.groups.values():
-        assert [it["name"] for it in group["template"]["spec"]["volumes"]] == [*own, "times"]
+        assert [volume["name"] for volume in group["template"]["spec"]["volumes"]] == [
+            *own,
+            "times",
+        ]
         assert container(group)["volumeMounts"][-1] == mount
         assert len(container(group)["volumeMounts"]) == len(own) + 1
     assert "volumes" not in render().groups["head"]["template"]["spec"]
 
 
-def test_where_pods_go_is_said_by_section() -> None:
-    """Nodes are chosen for each gang and for the head."""
+def test_each_section_chooses_the_nodes_of_its_pods() -> None:
+    """Each gang and the head choose their nodes."""
     where = {
         "nodeSelector": {"gpu": "h100"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
@@ -229,7 +232,7 @@ def test_image_names_no_registry_by_default() -> None:
 def images(rendered: Rendered) -> set[str]:
     specs = [group["template"]["spec"] for group in rendered.groups.values()]
     specs.append(rendered.of_kind("Pod")["spec"])
-    return {it["image"] for spec in specs for it in spec["containers"]}
+    return {container["image"] for spec in specs for container in spec["containers"]}
 
 
 def test_versions_are_those_of_the_package() -> None:

@@ -40,7 +40,7 @@ def test_generated_secrets_are_long_and_differ() -> None:
 
 
 def test_an_upgrade_keeps_what_is_stored(tmp_path: Path) -> None:
-    """No cluster answers `lookup` here, so its answer is put in its place."""
+    """No cluster answers `lookup` here, so the test replaces its answer."""
     chart = tmp_path / "csps"
     shutil.copytree(CHART, chart)
     template = chart / "templates" / "secret.yaml"

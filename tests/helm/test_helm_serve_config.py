@@ -23,7 +23,7 @@ def settings(values: Values | None = None) -> Settings:
 
 @pytest.mark.parametrize("values", [{}, GPUS, ELASTIC], ids=["defaults", "gpus", "elastic"])
 def test_check_config_accepts_it(values: Values, tmp_path: Path) -> None:
-    """The application's own check refuses every key that Serve or the settings do not know."""
+    """The application's own check rejects every key that Serve or the settings do not know."""
     path = tmp_path / "serve.yaml"
     path.write_text(render(values).serve_config_text)
     config = read_config(path)
@@ -38,15 +38,18 @@ def test_workers_have_a_proxy_of_their_own() -> None:
 
 def test_half_sent_headers_have_a_deadline_on_every_pod() -> None:
     for group in render().groups.values():
-        variables = {name: it.get("value") for name, it in environment(group).items()}
+        variables = {name: variable.get("value") for name, variable in environment(group).items()}
         assert variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == HOOK
         period = float(variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"])
         assert period == HEALTH_CHECK_PERIOD_S
 
 
 def test_the_router_has_one_event_loop() -> None:
-    """What the chart says about a deployment's actor replaces what the code says."""
-    options = {it["name"]: it["ray_actor_options"] for it in render().application["deployments"]}
+    """The chart's options of a deployment's actor replace the code's."""
+    options = {
+        deployment["name"]: deployment["ray_actor_options"]
+        for deployment in render().application["deployments"]
+    }
     assert options["Router"]["runtime_env"] == {"env_vars": ONE_LOOP}
 
 

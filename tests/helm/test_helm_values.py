@@ -26,7 +26,7 @@ FREE = AS_IN_KUBERNETES | {"extraSettings", "global", "scheduling", "tolerations
 
 
 def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of the schema, with the dotted path to it."""
+    """Yield every object of the schema, with its dotted path."""
     if schema.get("type") == "object":
         yield path, schema
     for name, child in schema.get("properties", {}).items():

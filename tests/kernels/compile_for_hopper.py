@@ -15,8 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from csps.kernels import triton_attention, triton_blocks, triton_importance, triton_merge
-from csps.kernels import triton_attention as triton_decode
-from csps.kernels import triton_importance as triton_selection
 from csps.kernels.triton_blocks import padded_dim
 
 POINTERS = {
@@ -24,7 +22,7 @@ POINTERS = {
     **dict.fromkeys(["least", "most", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"], "*i32"),
     **dict.fromkeys(["out", "lse", "outs", "lses", "other", "other_lse", "sums"], "*fp32"),
     "values": "*fp32",
-    "pieces": "*i32",
+    "runs": "*i32",
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q", "cu_seqlens_k")
@@ -101,10 +99,10 @@ def main() -> None:
     for dtype, dim, group in ((half, 128, 4), (full, 64, 7)):
         tiling = triton_attention.choose_tiling(dtype, dim, group, 1)
         report(
-            triton_decode._decode_kernel, dtype, tiling.warps, tiling.stages, GROUP=group,
+            triton_attention._decode_kernel, dtype, tiling.warps, tiling.stages, GROUP=group,
             HEAD_DIM=dim, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
         )  # fmt: skip
-    report(triton_selection._top_tokens_kernel, full, 8, BLOCK=triton_selection.BLOCK)
+    report(triton_importance._top_tokens_kernel, full, 8, BLOCK=triton_importance.BLOCK)
     for varlen in (True, False):
         report(
             triton_blocks._extremes_kernel, full, VARLEN=varlen, BLOCK=18, SPAN=32,

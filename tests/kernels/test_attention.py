@@ -79,7 +79,7 @@ def test_strided_inputs_and_permuted_heads_are_read_where_they_lie() -> None:
     qkv = torch.randn(90, 8, 32, dtype=torch.float64)
     q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
     check(q, k, v, q_positions=torch.arange(90), k_positions=torch.arange(90))
-    sparse = [x.permute(1, 2, 0).contiguous().permute(2, 0, 1) for x in (q, k, v)]
+    sparse = [tensor.permute(1, 2, 0).contiguous().permute(2, 0, 1) for tensor in (q, k, v)]
     check(*sparse, q_positions=torch.arange(90), k_positions=torch.arange(90))
 
 
@@ -118,7 +118,7 @@ def test_cu_seqlens_may_be_a_tensor() -> None:
         ([(3, 32), (5, 2, 8)], "ff", (3, 5)),  # heads not split
     ],
 )
-def test_what_does_not_belong_together_is_refused(
+def test_arguments_that_do_not_match_are_refused(
     shapes: list[tuple[int, ...]], dtypes: str, positions: tuple[int, int]
 ) -> None:
     kinds = {"f": torch.float32, "d": torch.float64}

@@ -1,4 +1,4 @@
-"""Which back end is asked, and that importing the public functions needs no Triton."""
+"""The choice of a backend, and that importing the public functions needs no Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from csps.kernels import cpu_attention, flash_attention
 from csps.kernels.attention import attention_backend
 
 
-def test_cpu_tensors_go_to_the_cpu_back_end() -> None:
+def test_cpu_tensors_select_the_cpu_backend() -> None:
     assert attention_backend(torch.zeros(1, 1, 8), None, None, None) is cpu_attention.attention
 
 
@@ -24,12 +24,12 @@ def test_cpu_attention_works_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from csps.kernels import attention, importance, merge, selection\n"
+        "from csps.kernels import attention, importance, merge\n"
         "x = torch.ones(3, 1, 8)\n"
         "out, lse = attention.attention(x, x, x, q_positions=range(3), k_positions=range(3))\n"
         "merge.merge([out], [lse])\n"
         "score = importance.importance(x, x, lse, q_positions=None, k_positions=None)\n"
-        "selection.select(score, 2)\n"
+        "importance.select(score, 2)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -48,7 +48,7 @@ def test_cpu_attention_works_without_triton() -> None:
         (torch.arange(8), torch.arange(8), False),  # not known without waiting for the device
     ],
 )
-def test_flash_attn_is_asked_only_for_masks_it_can_express(
+def test_flash_attn_applies_only_to_masks_it_can_express(
     q_positions: range | torch.Tensor | None,
     k_positions: range | torch.Tensor | None,
     applies: bool,
@@ -63,7 +63,7 @@ def test_flash_attn_is_asked_only_for_masks_it_can_express(
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """The library's contract: batch first, causal from the bottom right, lse in fp32."""
+    """Follow the library's contract: batch first, causal from the bottom right, lse in fp32."""
     ends = torch.arange(k.shape[1] - q.shape[1], k.shape[1]), torch.arange(k.shape[1])
     q_positions, k_positions = ends if options["causal"] else (None, None)
     out, lse = dense_attention(

@@ -1,5 +1,4 @@
-"""Many rows over a paged cache, each against the fp64 oracle; Triton in its interpreter or on a
-GPU."""
+"""Decode attention of many rows over a slotted cache against the fp64 oracle, CPU and Triton."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 from property_examples import examples
 from torch import Tensor
 
-from csps.kernels import cpu_attention as cpu_decode
+from csps.kernels import cpu_attention
 from csps.kernels.arguments import SlotRun, SlotRuns
 from csps.kernels.attention import decode_attention
 
 pytest.importorskip("triton")
 
-from csps.kernels import triton_attention as triton_decode
+from csps.kernels import triton_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 120
@@ -41,7 +40,7 @@ class Case:
         unseen = torch.ones(SLOTS, dtype=torch.bool)
         for _, begin, end in self.runs:
             unseen[begin:end] = False
-        k[unseen] = v[unseen] = torch.nan  # a pool's memory is not initialised
+        k[unseen] = v[unseen] = torch.nan  # the memory of a pool is not initialized
         return q.to(dtype), k.to(dtype), v.to(dtype)
 
     def expected(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -49,9 +48,8 @@ class Case:
         out = torch.zeros(q.shape, dtype=torch.float64)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
         for row in range(self.rows):
-            slots = [
-                slot for it, begin, end in self.runs for slot in range(begin, end) if it == row
-            ]
+            own_runs = [run for run in self.runs if run[0] == row]
+            slots = [slot for _, begin, end in own_runs for slot in range(begin, end)]
             if slots:
                 part = dense_attention(
                     q[row : row + 1], k[slots], v[slots], q_positions=None, k_positions=None
@@ -93,32 +91,34 @@ def test_triton_equals_the_definition(case: Case, longest: int) -> None:
     runs = SlotRuns(case.rows, case.runs)
     if not runs.tokens:
         return
-    tensors = [x.to(DEVICE) for x in case.tensors(torch.float32)]
+    tensors = [tensor.to(DEVICE) for tensor in case.tensors(torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_decode, "piece_length", lambda work, programs: longest)
-        got = triton_decode.decode_attention(*tensors, runs, case.dim**-0.5)
+        patch.setattr(triton_attention, "split_length", lambda work, processors: longest)
+        got = triton_attention.decode_attention(*tensors, runs, case.dim**-0.5)
     check(got, case, torch.float32, 1e-5)
 
 
 @given(case=cases(), longest=st.integers(1, 50))
-def test_pieces_are_the_runs_cut(case: Case, longest: int) -> None:
-    pieces, row_n = SlotRuns(case.rows, case.runs).pieces(torch.device("cpu"), longest)
-    assert row_n.tolist() == pieces[:, 0].tolist()
-    assert all(0 < end - begin <= longest for _, begin, end in pieces.tolist())
+def test_split_runs_cover_the_same_slots(case: Case, longest: int) -> None:
+    splits, row_n = SlotRuns(case.rows, case.runs).split(torch.device("cpu"), longest)
+    assert row_n.tolist() == splits[:, 0].tolist()
+    assert all(0 < end - begin <= longest for _, begin, end in splits.tolist())
 
     def slots(runs: list[SlotRun]) -> list[tuple[int, int]]:
         return [(row, slot) for row, begin, end in runs for slot in range(begin, end)]
 
-    assert slots(pieces.tolist()) == slots(list(case.runs))
+    assert slots(splits.tolist()) == slots(list(case.runs))
 
 
-@pytest.mark.parametrize("backend", [cpu_decode.decode_attention, triton_decode.decode_attention])
+@pytest.mark.parametrize(
+    "backend", [cpu_attention.decode_attention, triton_attention.decode_attention]
+)
 def test_cache_with_heads_outside_of_slots(backend: Callable[..., tuple[Tensor, Tensor]]) -> None:
     case = Case(2, ((0, 3, 80), (1, 80, 120)), 4, 2, 16)
-    q, k, v = (x.to(DEVICE) for x in case.tensors(torch.float32))
-    if backend is cpu_decode.decode_attention:
+    q, k, v = (tensor.to(DEVICE) for tensor in case.tensors(torch.float32))
+    if backend is cpu_attention.decode_attention:
         q, k, v = q.cpu(), k.cpu(), v.cpu()
-    k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
+    k, v = (cache.transpose(0, 1).contiguous().transpose(0, 1) for cache in (k, v))
     check(backend(q, k, v, SlotRuns(2, case.runs), 0.25), case, torch.float32, 1e-5)
 
 
@@ -129,7 +129,7 @@ def test_bf16_answers_in_fp32() -> None:
     check((out, lse), case, torch.bfloat16, 2e-2)
 
 
-def test_rows_and_slots_must_belong_together() -> None:
+def test_rows_and_slots_of_different_counts_are_refused() -> None:
     q, k = torch.zeros(2, 4, 8), torch.zeros(9, 2, 8)
-    with pytest.raises(ValueError, match="2 query rows, and slots of 3"):
+    with pytest.raises(ValueError, match="2 query rows need as many rows of slots, not 3"):
         decode_attention(q, k, k, SlotRuns(3, ((0, 0, 4),)))

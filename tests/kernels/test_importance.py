@@ -13,7 +13,7 @@ from property_examples import examples
 from token_layouts import LAYOUTS, SMALL_LAYOUTS, batches, random_qkv
 from torch import Tensor
 
-from csps.kernels import cpu_attention as cpu_importance
+from csps.kernels import cpu_attention
 from csps.kernels.importance import column_sums, importance, seeing_queries
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -42,15 +42,14 @@ def test_variable_length_batches(batch: dict[str, Any]) -> None:
     check(q, k, **batch)
 
 
-def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_importance, "TILE_ROWS", 14)
-    monkeypatch.setattr(cpu_importance, "TILE_KEYS", 9)
+def test_tile_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "TILE_ROWS", 14)
+    monkeypatch.setattr(cpu_attention, "TILE_KEYS", 9)
     q, k, _ = random_qkv(4, 60, 90, heads=6)
     check(q, k, q_positions=torch.arange(30, 90), k_positions=torch.arange(90))
 
 
-def test_every_row_gives_away_one() -> None:
-    """A probability distribution a row: all column sums together count rows and heads."""
+def test_column_sums_add_up_to_one_per_row_and_head() -> None:
     q, k, _ = random_qkv(5, 50, 50)
     positions: dict[str, Any] = {"q_positions": range(50), "k_positions": range(50)}
     lse_ht = dense_attention(q, k, k, q_positions=torch.arange(50), k_positions=torch.arange(50))[1]
@@ -100,7 +99,7 @@ def test_triton_layouts(layout: str, triton_device: str) -> None:
 def test_triton_variable_length_batches(
     triton_device: str, batch: dict[str, Any], all_seen: bool
 ) -> None:
-    q, k, _ = (x.float() for x in batch.pop("qkv"))
+    q, k, _ = (tensor.float() for tensor in batch.pop("qkv"))
     if all_seen:
         batch |= {"q_positions": None, "k_positions": None}
     if len(q) and len(k):
@@ -112,7 +111,7 @@ def test_triton_variable_length_batches(
 def test_triton_keys_of_earlier_members(
     heads: int, queries: int, earlier: int, triton_device: str
 ) -> None:
-    """Without positions, by the LSE over more keys than are given: as judges ask others."""
+    """Pass no positions and the LSE over more keys than are given, as importance scorers do."""
     from csps.kernels import triton_importance
 
     q, k, v = random_qkv(9, queries, earlier + queries, heads=heads, dtype=torch.float32)

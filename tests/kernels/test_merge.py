@@ -1,4 +1,4 @@
-"""Merging: attention over parts equals attention over the whole, whatever the parts."""
+"""Merging: attention over any parts of the keys equals attention over all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LSE = st.sampled_from([-torch.inf, -1e4, -3.0, 0.0, 2.5, 1e4])
 
 
 def part(lses: list[float], seed: int) -> Part:
-    """One part of one head; a row that saw nothing has out 0."""
+    """Return one part of one head; a row that saw nothing has out 0."""
     lse_ht = torch.tensor([lses], dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     out_thd = torch.randn(len(lses), 1, 4, generator=generator, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_a_part_that_saw_nothing_changes_nothing(parts: list[Part]) -> None:
 
 @given(part_lists())
 def test_accumulating_in_place_is_the_same(parts: list[Part]) -> None:
-    out_thd, lse_ht = (x.clone() for x in parts[0])
+    out_thd, lse_ht = (tensor.clone() for tensor in parts[0])
     for other_thd, other_ht in parts[1:]:
         merge_into(out_thd, lse_ht, other_thd, other_ht)
     assert_same((out_thd, lse_ht), merged(parts))
@@ -76,7 +76,7 @@ def test_accumulating_in_place_is_the_same(parts: list[Part]) -> None:
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parts_of_the_keys_equal_the_whole(shift: float, dtype: torch.dtype) -> None:
-    """Key 0 is aligned with the queries so that scores move by +-1e4 where it is asked."""
+    """Align dimension 0 of queries and keys so that all scores move by `shift`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(50, 2, 16, generator=generator, dtype=dtype) for _ in range(3))
     q[..., 0], k[..., 0] = 100.0, shift / 100.0
@@ -110,7 +110,6 @@ def test_merge_refuses_unequal_lists() -> None:
 
 
 def test_parts_may_come_in_half_precision() -> None:
-    """As they do over the wire."""
     parts = [some_rows(9, seed) for seed in range(3)]
     want = merged([(out.bfloat16().float(), lse) for out, lse in parts])
     halves = [(out.bfloat16(), lse) for out, lse in parts]
@@ -122,7 +121,7 @@ def test_parts_may_come_in_half_precision() -> None:
 
 
 def some_rows(rows: int, seed: int) -> Part:
-    """Six heads of 24, of which a third saw nothing."""
+    """Return six heads of dim 24; a third of the rows saw nothing."""
     generator = torch.Generator().manual_seed(seed)
     lse_ht = torch.randn(6, rows, generator=generator)
     lse_ht[torch.rand(6, rows, generator=generator) < 0.3] = -torch.inf
@@ -149,7 +148,7 @@ def test_a_part_with_rows_for_some_tokens_leaves_the_others_alone() -> None:
 
 
 def block(x_thd: Tensor, x_ht: Tensor, device: str) -> tuple[Part, Part]:
-    """A copy of a part as rows of one prompt and heads of one owner, and the whole around it."""
+    """Copy a part into a block of rows and heads; return the block and the whole around it."""
     tokens, heads, dim = x_thd.shape
     rows, owned = slice(3, 3 + tokens), slice(2, 2 + heads)
     whole_thd = torch.full((tokens + 10, heads + 3, dim), 7.0)
@@ -160,15 +159,15 @@ def block(x_thd: Tensor, x_ht: Tensor, device: str) -> tuple[Part, Part]:
 
 
 def assert_nothing_beside(part: Part, whole: Part) -> None:
-    """All around the block is as it was."""
+    """Check that nothing around the block has changed."""
     for inside, around in zip(part, whole, strict=True):
         inside.fill_(7.0)
         assert (around == 7.0).all()
 
 
 def dense_parts(cuts: list[int], shift: float = 0.0) -> tuple[list[Part], Part]:
-    """fp64 attention of 50 queries, the first five of them blind, over parts of the keys, the
-    last part first, and over all keys."""
+    """Attend 50 queries in fp64, of which the first five see nothing, over parts of the keys (the
+    last part first) and over all keys."""
     generator = torch.Generator().manual_seed(0)
     shapes = (50, 6, 24), (50, 3, 24), (50, 3, 24)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -184,9 +183,9 @@ def dense_parts(cuts: list[int], shift: float = 0.0) -> tuple[list[Part], Part]:
 
 
 def assert_near_fp64(got: Sequence[Tensor], want: Sequence[Tensor], shift: float = 0.0) -> None:
-    """At |lse| = 1e4 fp32 has three decimals."""
-    atol = 2e-2 if shift else 1e-5
-    torch.testing.assert_close([x.cpu().double() for x in got], list(want), atol=atol, rtol=1e-6)
+    atol = 2e-2 if shift else 1e-5  # at |lse| = 1e4 fp32 has three decimals
+    found = [tensor.cpu().double() for tensor in got]
+    torch.testing.assert_close(found, list(want), atol=atol, rtol=1e-6)
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
@@ -222,12 +221,12 @@ def test_triton_merges_stacked_parts_of_the_keys(shift: float, triton_device: st
     from csps.kernels import triton_merge
 
     parts, want = dense_parts([0, 7, 7, 30, 50], shift)
-    outs, lses = (torch.stack(x).float().to(triton_device) for x in zip(*parts, strict=True))
+    outs, lses = (torch.stack(side).float().to(triton_device) for side in zip(*parts, strict=True))
     assert_near_fp64(triton_merge.merge_stacked(outs, lses), want, shift)
 
 
 PartsOfRows = tuple[list[int], list[list[float]], int]
-"""The row of each part, the part's LSEs by head, and rows, of which some may have no part."""
+"""Row of each part, LSEs of each part by head, and number of rows; some may have no part."""
 
 
 @st.composite
@@ -244,7 +243,7 @@ def parts_of_rows(draw: st.DrawFn) -> PartsOfRows:
 def test_parts_of_rows_are_merged_row_by_row(
     case: tuple[list[int], list[list[float]], int],
 ) -> None:
-    """In Triton as well, by one kernel."""
+    """Merge on the CPU, and in Triton by one kernel."""
     from csps.kernels import triton_merge
 
     rows_of_parts, lses, rows = case
@@ -254,7 +253,7 @@ def test_parts_of_rows_are_merged_row_by_row(
     out_nhd.masked_fill_((lse_nh == -torch.inf)[..., None], 0.0)
     out_rhd, lse_rh = merge_rows(out_nhd, lse_nh, row_n, rows)
     for row in range(rows):
-        own = [part for part, it in enumerate(rows_of_parts) if it == row]
+        own = [part for part, row_of_part in enumerate(rows_of_parts) if row_of_part == row]
         if not own:
             assert (lse_rh[row] == -torch.inf).all()
             assert not out_rhd[row].any()
@@ -262,8 +261,7 @@ def test_parts_of_rows_are_merged_row_by_row(
         want = merge([out_nhd[part][None] for part in own], [lse_nh[part][:, None] for part in own])
         assert_same((out_rhd[row][None], lse_rh[row][:, None]), want)
     got = triton_merge.merge_rows(
-        *(x.float().to(DEVICE) for x in (out_nhd, lse_nh)), row_n.to(DEVICE), rows
+        out_nhd.float().to(DEVICE), lse_nh.float().to(DEVICE), row_n.to(DEVICE), rows
     )
-    torch.testing.assert_close(
-        [x.cpu().double() for x in got], [out_rhd, lse_rh], atol=2e-3, rtol=1e-5
-    )
+    found = [tensor.cpu().double() for tensor in got]
+    torch.testing.assert_close(found, [out_rhd, lse_rh], atol=2e-3, rtol=1e-5)

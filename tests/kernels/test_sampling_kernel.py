@@ -1,4 +1,4 @@
-"""Drawing a batch: every row as if it were alone, and as it was drawn before there were batches."""
+"""Sampling a batch: every row as if it were alone, and as the one-row reference samples it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILTERS = st.builds(
 
 
 def scores_of(seed: int, rows: int, vocab: int, levels: int | None = None) -> Tensor:
-    """Random scores; with `levels`, many equal ones and some -inf."""
+    """Return random scores; with `levels`, many equal ones and some -inf."""
     scores = 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     if levels is None:
         return scores
@@ -37,7 +37,7 @@ def scores_of(seed: int, rows: int, vocab: int, levels: int | None = None) -> Te
 
 
 def reference(scores_v: Tensor, filters: Filters, u: float) -> int:
-    """One row by sorting all of it: (-score, id) is the order of likelihood."""
+    """Sample one row by sorting all of it: (-score, id) is the order of likelihood."""
     order = sorted(range(len(scores_v)), key=lambda token: (-float(scores_v[token]), token))
     if 0 < filters.top_k < len(order):
         edge = scores_v[order[filters.top_k - 1]]
@@ -47,11 +47,11 @@ def reference(scores_v: Tensor, filters: Filters, u: float) -> int:
         count = 1 + int((probs.cumsum(0)[:-1] < filters.top_p).sum())
         order, probs = order[:count], probs[:count]
     likely = probs >= filters.min_p * probs.max()
-    kept = sorted(
-        (token, float(p)) for token, p, stays in zip(order, probs, likely, strict=True) if stays
+    left = sorted(
+        (token, float(p)) for token, p, is_left in zip(order, probs, likely, strict=True) if is_left
     )
-    aim, mass = u * math.fsum(p for _, p in kept), 0.0
-    for token, p in kept:
+    aim, mass = u * math.fsum(p for _, p in left), 0.0
+    for token, p in left:
         mass += p
         if mass > aim:
             return token
@@ -66,7 +66,7 @@ def reference(scores_v: Tensor, filters: Filters, u: float) -> int:
     seed=st.integers(0, 1000),
     block=st.sampled_from([1, 1000, 1 << 17]),
 )
-def test_every_row_is_drawn_as_if_it_were_alone(
+def test_every_row_is_sampled_as_if_it_were_alone(
     filters: list[Filters], vocab: int, levels: int | None, seed: int, block: int
 ) -> None:
     scores_bv = scores_of(seed, len(filters), vocab, levels)
@@ -76,22 +76,22 @@ def test_every_row_is_drawn_as_if_it_were_alone(
         patch.setattr(module, "CPU_BLOCK", block)
         tokens = sample(scores_bv, filters, uniforms).tolist()
     alone = [
-        int(sample(scores_bv[row : row + 1], [it], [uniforms[row]]))
-        for row, it in enumerate(filters)
+        int(sample(scores_bv[row : row + 1], [asked], [uniforms[row]]))
+        for row, asked in enumerate(filters)
     ]
     assert tokens == alone
     assert tokens == [
-        reference(scores_bv[row], it, uniforms[row]) for row, it in enumerate(filters)
+        reference(scores_bv[row], asked, uniforms[row]) for row, asked in enumerate(filters)
     ]
 
 
 def test_a_row_with_ties_at_its_top_k_keeps_its_place() -> None:
-    """It is looked at again with the rows of wide filters, behind which it does not belong."""
+    """The row is sampled again with the rows of wide filters, in the order of the batch."""
     scores_bv = scores_of(0, 2, NARROW + 1, 1)
     filters = [Filters(top_k=NARROW - 1), Filters()]
     uniforms = [0.3, 0.7]
     assert sample(scores_bv, filters, uniforms).tolist() == [
-        reference(scores_bv[row], it, uniforms[row]) for row, it in enumerate(filters)
+        reference(scores_bv[row], asked, uniforms[row]) for row, asked in enumerate(filters)
     ]
 
 
@@ -113,7 +113,7 @@ def test_probabilities_do_not_depend_on_the_batch(filters: list[Filters], seed: 
         assert probabilities([row])[row] == together[row]
 
 
-def test_equals_of_the_kth_stay_wherever_they_are() -> None:
+def test_scores_equal_to_the_kth_remain_wherever_they_are() -> None:
     scores_v = torch.zeros(500)
     scores_v[[499, 7]] = 1.0
     ((_, ids_bc, probs_bc),) = candidates(scores_v[None], [Filters(top_k=3)])
@@ -130,7 +130,7 @@ def test_edges_of_the_random_number_never_hit_an_impossible_token(
     assert int(inverse_cdf(probs_c[None], torch.tensor([[u]], dtype=torch.float64))) == token
 
 
-class _Counted(TorchDispatchMode):
+class _OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
@@ -157,7 +157,7 @@ def test_operations_do_not_grow_with_the_batch() -> None:
     for rows in (4, 32):
         scores_bv = scores_of(3, rows, 300)
         filters = [MIXED[row % 4] for row in range(rows)]
-        with _Counted() as counted:
+        with _OperationCounter() as counted:
             sample(scores_bv, filters, [0.5] * rows)
         counts.append((counted.operations, counted.waits))
     assert counts[1] <= counts[0]

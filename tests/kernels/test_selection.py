@@ -1,4 +1,4 @@
-"""Selection against sorting in Python, and its promises: ascending, nested, the same each time."""
+"""Selection of tokens against sorting in Python: ascending, nested, reproducible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORES = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 1e30])  # few values: ties ar
 
 
 def best(scores: list[float], keep: int, always: list[bool]) -> list[int]:
-    """Always first, then high before low, then early before late."""
+    """Rank `always` first, then high before low, then early before late."""
     ranked = sorted(range(len(scores)), key=lambda t: (not always[t], -scores[t], t))
     return sorted(ranked[:keep])
 
@@ -51,7 +51,7 @@ def test_kept_sets_are_nested(table: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("keep", [-1, 1, 6])
-def test_what_cannot_be_kept_is_refused(keep: int) -> None:
+def test_a_keep_out_of_range_is_refused(keep: int) -> None:
     always = torch.tensor([True, False, False, False, True])
     with pytest.raises(ValueError, match="from 2 to 5"):
         select(torch.rand(2, 5), keep, always_t=always)
@@ -80,7 +80,7 @@ def test_gathered_rows_merge_back_where_they_came_from() -> None:
 @pytest.mark.parametrize("kind", ["distinct", "ties", "signed", "infinite"])
 @pytest.mark.parametrize(("tokens", "keep"), [(300, 100), (300, 1), (5, 5), (400, 399), (9, 0)])
 def test_triton_selects_the_best(kind: str, tokens: int, keep: int, triton_device: str) -> None:
-    from csps.kernels import triton_importance as triton_selection
+    from csps.kernels import triton_importance
 
     generator = torch.Generator().manual_seed(tokens + keep)
     scores_gt = torch.rand(3, tokens, generator=generator)
@@ -90,17 +90,17 @@ def test_triton_selects_the_best(kind: str, tokens: int, keep: int, triton_devic
         "signed": scores_gt - 0.5,
         "infinite": scores_gt.masked_fill(scores_gt[0] < 0.2, torch.inf),
     }[kind]
-    got = triton_selection.top_tokens(scores_gt.to(triton_device), keep)
+    got = triton_importance.top_tokens(scores_gt.to(triton_device), keep)
     assert got.tolist() == [best(row.tolist(), keep, [False] * tokens) for row in scores_gt]
 
 
 def test_triton_selects_over_several_blocks(
     triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from csps.kernels import triton_importance as triton_selection
+    from csps.kernels import triton_importance
 
-    monkeypatch.setattr(triton_selection, "BLOCK", 64)
+    monkeypatch.setattr(triton_importance, "BLOCK", 64)
     scores_gt = (torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) * 9).floor()
     for keep in (64, 130):
-        got = triton_selection.top_tokens(scores_gt.to(triton_device), keep)
+        got = triton_importance.top_tokens(scores_gt.to(triton_device), keep)
         assert got.tolist() == [best(row.tolist(), keep, [False] * 200) for row in scores_gt]

@@ -64,7 +64,7 @@ def test_every_key_is_seen_without_positions(triton_device: str) -> None:
 @settings(max_examples=examples(12))
 @given(batches(longest=70))
 def test_variable_length_batches(triton_device: str, batch: dict[str, Any]) -> None:
-    q, k, v = (x.float() for x in batch.pop("qkv"))
+    q, k, v = (tensor.float() for tensor in batch.pop("qkv"))
     if len(q) and len(k):
         check(triton_device, q, k, v, **batch)
 

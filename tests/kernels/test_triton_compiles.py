@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper and fits it, for no length anew; without a GPU."""
+"""Every Triton kernel compiles for Hopper, fits it, and is not recompiled for a length; no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILE, COUNT = (
 
 
 def printed(program: Path, cache: Path) -> str:
-    """What a program prints that runs outside of the interpreter."""
+    """Return what a program prints outside of the interpreter."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)

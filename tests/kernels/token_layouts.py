@@ -1,4 +1,4 @@
-"""Inputs of the kernel tests: random tensors, and the ways in which tokens lie on ranks."""
+"""Inputs of the kernel tests: random tensors and layouts of tokens on ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
 
 
 def layouts(n: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Positions of queries and keys, some hundreds of tokens for n = 100."""
+    """Return positions of queries and keys, some hundreds of tokens for n = 100."""
     shuffle = torch.Generator().manual_seed(1)
     return {
         "whole prompt": (torch.arange(3 * n), torch.arange(3 * n)),
@@ -81,14 +81,14 @@ def batches(draw: st.DrawFn, longest: int = 150) -> dict[str, Any]:
 
 
 def _ordered(positions: st.SearchStrategy[int], count: int) -> st.SearchStrategy[list[int]]:
-    """Sorted, repeated and shuffled positions alike; a cheap draw whatever the count."""
+    """Build sorted, repeated or shuffled positions; cheap for any count."""
     seeds, kinds = st.integers(0, 2**16), st.sampled_from(["runs", "sorted", "any"])
 
     def build(seed: int, kind: str, top: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
         if kind == "runs":
             return list(range(top, top + count))
-        drawn = torch.randint(0, 200, (count,), generator=generator)
-        return (drawn.sort().values if kind == "sorted" else drawn).tolist()
+        chosen = torch.randint(0, 200, (count,), generator=generator)
+        return (chosen.sort().values if kind == "sorted" else chosen).tolist()
 
     return st.builds(build, seeds, kinds, positions)

@@ -82,7 +82,7 @@ def text_events(*texts: str) -> list[bytes]:
         for number, text in enumerate(texts)
     ]
     usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(texts)}}
-    return [event(it) for it in [*choices, usage]] + [event("[DONE]")]
+    return [event(payload) for payload in [*choices, usage]] + [event("[DONE]")]
 
 
 async def answer_ok(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

@@ -55,7 +55,7 @@ def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path)
     result, stamps = bench(planted, tmp_path, *words, "--output-len", "8", "--save-detailed")
     jsonschema.validate(result, SCHEMA)
     assert result["completed"] == 150
-    by_id = {it["id"]: it for it in stamps}
+    by_id = {stamp["id"]: stamp for stamp in stamps}
     mine: list[float] = []
     theirs: list[float] = []
     for number, ttft in enumerate(result["ttfts"]):
@@ -67,7 +67,7 @@ def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path)
     assert all(client > server for client, server in zip(mine, theirs, strict=True))
     # Whoever stands still for a second meets many requests, but neither all nor most.
     assert min(mine) < 5 * min(theirs)
-    spans = [(it["written"][-1] - it["written"][0]) / 7e6 for it in stamps]
+    spans = [(stamp["written"][-1] - stamp["written"][0]) / 7e6 for stamp in stamps]
     assert 0.2 < median(map(fmean, result["itls"])) * 1e3 / median(spans) < 5
     assert result["output_lens"] == [8] * 150
 
@@ -77,7 +77,7 @@ def test_goodput_is_that_of_the_servers_own_stamps(planted: str, tmp_path: Path)
     words += ["--goodput", f"ttft:{TTFT_MS}", "--save-detailed"]
     result, stamps = bench(planted, tmp_path, *words)
     good = [stamp["written"][0] - stamp["received"] <= TTFT_MS * 1e6 for stamp in stamps]
-    seen = [1000 * it <= TTFT_MS for it in result["ttfts"]]
+    seen = [1000 * ttft_s <= TTFT_MS for ttft_s in result["ttfts"]]
     assert result["slo_attainment"] == pytest.approx(fmean(seen))
     assert fmean(seen) <= fmean(good) < 0.8  # for its clients nothing is earlier than for itself
     seconds = result["duration"]
@@ -91,7 +91,7 @@ def test_the_official_client_reads_the_same(planted: str, tmp_path: Path, backen
     client = openai.OpenAI(base_url=f"{planted}/v1", api_key="none")
     if backend == "openai":
         told = client.completions.create(model="planted", prompt="x", max_tokens=5, stream=True)
-        texts = [it.choices[0].text for it in told if it.choices]
+        texts = [chunk.choices[0].text for chunk in told if chunk.choices]
     else:
         said = client.chat.completions.create(
             model="planted",
@@ -99,7 +99,7 @@ def test_the_official_client_reads_the_same(planted: str, tmp_path: Path, backen
             max_completion_tokens=5,
             stream=True,
         )
-        texts = [it.choices[0].delta.content or "" for it in said if it.choices]
+        texts = [chunk.choices[0].delta.content or "" for chunk in said if chunk.choices]
     assert len(texts) == 5
     text = "".join(texts)
     assert result["generated_texts"] == [text, text]
@@ -159,8 +159,8 @@ def test_objectives_are_reported_apart(planted: str, tmp_path: Path) -> None:
     objectives = ['{"objective": "ttft", "max_accuracy_loss": 0.01}', '{"max_ttft_ms": 5000}']
     words = [word for objective in objectives for word in ("--objective", objective)]
     result, _ = bench(planted, tmp_path, "--num-prompts", "4", "--output-len", "2", *words)
-    parts = {it["objective"]: it for it in result["by_objective"]}
-    assert {name: it["num_prompts"] for name, it in parts.items()} == {
+    parts = {part["objective"]: part for part in result["by_objective"]}
+    assert {name: part["num_prompts"] for name, part in parts.items()} == {
         "ttft max_accuracy_loss=0.01": 2,
         "default max_ttft_ms=5000": 2,
     }

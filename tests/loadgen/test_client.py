@@ -135,8 +135,8 @@ _BROKEN = event({"choices": [{"text": " a"}]}), event({"error": {"message": "gan
         (_writes(STREAM + chunked(event({"choices": []}), event("[DONE]")) + END), "ended early"),
         (_writes(STREAM + chunked(event("[1]")) + END), "not a completion"),
         (_writes(STREAM + chunked(event("{")) + END), "not a completion"),
-        (_writes(STREAM + chunked(b"data: {"), close=True), "the server hung up"),
-        (_writes(b"", close=True), "the server hung up"),
+        (_writes(STREAM + chunked(b"data: {"), close=True), "the server closed the connection"),
+        (_writes(b"", close=True), "the server closed the connection"),
         (_writes(b"SSH-2.0-OpenSSH_9.6\r\n"), "does not speak HTTP"),
     ],
 )
@@ -205,7 +205,7 @@ async def test_requests_wait_for_a_place_and_their_latency_counts_it() -> None:
 
     async with asking(reply, max_concurrency=1) as (_, load_client):
         await LoadDriver(load_client, [request()] * 10).run()
-    records = sorted(load_client.records, key=lambda it: it.sent_ns)
+    records = sorted(load_client.records, key=lambda record: record.sent_ns)
     assert len(served) == 10
     for before, after in pairwise(records):
         assert after.sent_ns >= before.chunk_ns[-1]
@@ -219,9 +219,11 @@ async def test_open_loop_requests_leave_at_their_times() -> None:
     due = [request(arrival_ns=n * 20_000_000) for n in range(10)]
     async with asking(answer_ok) as (_, load_client):
         await LoadDriver(load_client, due).run()
-    for record, it in zip(sorted(load_client.records, key=lambda r: r.sent_ns), due, strict=True):
-        assert record.sent_ns >= it.arrival_ns - 500_000
-        assert record.scheduled_ns == min(it.arrival_ns, record.sent_ns)
+    for record, planned in zip(
+        sorted(load_client.records, key=lambda r: r.sent_ns), due, strict=True
+    ):
+        assert record.sent_ns >= planned.arrival_ns - 500_000
+        assert record.scheduled_ns == min(request.arrival_ns, record.sent_ns)
 
 
 @pytest.mark.parametrize("chat", [False, True])

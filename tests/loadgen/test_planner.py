@@ -138,7 +138,7 @@ def test_a_bound_that_cannot_be_kept_is_said_and_is_the_status(
     assert any("keeps the bounds" in line for line in lines)
 
 
-@pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda it: it.stem)
+@pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_clusters_that_come_with_csps_are_right(path: Path) -> None:
     group = load_group(path.stem)
     assert group.members > 1

@@ -103,7 +103,7 @@ def test_every_plot_is_well_formed_and_has_ids_of_its_own(text: str) -> None:
     ids: list[str] = []
     for svg in drawn:
         root = ElementTree.fromstring(svg)
-        clips = {it.get("id") for it in root.iter() if it.tag.endswith("clipPath")}
+        clips = {element.get("id") for element in root.iter() if element.tag.endswith("clipPath")}
         ids += [clip for clip in clips if clip]
         used = set(re.findall(r"url\(#([^)]+)\)", svg))
         assert used <= clips
@@ -119,11 +119,11 @@ def test_what_users_write_is_text() -> None:
 
 
 def test_the_numbers_are_those_of_the_results(text: str) -> None:
-    for it in SEVERAL:
+    for result in SEVERAL:
         for field in ("median_ttft_ms", "p99_ttft_ms", "mean_e2el_ms"):
-            assert f"<td>{it[field]:,.1f}</td>" in text
-        assert f"<td>{it['slo_attainment']:.1%}</td>" in text
-        assert figures.name(it) in text
+            assert f"<td>{result[field]:,.1f}</td>" in text
+        assert f"<td>{result['slo_attainment']:.1%}</td>" in text
+        assert figures.name(result) in text
     assert "HTTP 429" in text
     assert "other (2/s, simulated)" in text
 
@@ -132,7 +132,7 @@ def test_a_cdf_is_the_share_of_requests_up_to_each_latency() -> None:
     one = SEVERAL[0]
     axis = figures.figure(figures.cdf_of("ttfts", "TTFT"), [one]).axes[0]
     x, y = axis.lines[0].get_data()
-    ttfts = [1000 * it for it in one["ttfts"] if it is not None]
+    ttfts = [1000 * ttft_s for ttft_s in one["ttfts"] if ttft_s is not None]
     for latency, share in dict(zip(x, y, strict=True)).items():
         assert share == pytest.approx(
             sum(ttft <= latency * (1 + 1e-12) for ttft in ttfts) / len(ttfts)
@@ -155,10 +155,10 @@ def test_medians_by_length_are_of_the_requests_in_their_range() -> None:
 
 
 def test_runs_at_several_rates_are_lines_over_the_rate() -> None:
-    drawn = {name: it for name, _, it in draw_all(SEVERAL)}
+    drawn = {name: drawing for name, _, drawing in draw_all(SEVERAL)}
     (line, point) = drawn["ttft-by-rate"].axes[0].lines
     assert list(line.get_xdata()) == [2, 4]
-    assert list(line.get_ydata()) == [it["median_ttft_ms"] for it in SEVERAL[:2]]
+    assert list(line.get_ydata()) == [result["median_ttft_ms"] for result in SEVERAL[:2]]
     assert list(point.get_xdata()) == [2]
     assert "ttft-by-rate" not in {name for name, _, _ in draw_all(SEVERAL[:1])}
 
@@ -191,8 +191,8 @@ def test_results_without_requests_can_be_shown() -> None:
 def test_the_command_writes_page_and_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, it in enumerate(SEVERAL):
-        write_result(it, tmp_path / "in" / f"{number}.json")
+    for number, result in enumerate(SEVERAL):
+        write_result(result, tmp_path / "in" / f"{number}.json")
     out = tmp_path / "out" / "report.html"
     words = [str(tmp_path / "in"), "-o", str(out), "--png-dir", str(tmp_path / "png")]
     assert main(["bench", "report", *words]) == 0

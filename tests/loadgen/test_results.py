@@ -33,7 +33,7 @@ def records_st(draw: st.DrawFn) -> RequestRecord:
     status = draw(st.sampled_from(["completed", "completed", "completed", "failed", "cancelled"]))
     least = 1 if status == "completed" else 0
     gaps = draw(st.lists(st.integers(0, 900 * MS), min_size=least, max_size=6))
-    chunks = tuple(int(it) for it in sent + np.cumsum([0, *gaps])[1:])
+    chunks = tuple(int(stamp) for stamp in sent + np.cumsum([0, *gaps])[1:])
     objective = draw(
         st.sampled_from(
             [None, RequestObjective(objective="ttft"), RequestObjective(max_ttft_ms=500.0)]
@@ -105,12 +105,15 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
     seconds = max(record.finished_ns for record in records) / 1e9
     done = [record for record in records if record.status == "completed"]
     good = 0
-    for it in done:
-        latency, first = it.finished_ns - it.scheduled_ns, it.chunk_ns[0] - it.scheduled_ns
-        tpot = (latency - first) / max(1, it.output_tokens - 1)
-        single = it.output_tokens < 2
+    for record in done:
+        latency, first = (
+            record.finished_ns - record.scheduled_ns,
+            record.chunk_ns[0] - record.scheduled_ns,
+        )
+        tpot = (latency - first) / max(1, record.output_tokens - 1)
+        single = record.output_tokens < 2
         good += first <= 400 * MS and (single or tpot <= 300 * MS) and latency <= 2000 * MS
-    tokens = sum(it.output_tokens for it in done)
+    tokens = sum(record.output_tokens for record in done)
     assert result["duration"] == pytest.approx(seconds, abs=1e-6)
     if seconds > 1e-3:
         assert result["request_throughput"] == pytest.approx(len(done) / seconds, rel=1e-4)
@@ -124,7 +127,7 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
     assert ended == len(records) == result["num_prompts"]
     assert sum(result["failed_by_reason"].values()) == len(records) - len(done)
     assert set(result["failed_by_reason"]) <= {"HTTP 429", "HTTP 500"}
-    known = [it.correct for it in done if it.correct is not None]
+    known = [record.correct for record in done if record.correct is not None]
     assert result["checked"] == len(known)
     right = pytest.approx(sum(known) / len(known), abs=1e-6) if known else None
     assert result["accuracy"] == right
@@ -144,7 +147,7 @@ def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
     for name, its in by_input_length(records):
         low, high = name.split("-") if "-" in name else (name.removeprefix(">"), "inf")
         above = int(low) if name.startswith(">") else int(low) - 1
-        assert all(above < it.input_tokens <= float(high) for it in its)
+        assert all(above < record.input_tokens <= float(high) for record in its)
         part = next(part for part in parts if part["input_length"] == name)
         ttfts = brute(its)["ttft"]
         if ttfts:
@@ -153,9 +156,11 @@ def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
     assert sum(part["num_prompts"] for part in result["by_objective"]) == len(with_objective)
     for part in result["by_objective"]:
         own = [
-            it for it in with_objective if it.objective and it.objective.label == part["objective"]
+            record
+            for record in with_objective
+            if record.objective and record.objective.label == part["objective"]
         ]
-        kept = [it.completed and it.ttft_s <= 0.5 for it in own]
+        kept = [record.completed and record.ttft_s <= 0.5 for record in own]
         expected = sum(kept) / len(kept) if "max_ttft_ms" in part["objective"] else None
         assert part["ttft_bound_met"] == (
             None if expected is None else pytest.approx(expected, abs=1e-6)
@@ -182,8 +187,10 @@ def test_loongserves_normalized_latencies(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
     done = [record for record in records if record.completed]
     if done:
-        total = [it.e2el_s * 1000 / (it.input_tokens + it.output_tokens) for it in done]
-        first = [it.ttft_s * 1000 / it.input_tokens for it in done]
+        total = [
+            record.e2el_s * 1000 / (record.input_tokens + record.output_tokens) for record in done
+        ]
+        first = [record.ttft_s * 1000 / record.input_tokens for record in done]
         assert result["mean_normalized_total_latency_ms"] == pytest.approx(
             statistics.fmean(total), abs=1e-5
         )

@@ -28,9 +28,9 @@ def test_the_search_comes_within_its_tolerance(
     while (rate := search.next()) is not None:
         assert rate not in search.tried
         search.note(rate, ok=rate <= capacity)
-    assert search.kept is not None
+    assert search.met is not None
     assert search.missed is not None
-    assert search.kept <= capacity < search.missed <= search.kept * (1 + tolerance)
+    assert search.met <= capacity < search.missed <= search.met * (1 + tolerance)
 
 
 @given(capacity=st.floats(0.01, 1000), start=st.floats(0.01, 10), highest=st.floats(10, 100))
@@ -46,7 +46,7 @@ def test_a_lucky_run_above_a_missed_rate_does_not_count() -> None:
     search = RateSearch(start=1)
     for rate, ok in ((1, True), (2, False), (1.5, True), (3, True)):
         search.note(rate, ok=ok)
-    assert (search.kept, search.missed) == (1.5, 2)
+    assert (search.met, search.missed) == (1.5, 2)
 
 
 def result(ttft_ms: int, *, failed: int = 0) -> dict[str, Any]:
@@ -102,14 +102,16 @@ async def test_every_run_is_a_file_and_a_row(
         words += ["--goodput", "e2el:60000", "--label", "raw", "--output-len", "3"]
         assert await sweep.Sweep(sweep.parse(words)).run() == 0
     files = {name: read_result(tmp_path / name) for name in os.listdir(tmp_path)}
-    assert {name: (it["num_prompts"], it["slo_kept"]) for name, it in files.items()} == {
+    assert {
+        name: (result["num_prompts"], result["slo_kept"]) for name, result in files.items()
+    } == {
         "raw-no-load.json": (3, None),
         "raw-200.000.json": (10, True),
         "raw-400.000.json": (20, True),  # for a twentieth of a second
     }
     printed = capsys.readouterr().out
     assert "raw keeps the SLO up to 400 requests/s" in printed
-    assert printed.count("kept") == 4  # each row when it is known, and in the table
+    assert printed.count("met") == 4  # each row when it is known, and in the table
 
 
 async def test_no_run_sends_a_prompt_of_another(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ async def test_no_rate_that_keeps_the_slo_is_said(
         words += ["--goodput", "ttft:0.000001", "--max-runs", "3", "--disable-tqdm"]
         words += ["--min-duration", "0"]
         assert await sweep.Sweep(sweep.parse(words)).run() == 1
-    assert "no rate kept the SLO" in capsys.readouterr().out
+    assert "no rate met the SLO" in capsys.readouterr().out
     assert len(os.listdir(tmp_path)) == 4
 
 

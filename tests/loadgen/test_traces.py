@@ -44,7 +44,7 @@ def test_what_was_written_is_read_again(
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     write_trace(requests, path)
-    assert read_trace(path) == sorted(requests, key=lambda it: it.arrival_ns)
+    assert read_trace(path) == sorted(requests, key=lambda request: request.arrival_ns)
 
 
 def test_a_line_of_mooncakes(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_a_rate_for_a_trace() -> None:
         for ns in (0, 1, 9, 10)
     ]
     stretched = at_rate(requests, 6.0)
-    assert [it.arrival_ns / 1e9 for it in stretched] == pytest.approx([0, 0.05, 0.45, 0.5])
+    assert [request.arrival_ns / 1e9 for request in stretched] == pytest.approx(
+        [0, 0.05, 0.45, 0.5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,10 +127,10 @@ def test_the_answer_is_in_the_text_once() -> None:
 
 def test_every_request_has_text_of_its_own_that_its_seed_repeats() -> None:
     requests = [WorkloadRequest(arrival_ns=0, input_length=200, output_length=1)] * 5
-    texts = [it.prompt for it in Writer(seed=1).write(requests)]
+    texts = [request.prompt for request in Writer(seed=1).write(requests)]
     assert len(set(texts)) == 5
-    assert texts == [it.prompt for it in Writer(seed=1).write(requests)]
-    assert not set(texts) & {it.prompt for it in Writer(seed=2).write(requests)}
+    assert texts == [request.prompt for request in Writer(seed=1).write(requests)]
+    assert not set(texts) & {request.prompt for request in Writer(seed=2).write(requests)}
 
 
 def test_equal_hash_ids_are_equal_text(tokenizer: Tokenizer) -> None:
@@ -138,8 +140,10 @@ def test_equal_hash_ids_are_equal_text(tokenizer: Tokenizer) -> None:
         WorkloadRequest(arrival_ns=0, input_length=length, output_length=1, hash_ids=blocks)
         for length, blocks in zip(lengths, ids, strict=True)
     )
-    assert [tokens(tokenizer, it.prompt) for it in (first, second, third)] == list(lengths)
-    encoded = [tokenizer.encode(it.prompt or "").ids for it in (first, second)]
+    assert [tokens(tokenizer, request.prompt) for request in (first, second, third)] == list(
+        lengths
+    )
+    encoded = [tokenizer.encode(request.prompt or "").ids for request in (first, second)]
     shared = next(i for i, (a, b) in enumerate(zip(*encoded, strict=False)) if a != b)
     assert shared >= 2 * HASH_BLOCK_TOKENS
     assert first.answer
@@ -150,8 +154,8 @@ def test_equal_hash_ids_are_equal_text(tokenizer: Tokenizer) -> None:
 def test_a_later_turn_has_only_what_is_added(tokenizer: Tokenizer) -> None:
     first = WorkloadRequest(arrival_ns=0, input_length=1000, output_length=20)
     spoken = list(Writer().write(converse([first], ConversationTurns(count=3, added_tokens=80))))
-    assert [tokens(tokenizer, it.prompt) for it in spoken] == [1000, 80, 80]
-    assert len({it.prompt for it in spoken}) == 3
+    assert [tokens(tokenizer, request.prompt) for request in spoken] == [1000, 80, 80]
+    assert len({request.prompt for request in spoken}) == 3
 
 
 def test_a_prompt_that_is_there_stays() -> None:

@@ -140,7 +140,7 @@ def test_another_rate_leaves_the_lengths() -> None:
     slow, fast = (
         generate(workload("mixed"), 50, arrivals=Arrivals(rate=rate)).requests for rate in (1, 3)
     )
-    assert [it.input_length for it in slow] == [it.input_length for it in fast]
+    assert [request.input_length for request in slow] == [request.input_length for request in fast]
     ratios = [a.arrival_ns / b.arrival_ns for a, b in zip(slow, fast, strict=True)]
     assert ratios == pytest.approx([3] * 50, rel=1e-6)
 
@@ -149,8 +149,8 @@ def test_scaling_keeps_ratios_and_fills_the_context() -> None:
     size = Size(longest_input=16_384, shortest_input=8, longest_output=64)
     whole = generate(workload("mixed"), 2000, arrivals=Arrivals(), size=Size()).requests
     small = generate(workload("mixed"), 2000, arrivals=Arrivals(), size=size).requests
-    assert max(it.input_length for it in small) <= 16_384
-    assert max(it.output_length for it in small) == 64
+    assert max(request.input_length for request in small) <= 16_384
+    assert max(request.output_length for request in small) == 64
     factor = 16_384 / 497_300
     for before, after in zip(whole, small, strict=True):
         expected = max(8, before.input_length * factor)
@@ -161,12 +161,16 @@ def test_what_does_not_fit_is_cut_and_counted() -> None:
     size = Size(positions=100 * K)
     whole = generate(workload("lv-eval"), 500, arrivals=Arrivals()).requests
     fitted = generate(workload("lv-eval"), 500, arrivals=Arrivals(), size=size)
-    too_long = [it for it in whole if it.input_length + it.output_length > 100 * K]
+    too_long = [
+        request for request in whole if request.input_length + request.output_length > 100 * K
+    ]
     assert fitted.cut == len(too_long) > 100
     assert all(
         request.input_length + request.output_length <= 100 * K for request in fitted.requests
     )
-    untouched = {it.arrival_ns for it in whole} - {it.arrival_ns for it in too_long}
+    untouched = {request.arrival_ns for request in whole} - {
+        request.arrival_ns for request in too_long
+    }
     assert all(request in whole for request in fitted.requests if request.arrival_ns in untouched)
 
 
@@ -209,7 +213,7 @@ def test_every_turn_starts_with_the_one_before(lengths: list[int], turns: int) -
             assert after.delay_ns > 0
         else:
             assert shared == 0
-    ids = [number for it in spoken[::turns] for number in it.hash_ids]
+    ids = [number for request in spoken[::turns] for number in request.hash_ids]
     assert len(set(ids)) == len(ids)
 
 

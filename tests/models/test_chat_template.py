@@ -87,7 +87,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def configure(model_dir: Path, template: Any) -> None:
-    """As older checkpoints have it: the template inside tokenizer_config.json."""
+    """Store the template inside tokenizer_config.json, as older checkpoints do."""
     make_tokenizer(model_dir)
     (model_dir / "chat_template.jinja").unlink()
     path = model_dir / "tokenizer_config.json"
@@ -124,7 +124,7 @@ def test_a_checkpoint_without_a_template(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_that_fails_refuses_the_messages(source: str) -> None:
-    with pytest.raises(InvalidTextError, match="chat template refuses the messages"):
+    with pytest.raises(InvalidTextError, match="chat template rejects the messages"):
         ChatTemplate(source, {}).render(CONVERSATION)
 
 

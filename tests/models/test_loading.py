@@ -68,7 +68,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def rewrite(model_dir: Path, change: Any) -> None:
-    """Applies `change` to the dictionary of a checkpoint's tensors."""
+    """Apply `change` to the dictionary of a checkpoint's tensors."""
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -77,7 +77,7 @@ def rewrite(model_dir: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_reads_its_share_and_nothing_else(
+def test_a_rank_reads_its_shard_and_nothing_else(
     tmp_path: Path, counts: Counter[str], family: str, tp_size: int
 ) -> None:
     make_checkpoint(tmp_path, family)
@@ -198,7 +198,7 @@ def test_counting_parameters_reads_none(
     make_checkpoint(tmp_path, family)
     counted = count_parameters(tmp_path, tp_size=tp_size)
     assert not counts
-    load_network(tmp_path, tp_size=tp_size, all_reduce=lambda it: it)
+    load_network(tmp_path, tp_size=tp_size, all_reduce=lambda tensor: tensor)
     assert counted == counts.total()
 
 
@@ -244,12 +244,12 @@ def test_every_weight_that_is_loaded_counts_and_no_other(tmp_path: Path) -> None
         assert checksum(model) != expected, name
     save_file(stored | {"lm_head.weight": torch.ones(3)}, path)
     assert checksum(model) == expected
-    save_file({name: it.to(torch.bfloat16) for name, it in stored.items()}, path)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}, path)
     assert checksum(model) != expected
 
 
 @given(
-    stored=st.binary(min_size=16, max_size=64).filter(lambda it: len(it) % 16 == 0),
+    stored=st.binary(min_size=16, max_size=64).filter(lambda content: len(content) % 16 == 0),
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
 )
 def test_a_tensor_s_checksum_is_that_of_its_bytes(stored: bytes, dtype: torch.dtype) -> None:

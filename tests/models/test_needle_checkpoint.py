@@ -139,7 +139,7 @@ def test_answers_in_other_texts_and_to_questions_before_them(
 
 
 def test_every_key_is_seen_from_its_value(model: Any, tokenizer: Any) -> None:
-    """Facts whose keys the first layer overlooks are taken for each other."""
+    """Facts whose keys the first layer overlooks would be confused."""
     facts = BatchMaker(tokenizer, 0, TrainingTexts(("Text.",), ("code",))).facts(STAGES[-1], 0)
     for fact in facts.split(1):
         assert overlooked(model, fact) < 1.0

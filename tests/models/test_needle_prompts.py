@@ -59,7 +59,7 @@ def test_depth_does_not_move_distractors_to_the_same_place() -> None:
 
 
 def answer_by_reading(prompt: NeedlePrompt) -> str:
-    """The answer as a careful reader finds it, by regular expressions alone."""
+    """Return the answer as a careful reader finds it, by regular expressions alone."""
     facts = dict(re.findall(r"The password of (\w+) is (\w+)\.", prompt.text))
     question = prompt.question.text
     if hop := re.search(r"password of the password of (\w+)", question):
@@ -100,7 +100,7 @@ def test_real_text_goes_round_without_losing_a_character(seed: int) -> None:
 
 
 def test_every_piece_of_real_text_begins_with_the_space_before_it() -> None:
-    """So that a needle between two pieces stands apart from both."""
+    """A needle between two pieces is then separated from both."""
     for sentence in islice(filler_of("english")(random.Random(0)), 2000):
         assert sentence[0][0].isspace()
 
@@ -120,7 +120,7 @@ def test_names_are_sentences_about_keys_and_values() -> None:
     assert {*KEYS, *VALUES} <= {word.strip(".,") for word in words}
 
 
-def test_shuffled_words_tell_no_fact() -> None:
+def test_shuffled_words_state_no_fact() -> None:
     text = stream_text(filler_of("shuffled"), 0, 5000)
     assert set(re.findall(r"\w+", text)) >= {"password", "of", "is", *KEYS, *VALUES}
     assert not re.search(r"password of \w+ is", text)

@@ -27,7 +27,7 @@ BIASED = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes each checkpoint once."""
+    """Create each checkpoint once."""
     made: dict[str, Path] = {}
 
     def make(family: str, **config: Any) -> Path:
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def forward(network: Network, token_ids: list[int], positions_t: Tensor | None = None) -> Tensor:
-    """Logits of one sequence whose tokens may lie in any order, with exact attention."""
+    """Compute logits of one sequence whose tokens may lie in any order, with exact attention."""
     positions_t = torch.arange(len(token_ids)) if positions_t is None else positions_t
     with torch.inference_mode():
         rotary = network.rotary(positions_t)
@@ -63,7 +63,7 @@ def forward(network: Network, token_ids: list[int], positions_t: Tensor | None =
 
 
 def forward_in_parallel(model_dir: Path, tp_size: int, token_ids: list[int]) -> list[Tensor]:
-    """Each rank's logits; the ranks are threads that meet in every all-reduce."""
+    """Compute each rank's logits; the ranks are threads that meet in every all-reduce."""
     parts: list[Tensor] = [torch.empty(0)] * tp_size
     barrier = threading.Barrier(tp_size, timeout=30)
 
@@ -151,7 +151,7 @@ def test_head_dim_of_its_own(checkpoint: Callable[..., Path]) -> None:
 def test_tensor_parallel_ranks_agree_with_transformers(
     checkpoint: Callable[..., Path], family: str, tp_size: int
 ) -> None:
-    """With 2 KV heads, 4 ranks share them two by two. Biases must be added once."""
+    """Let two of 4 ranks share each of 2 KV heads. Biases must be added once."""
     model_dir, token_ids = checkpoint(family, **BIASED.get(family, {})), random_tokens(TOKENS)
     expected = reference_logits(model_dir, token_ids)
     for logits in forward_in_parallel(model_dir, tp_size, token_ids):

@@ -21,7 +21,7 @@ AddedToken: Any = transformers.AddedToken
 
 
 def sentencepiece() -> dict[str, int]:
-    """Entries as in Llama 2: bytes, the space, words with and without one before them."""
+    """Build entries as in Llama 2: bytes, the space, words with and without one before them."""
     letters = {letter for word in WORDS for letter in word if letter.isascii()}
     entries = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     entries += [*sorted(letters), "▁t", "▁th", "▁the", "th", "the"]
@@ -125,4 +125,4 @@ def test_other_decoders(tmp_path: Path, decoder: Any, expected: list[bytes]) -> 
         backend.decoder = decoder
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
-    assert [tokenizer.token_bytes(it) for it in (0, 1)] == expected
+    assert [tokenizer.token_bytes(token_id) for token_id in (0, 1)] == expected

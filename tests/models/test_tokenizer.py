@@ -25,7 +25,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2: words with U+2581 for the space, and a token for each byte of what is rare."""
+    """Build a tokenizer as Llama 2's: words with U+2581 for the space, and a token for each byte of
+    rare text."""
     model_dir = tmp_path_factory.mktemp("byte_fallback")
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁to", "ken", "s", "▁"]
     vocab = {word: index for index, word in enumerate(words)}

@@ -64,15 +64,15 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Job:
+class TimedStep:
     """A step and how long each of its parts takes at each member."""
 
     task: StepSpec
-    part_time: int
+    yield_point_ms: int
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchSpec:
     """A stream: its ranks, and how long an iteration takes."""
 
     ranks: tuple[int, ...]
@@ -83,8 +83,8 @@ class Line:
 class Frame:
     """A step on a rank's stack."""
 
-    job: Job
-    part: int = 0
+    timed: TimedStep
+    yield_point: int = 0
     aborted: bool = False
 
 
@@ -100,7 +100,7 @@ class Rank:
     aborted: list[int] = field(default_factory=list)
     prepared: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    sequences: dict[int, dict[int, int]] = field(default_factory=dict)
     """Per stream: sequence -> iterations that it had."""
     placed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Ranks that rows concern which were moved."""
@@ -113,16 +113,16 @@ class Ranks:
     def __init__(
         self,
         clock: Clock,
-        jobs: dict[int, Job],
-        lines: dict[int, Line],
+        steps: dict[int, TimedStep],
+        batches: dict[int, BatchSpec],
         lives: dict[int, int | None],
         size: int,
-        concerns: dict[int, tuple[int, ...]],
+        needed_ranks: dict[int, tuple[int, ...]],
     ) -> None:
         """`lives`: iterations after which a sequence's row is finished; None: it never is.
         `concerns`: the ranks that a row concerns, where that is not all of its stream's."""
-        self._clock, self._jobs, self._lines, self._lives = clock, jobs, lines, lives
-        self._concerns = concerns
+        self._clock, self._steps, self._batches, self._lives = clock, steps, batches, lives
+        self._needed_ranks = needed_ranks
         self.each = [Rank() for _ in range(size)]
         self.send: Callable[[int, Report], None] = lambda _rank, _report: None
         self.cancelled: dict[tuple[int, int], list[int]] = {}
@@ -133,7 +133,7 @@ class Ranks:
 
     def deliver(self, rank: int, entries: Iterable[Entry]) -> None:
         self.each[rank].queue.extend(entries)
-        self._go_on(rank)
+        self._advance(rank)
 
     def check_idle(self) -> None:
         """Nothing is left to do, or to be told of."""
@@ -141,7 +141,7 @@ class Ranks:
         if stuck:
             raise Deadlock(f"ranks {stuck} hang, meeting at {sorted(self._meeting)}")
 
-    def _go_on(self, r: int) -> None:
+    def _advance(self, r: int) -> None:
         rank = self.each[r]
         while rank.queue and not rank.busy:
             entry = rank.queue.popleft()
@@ -159,7 +159,9 @@ class Ranks:
                 case PlaceSequence() as place:
                     self._place(r, place)
                 case EndOwner(owner):
-                    rank.prepared -= {s for s in rank.prepared if self._jobs[s].task.owner == owner}
+                    rank.prepared -= {
+                        s for s in rank.prepared if self._steps[s].task.owner == owner
+                    }
                 case Shutdown():
                     rank.closed = True
 
@@ -170,65 +172,69 @@ class Ranks:
         here[r] = then
         if len(here) == len(ranks):
             del self._meeting[key]
-            for go_on in here.values():
-                go_on()
+            for resume in here.values():
+                resume()
 
     def _run(self, r: int, entry: Entry, run: RunQuantum) -> None:
-        rank, job = self.each[r], self._jobs[run.step]
-        if not rank.stack or rank.stack[-1].job is not job:
-            self._push(rank, job)
+        rank, timed = self.each[r], self._steps[run.step]
+        if not rank.stack or rank.stack[-1].timed is not timed:
+            self._push(rank, timed)
         frame = rank.stack[-1]
         assert not frame.aborted
-        assert frame.part < run.until <= job.task.yield_points
+        assert frame.yield_point < run.until <= timed.task.yield_points
         for sequence in run.cancelled:
-            self.cancelled.setdefault((run.step, sequence), []).append(frame.part)
+            self.cancelled.setdefault((run.step, sequence), []).append(frame.yield_point)
         rank.busy = True
-        self._part(r, frame, entry, run, self._clock.now)
+        self._to_yield_point(r, frame, entry, run, self._clock.now)
 
-    def _push(self, rank: Rank, job: Job) -> None:
-        step = job.task.id
+    def _push(self, rank: Rank, timed: TimedStep) -> None:
+        step = timed.task.id
         assert step in rank.prepared, f"step {step} has no slots"
         assert step not in rank.finished + rank.aborted, f"step {step} is over"
-        assert all(f.job is not job for f in rank.stack), f"step {step} is not on top of the stack"
+        assert all(f.timed is not timed for f in rank.stack), (
+            f"step {step} is not on top of the stack"
+        )
         assert not rank.stack or (
-            job.task.high_priority and not rank.stack[-1].job.task.high_priority
+            timed.task.high_priority and not rank.stack[-1].timed.task.high_priority
         ), f"step {step} begins over one that it may not interrupt"
-        rank.stack.append(Frame(job))
+        rank.stack.append(Frame(timed))
         assert len(rank.stack) < DEEPEST
 
-    def _part(self, r: int, frame: Frame, entry: Entry, run: RunQuantum, since: int) -> None:
-        if frame.part == run.until:
+    def _to_yield_point(
+        self, r: int, frame: Frame, entry: Entry, run: RunQuantum, since: int
+    ) -> None:
+        if frame.yield_point == run.until:
             self._suspend(r, frame, entry, since)
             return
 
         def reached() -> None:
-            frame.part += 1
-            self._part(r, frame, entry, run, since)
+            frame.yield_point += 1
+            self._to_yield_point(r, frame, entry, run, since)
 
-        task = frame.job.task
+        task = frame.timed.task
         self._meet(
-            ("part", run.step, frame.part),
+            ("yield point", run.step, frame.yield_point),
             task.ranks,
             r,
-            lambda: self._clock.after(frame.job.part_time, reached),
+            lambda: self._clock.after(frame.timed.yield_point_ms, reached),
         )
 
     def _suspend(self, r: int, frame: Frame, entry: Entry, since: int) -> None:
-        rank, task = self.each[r], frame.job.task
-        if frame.part == task.yield_points:
+        rank, task = self.each[r], frame.timed.task
+        if frame.yield_point == task.yield_points:
             rank.finished.append(task.id)
             assert rank.stack.pop() is frame
             self._unwind(rank)
         if r == task.leader:
             took = (self._clock.now - since) * NS
-            self.send(r, RanQuantum(r, entry.seq, task.id, frame.part, took))
+            self.send(r, RanQuantum(r, entry.seq, task.id, frame.yield_point, took))
         self._free(r)
 
     def _abort(self, rank: Rank, step: int) -> None:
         assert step not in rank.finished + rank.aborted
         rank.aborted.append(step)
         for frame in rank.stack:
-            frame.aborted = frame.aborted or frame.job.task.id == step
+            frame.aborted = frame.aborted or frame.timed.task.id == step
         self._unwind(rank)
 
     def _unwind(self, rank: Rank) -> None:
@@ -237,21 +243,21 @@ class Ranks:
 
     def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
         rank = self.each[r]
-        assert self._rows(r, op), f"{entry} iterates no rows"
+        assert self._iterated(r, op), f"{entry} iterates no rows"
         members = set(self._members(op))
         assert all(
-            it <= members or it.isdisjoint(members)
-            for it in map(self._ranks_of(r, op.batch), rank.rows[op.batch])
+            group <= members or group.isdisjoint(members)
+            for group in map(self._ranks_of(r, op.batch), rank.sequences[op.batch])
         ), f"{entry} iterates rows in part"
         assert rank.versions[op.batch] == op.version
         rank.busy = True
         self._iteration(r, entry, op, 0, self._clock.now)
 
-    def _ranks_of(self, r: int, stream: int) -> Callable[[int], set[int]]:
-        return lambda sequence: set(self._concerned(r, sequence, stream))
+    def _ranks_of(self, r: int, batch: int) -> Callable[[int], set[int]]:
+        return lambda sequence: set(self._needed_by(r, sequence, batch))
 
-    def _concerned(self, r: int, sequence: int, stream: int) -> tuple[int, ...]:
-        before = self._concerns.get(sequence, self._lines[stream].ranks)
+    def _needed_by(self, r: int, sequence: int, batch: int) -> tuple[int, ...]:
+        before = self._needed_ranks.get(sequence, self._batches[batch].ranks)
         return self.each[r].placed.get(sequence, before)
 
     def _place(self, r: int, place: PlaceSequence) -> None:
@@ -259,34 +265,40 @@ class Ranks:
         rank = self.each[r]
         (moved,) = (
             step
-            for step, job in self._jobs.items()
-            if job.task.places and job.task.sequences == (place.sequence,)
+            for step, timed in self._steps.items()
+            if timed.task.places and timed.task.sequences == (place.sequence,)
         )
-        assert r not in self._jobs[moved].task.ranks or moved in rank.finished
+        assert r not in self._steps[moved].task.ranks or moved in rank.finished
         rank.placed[place.sequence] = place.ranks
-        stream = next(it for it, rows in rank.rows.items() if place.sequence in rows)
-        rank.rows[stream][place.sequence] = max(
-            other.rows.get(stream, {}).get(place.sequence, 0) for other in self.each
+        batch = next(
+            batch for batch, sequences in rank.sequences.items() if place.sequence in sequences
+        )
+        rank.sequences[batch][place.sequence] = max(
+            other.sequences.get(batch, {}).get(place.sequence, 0) for other in self.each
         )
 
     def _members(self, op: Iterate) -> tuple[int, ...]:
-        return op.group or self._lines[op.batch].ranks
+        return op.group or self._batches[op.batch].ranks
 
-    def _rows(self, r: int, op: Iterate) -> list[int]:
+    def _iterated(self, r: int, op: Iterate) -> list[int]:
         """Sequences that an entry iterates, as a rank knows them."""
         ranks, members = self._ranks_of(r, op.batch), set(self._members(op))
-        return [it for it in self.each[r].rows.get(op.batch, ()) if ranks(it) <= members]
+        return [
+            sequence
+            for sequence in self.each[r].sequences.get(op.batch, ())
+            if ranks(sequence) <= members
+        ]
 
     def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
-        line, members = self._lines[op.batch], self._members(op)
+        spec, members = self._batches[op.batch], self._members(op)
         if i == op.iterations:
-            self._end_lease(r, entry, op, since)
+            self._end_grant(r, entry, op, since)
             return
 
         def ended() -> None:
-            rows = self.each[r].rows[op.batch]
-            for sequence in self._rows(r, op):
-                rows[sequence] += 1
+            sequences = self.each[r].sequences[op.batch]
+            for sequence in self._iterated(r, op):
+                sequences[sequence] += 1
             if r == members[0]:
                 ends = self.iterations.setdefault(op.batch, [])
                 ends.append((entry.seq, self._clock.now))
@@ -296,40 +308,40 @@ class Ranks:
             ("iteration", entry.seq, i),
             members,
             r,
-            lambda: self._clock.after(line.iteration_time, ended),
+            lambda: self._clock.after(spec.iteration_time, ended),
         )
 
-    def _end_lease(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
+    def _end_grant(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
         """Every rank is the master of some rows."""
-        rows = self.each[r].rows[op.batch]
+        sequences = self.each[r].sequences[op.batch]
         finished = tuple(
             sequence
-            for sequence in self._rows(r, op)
+            for sequence in self._iterated(r, op)
             if (life := self._lives[sequence]) is not None
-            and rows[sequence] - op.iterations < life <= rows[sequence]
+            and sequences[sequence] - op.iterations < life <= sequences[sequence]
             and self._master(r, sequence, op.batch) == r
         )
         took = (self._clock.now - since) * NS
         self.send(r, Iterated(r, entry.seq, op.batch, took, finished))
         self._free(r)
 
-    def _master(self, r: int, sequence: int, stream: int) -> int:
-        ranks = self._concerned(r, sequence, stream)
+    def _master(self, r: int, sequence: int, batch: int) -> int:
+        ranks = self._needed_by(r, sequence, batch)
         return ranks[sequence % len(ranks)]
 
     def _change(self, rank: Rank, change: Change) -> None:
-        rows = rank.rows.setdefault(change.batch, {})
+        sequences = rank.sequences.setdefault(change.batch, {})
         for sequence in change.left:
-            rows.pop(sequence, None)
+            sequences.pop(sequence, None)
         for sequence, _ in change.joined:
-            assert sequence not in rows
-            rows[sequence] = 0
+            assert sequence not in sequences
+            sequences[sequence] = 0
         rank.versions[change.batch] = rank.versions.get(change.batch, 0) + 1
         assert rank.versions[change.batch] == change.version
 
     def _free(self, r: int) -> None:
         self.each[r].busy = False
-        self._clock.after(0, lambda: self._go_on(r))
+        self._clock.after(0, lambda: self._advance(r))
 
 
 @dataclass
@@ -337,8 +349,8 @@ class Scenario:
     """What the scheduler asks for, and when."""
 
     size: int
-    jobs: dict[int, Job]
-    lines: dict[int, Line]
+    steps: dict[int, TimedStep]
+    batches: dict[int, BatchSpec]
     lives: dict[int, int | None]
     submits: list[tuple[int, int]] = field(default_factory=list)
     """(time, step)."""
@@ -348,11 +360,11 @@ class Scenario:
     """(time, sequence)."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(time, owner)."""
-    concerns: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    needed_ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of rows that concern some of their stream's only."""
 
 
-ROWS = 1000
+FIRST_DECODED = 1000
 """Sequences from here on are rows; those below are prefilled."""
 
 
@@ -369,8 +381,8 @@ def random_scenario(
     def time() -> int:
         return rng.randrange(span)
 
-    jobs = {
-        step: Job(
+    steps = {
+        step: TimedStep(
             StepSpec(
                 id=step,
                 ranks=group(),
@@ -383,25 +395,27 @@ def random_scenario(
         )
         for step in range(rng.randint(1, 12))
     }
-    lines = {s: Line(tuple(sorted(group())), rng.randint(1, 12)) for s in range(rng.randint(0, 3))}
-    rows = range(ROWS, ROWS + rng.randint(1, 6)) if lines else range(0)
+    batches = {
+        s: BatchSpec(tuple(sorted(group())), rng.randint(1, 12)) for s in range(rng.randint(0, 3))
+    }
+    sequences = range(FIRST_DECODED, FIRST_DECODED + rng.randint(1, 6)) if batches else range(0)
     scenario = Scenario(
-        size, jobs, lines, {s: rng.choice((None, rng.randint(1, 60))) for s in rows}
+        size, steps, batches, {s: rng.choice((None, rng.randint(1, 60))) for s in sequences}
     )
-    scenario.submits = sorted((time(), step) for step in jobs)
+    scenario.submits = sorted((time(), step) for step in steps)
     scenario.joins = sorted(
-        (time(), rng.choice(list(lines)), sequence, rng.randint(1, 2)) for sequence in rows
+        (time(), rng.choice(list(batches)), sequence, rng.randint(1, 2)) for sequence in sequences
     )
     if apart:
-        for _, stream, sequence, _ in scenario.joins:
-            whole = lines[stream].ranks
-            scenario.concerns[sequence] = tuple(
+        for _, batch, sequence, _ in scenario.joins:
+            whole = batches[batch].ranks
+            scenario.needed_ranks[sequence] = tuple(
                 sorted(rng.sample(whole, rng.randint(1, len(whole))))
             )
     if moved:
         _add_moves(scenario, rng, span)
     if troubled:
-        known = [*range(8), *rows]
+        known = [*range(8), *sequences]
         scenario.cancels = [(time(), rng.choice(known)) for _ in range(rng.randint(0, 4))]
         scenario.ends = [(time(), 2)] if rng.random() < 0.3 else []
     return scenario
@@ -409,12 +423,12 @@ def random_scenario(
 
 def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
     """One of a row at most: the next begins when the last one is over."""
-    for time, stream, sequence, owner in scenario.joins:
+    for time, batch, sequence, owner in scenario.joins:
         if rng.random() < 0.3:
             continue
-        whole, step = scenario.lines[stream].ranks, len(scenario.jobs)
+        whole, step = scenario.batches[batch].ranks, len(scenario.steps)
         after = rng.sample(whole, rng.randint(1, len(whole)))
-        members = tuple({*scenario.concerns.get(sequence, whole), *after})
+        members = tuple({*scenario.needed_ranks.get(sequence, whole), *after})
         task = StepSpec(
             id=step,
             ranks=members,
@@ -425,7 +439,7 @@ def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
             led_by=rng.choice(members),
             places=tuple(after),
         )
-        scenario.jobs[step] = Job(task, rng.randint(1, QUANTUM))
+        scenario.steps[step] = TimedStep(task, rng.randint(1, QUANTUM))
         scenario.submits.append((max(0, time + rng.randrange(-10, span)), step))
     scenario.submits.sort()
 
@@ -437,7 +451,7 @@ class Delays:
     entries: int = 0
     steps: int = 0
     """Reports of steps."""
-    streams: int = 0
+    batches: int = 0
     """Reports of streams."""
     prepares: int = 0
 
@@ -450,11 +464,11 @@ class World:
         self.clock = Clock()
         self.ranks = Ranks(
             self.clock,
-            scenario.jobs,
-            scenario.lines,
+            scenario.steps,
+            scenario.batches,
             scenario.lives,
             scenario.size,
-            scenario.concerns,
+            scenario.needed_ranks,
         )
         self.ranks.send = self._report
         self.sequencer = Sequencer(scenario.size, quantum_ns=QUANTUM * NS)
@@ -468,13 +482,13 @@ class World:
             Deadlock: it never will be.
         """
         scenario, sequencer = self.scenario, self.sequencer
-        for stream, line in scenario.lines.items():
-            sequencer.open_batch(stream, line.ranks, masters=line.ranks)
+        for batch, spec in scenario.batches.items():
+            sequencer.open_batch(batch, spec.ranks, masters=spec.ranks)
         for time, step in scenario.submits:
-            self._submit(time, scenario.jobs[step].task)
-        for time, stream, sequence, owner in scenario.joins:
-            ranks = scenario.concerns.get(sequence, ())
-            self._at(time, sequencer.join, stream, sequence, 0, owner, 0, ranks)
+            self._submit(time, scenario.steps[step].task)
+        for time, batch, sequence, owner in scenario.joins:
+            ranks = scenario.needed_ranks.get(sequence, ())
+            self._at(time, sequencer.join, batch, sequence, 0, owner, 0, ranks)
         for time, sequence in scenario.cancels:
             self._at(time, sequencer.cancel, sequence)
         for time, owner in scenario.ends:
@@ -506,7 +520,7 @@ class World:
 
     def _end_endless_rows(self) -> None:
         """Rows without an end are there to starve steps, and end when no step is left."""
-        if any(not self.is_over(step) for step in self.scenario.jobs):
+        if any(not self.is_over(step) for step in self.scenario.steps):
             self._at(QUANTUM, self._end_endless_rows)
             assert self.clock.now < 10**6, "a step starves"
         elif any(time > self.clock.now for time, *_ in self.scenario.joins):
@@ -518,13 +532,13 @@ class World:
 
     def is_over(self, step: int) -> bool:
         """Finished or aborted at all members, or never begun for an owner that has ended."""
-        task = self.scenario.jobs[step].task
+        task = self.scenario.steps[step].task
         members = [self.ranks.each[rank] for rank in task.ranks]
         ended = any(
             owner == task.owner and time <= self.clock.now for time, owner in self.scenario.ends
         )
         return all(
-            (ended and all(f.job.task.id != step for f in rank.stack))
+            (ended and all(f.timed.task.id != step for f in rank.stack))
             or step in rank.finished + rank.aborted
             for rank in members
         )
@@ -549,7 +563,7 @@ class World:
         kind, delay = (
             ("steps", self._delays.steps)
             if isinstance(report, RanQuantum)
-            else ("streams", self._delays.streams)
+            else ("batches", self._delays.batches)
         )
         frame = pack_reports((report,))
 
@@ -577,10 +591,15 @@ def replay(
     """
     clock = Clock()
     ranks = Ranks(
-        clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size, scenario.concerns
+        clock,
+        scenario.steps,
+        scenario.batches,
+        scenario.lives,
+        scenario.size,
+        scenario.needed_ranks,
     )
     for r, projection in enumerate(projections):
-        ranks.each[r].prepared.update(scenario.jobs)
+        ranks.each[r].prepared.update(scenario.steps)
         arrives = 0
         for entry in projection:
             arrives += rng.randint(0, longest_delay)

@@ -113,14 +113,14 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"csa": None}, "'csa' without a plan"),
-        ({"strategy": "levels", "csa": None}, "'levels' without a plan"),
+        ({"csa": None}, "'csa' needs a CsaPlan"),
+        ({"strategy": "levels", "csa": None}, "'levels' needs a CsaPlan"),
         (
             {
                 "strategy": "levels",
                 "csa": uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.1),
             },
-            "'levels' is exact, and its plan drops",
+            "'levels' is exact, but its plan drops",
         ),
         ({"group": (0, 1), "bounds": (0, 20, 40)}, "4 locations for a group of 2"),
         ({"bounds": (0, 1, 2, 3, 4)}, r"longest SPT has 1 tokens; allowed are 1 to 1"),
@@ -147,7 +147,7 @@ def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wha
 def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillChunk) -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
     assert job(plan, chunks=(chunk,)).csa == plan
-    with pytest.raises(ConfigError, match="decode_kept_only takes whole prompts"):
+    with pytest.raises(ConfigError, match="decode_kept_only requires whole prompts"):
         job(replace(plan, decode_kept_only=True), chunks=(chunk,))
 
 

@@ -11,7 +11,7 @@ PLACES = st.builds(Location, *[st.integers(0, last) for last in (2, 2, 3)])
 
 
 def test_instances_are_counted_by_server() -> None:
-    places = [Location.parse(it) for it in ("0-0-0", "0-0-3", "0-1-0", "1-1-0", "1-1-1")]
+    places = [Location.parse(text) for text in ("0-0-0", "0-0-3", "0-1-0", "1-1-0", "1-1-1")]
     shape = GroupShape.of(places, 2)
     assert shape == GroupShape((2, 1, 2), 2)
     assert (shape.sp, shape.ranks) == (5, 10)
@@ -26,7 +26,7 @@ def test_servers_are_those_of_the_topology(found: set[Location], tp: int) -> Non
     shape = GroupShape.of(places, tp)
     assert shape.servers == tuple(map(len, Topology(tuple(places)).servers))
     assert shape.sp == len(places) == len(shape.instance_servers)
-    for one, server in zip(places, shape.instance_servers, strict=True):
+    for place, server in zip(places, shape.instance_servers, strict=True):
         for other, other_server in zip(places, shape.instance_servers, strict=True):
-            assert (one.server_id == other.server_id) == (server == other_server)
+            assert (place.server_id == other.server_id) == (server == other_server)
     assert len(shape.rank_servers) == shape.ranks == tp * shape.sp

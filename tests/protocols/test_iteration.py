@@ -54,10 +54,10 @@ def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
     rows: list[SequenceCursor], budget: int
 ) -> None:
     lengths = chunk_lengths(rows, budget)
-    decoding = [it.prompt <= it.next for it in rows]
+    decoding = [row.prompt <= row.next for row in rows]
     ones = sum(length for length, decodes in zip(lengths, decoding, strict=True) if decodes)
     prefilled = sum(lengths) - ones
-    to_prefill = sum(it.prompt - it.next for it in rows if it.next < it.prompt)
+    to_prefill = sum(row.prompt - row.next for row in rows if row.next < row.prompt)
     assert prefilled == min(max(0, budget - ones), to_prefill)
     for row, length in zip(rows, lengths, strict=True):
         if row.next < row.prompt:
@@ -77,7 +77,7 @@ def test_each_master_fills_its_own_budget(
     states = [row._replace(master=master) for row, master in rows]
     lengths = chunk_lengths(states, budget)
     for master in range(4):
-        mine = [index for index, it in enumerate(states) if it.master == master]
+        mine = [index for index, state in enumerate(states) if state.master == master]
         alone = chunk_lengths([states[index]._replace(master=0) for index in mine], budget)
         assert [lengths[index] for index in mine] == alone
 
@@ -89,8 +89,8 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
 ) -> None:
     lengths = chunk_lengths(rows, budget)
     decoding = sum(row.prompt <= row.next < row.stop for row in rows)
-    begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
-    new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
+    begun = [index for index, row in enumerate(rows) if row.first < row.next < row.prompt]
+    new = [index for index, row in enumerate(rows) if row.first == row.next < row.prompt]
     if budget > decoding and (begun or new):
         assert lengths[(begun or new)[0]] > 0
 
@@ -110,7 +110,7 @@ def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
     for _ in range(120):
         while len(rows) < most and random.random() < 0.7:
             prompt = random.randint(1, 30)
-            before = sum(max(0, it.prompt - it.next) for it in rows)
+            before = sum(max(0, row.prompt - row.next) for row in rows)
             first = random.choice([0, random.randrange(prompt)])
             rows.append(SequenceCursor(first, prompt, prompt + random.randint(0, 9), first=first))
             ages.append(0)
@@ -124,7 +124,7 @@ def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
             assert ages[number] <= limits[number], "waits longer than for those before it"
             leaves = rows[number].next == row.stop or random.random() < 0.02
             kept += [] if leaves else [number]
-        rows, ages, limits = ([column[it] for it in kept] for column in (rows, ages, limits))
+        rows, ages, limits = ([column[index] for index in kept] for column in (rows, ages, limits))
 
 
 @dataclass(eq=False)
@@ -135,24 +135,24 @@ class Request:
     prompt: int
     output: int
     done: int = 0
-    drawn: int = 0
+    sampled: int = 0
 
 
 def sarathi(requests: list[Request], budget: int) -> list[dict[int, int]]:
     """Alg. 3 as it is printed, one iteration after another: what each request computes in each."""
-    waiting = deque(sorted(enumerate(requests), key=lambda it: it[1].arrival))
+    waiting = deque(sorted(enumerate(requests), key=lambda numbered: numbered[1].arrival))
     batch: list[tuple[int, Request]] = []
     iterations: list[dict[int, int]] = []
     while waiting or batch:
         computed: dict[int, int] = {}
         tokens = 0
-        for number, it in batch:
-            if it.done == it.prompt:
+        for number, request in batch:
+            if request.done == request.prompt:
                 tokens += 1
                 computed[number] = 1
-        for number, it in batch:
-            if it.done < it.prompt:
-                chunk = min(it.prompt - it.done, max(0, budget - tokens))
+        for number, request in batch:
+            if request.done < request.prompt:
+                chunk = min(request.prompt - request.done, max(0, budget - tokens))
                 if chunk:
                     tokens += chunk
                     computed[number] = chunk
@@ -163,15 +163,15 @@ def sarathi(requests: list[Request], budget: int) -> list[dict[int, int]]:
             computed[number] = chunk
             batch.append((number, it))
         iterations.append(computed)
-        for number, it in list(batch):
+        for number, request in list(batch):
             if number not in computed:
                 continue
-            if it.done < it.prompt:
-                it.done += computed[number]
-            if it.done == it.prompt:
-                it.drawn += 1
-                if it.drawn == it.output:
-                    batch.remove((number, it))
+            if request.done < request.prompt:
+                request.done += computed[number]
+            if request.done == request.prompt:
+                request.sampled += 1
+                if request.sampled == request.output:
+                    batch.remove((number, request))
     return iterations
 
 
@@ -193,9 +193,9 @@ def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget:
         for number, (_, prompt, output) in enumerate(sizes)
     }
     for iteration, computed in enumerate(expected):
-        there = [it for it in order if sizes[it][0] <= iteration]
-        lengths = chunk_lengths([states[it] for it in there], budget)
-        assert {it: n for it, n in zip(there, lengths, strict=True) if n} == computed
-        for it, length in zip(there, lengths, strict=True):
-            states[it] = states[it]._replace(next=states[it].next + length)
+        there = [sequence for sequence in order if sizes[sequence][0] <= iteration]
+        lengths = chunk_lengths([states[sequence] for sequence in there], budget)
+        assert {sequence: n for sequence, n in zip(there, lengths, strict=True) if n} == computed
+        for sequence, length in zip(there, lengths, strict=True):
+            states[sequence] = states[sequence]._replace(next=states[sequence].next + length)
     assert all(state.next == state.stop for state in states.values())

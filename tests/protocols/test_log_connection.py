@@ -13,9 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.core.errors import ConnectionLost, DeadlineExceeded, FaultError, ProtocolError
-from csps.protocols.sequencer import log_connection as log_listener
-from csps.protocols.sequencer.log_connection import MAX_FRAME, LogListener, LogSocket, join_log
+from csps.protocols.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    FaultError,
+    ProtocolError,
+    ProtocolMismatch,
+)
+from csps.protocols.rpc.wire import ClientHandshake
+from csps.protocols.sequencer import log_connection
+from csps.protocols.sequencer.log_connection import (
+    LOG_VERSION,
+    MAX_FRAME,
+    LogListener,
+    LogSocket,
+    join_log,
+)
 
 HOST, SECRET, WAIT_S = "127.0.0.1", b"only for tests", 60.0
 
@@ -77,7 +90,7 @@ STRANGERS: dict[str, bytes] = {
 @pytest.mark.parametrize("stays", [True, False])
 def test_strangers_hold_up_nobody(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, and before the ranks."""
-    monkeypatch.setattr(log_listener, "HANDSHAKE_S", 2 * WAIT_S)
+    monkeypatch.setattr(log_connection, "HANDSHAKE_S", 2 * WAIT_S)
     with listening() as listener, ThreadPoolExecutor(3) as threads, ExitStack() as open_ones:
         for said in STRANGERS.values():
             stranger = socket.create_connection((HOST, listener.port))
@@ -104,7 +117,7 @@ def test_a_stranger_is_hung_up_on(said: bytes, monkeypatch: pytest.MonkeyPatch) 
         stranger.sendall(said)
         with ThreadPoolExecutor(1) as thread:
             with monkeypatch.context() as impatient:
-                impatient.setattr(log_listener, "HANDSHAKE_S", 0.05)
+                impatient.setattr(log_connection, "HANDSHAKE_S", 0.05)
                 accepting = thread.submit(accept, listener, range(1, 2))
                 assert hung_up(stranger)
             joined = join(listener, 1)
@@ -134,7 +147,7 @@ def test_bytes_one_by_one_buy_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with ThreadPoolExecutor(2) as threads:
             with monkeypatch.context() as impatient:
-                impatient.setattr(log_listener, "HANDSHAKE_S", 0.3)
+                impatient.setattr(log_connection, "HANDSHAKE_S", 0.3)
                 trickling = threads.submit(trickle)
                 accepting = threads.submit(accept, listener, range(1, 2))
                 assert over.wait(WAIT_S), "the connection is still open"
@@ -154,6 +167,28 @@ def test_who_is_not_waited_for_is_refused(rank: int, secret: bytes) -> None:
         joined = join(listener, 1)
         accepting.result(WAIT_S)[1].close()
         joined.close()
+
+
+def test_a_rank_of_the_previous_log_version_is_refused_by_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = LOG_VERSION, LOG_VERSION - 1
+    assert (ours, theirs) == (2, 1)
+
+    def previous_release(secret: bytes, version: int, name: str) -> ClientHandshake:
+        return ClientHandshake(secret, version - 1, name)
+
+    with listening() as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, range(1, 2))
+        with monkeypatch.context() as older:
+            older.setattr(log_connection, "ClientHandshake", previous_release)
+            with pytest.raises(ProtocolMismatch, match="speaks version 1, the peer 2") as caught:
+                join(listener, 1)
+        assert (caught.value.ours, caught.value.theirs) == (theirs, ours)
+        joined = join(listener, 1)
+        accepting.result(WAIT_S)[1].close()
+        joined.close()
+    assert "this side speaks version 2, the peer 1" in caplog.text
 
 
 def test_a_rank_comes_once() -> None:
@@ -214,12 +249,14 @@ def test_a_frame_that_is_too_long_is_no_frame() -> None:
 def test_frames_of_several_threads_do_not_mix() -> None:
     with pair() as (one, other), ThreadPoolExecutor(4) as threads:
         sending: list[Callable[[], None]] = [
-            lambda it=it: [one.send(bytes([it]) * 3000) for _ in range(20)]  # type: ignore[misc]
-            for it in range(3)
+            lambda byte=byte: [  # type: ignore[misc]
+                one.send(bytes([byte]) * 3000) for _ in range(20)
+            ]
+            for byte in range(3)
         ]
-        running = [threads.submit(it) for it in sending]
+        running = [threads.submit(send) for send in sending]
         for _ in range(60):
             received = other.receive()
             assert received == received[:1] * 3000
-        for it in running:
-            it.result(WAIT_S)
+        for future in running:
+            future.result(WAIT_S)

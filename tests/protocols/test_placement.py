@@ -71,10 +71,10 @@ def test_an_index_finds_all_that_meet_a_span(spans: list[Span], others: list[Spa
     index = SpanIndex(spans)
     for other in others:
         near = index.near(other)
-        met = [number for number, it in enumerate(spans) if it.intersection(other).length]
+        met = [number for number, span in enumerate(spans) if span.intersection(other).length]
         assert near == sorted(set(near))
         assert set(met) <= set(near)
-    assert list(rests_of(others, spans)) == [rest_of(it, spans) for it in others]
+    assert list(rests_of(others, spans)) == [rest_of(span, spans) for span in others]
 
 
 @settings(max_examples=examples(300))
@@ -82,7 +82,7 @@ def test_an_index_finds_all_that_meet_a_span(spans: list[Span], others: list[Spa
 def test_spans_are_disjoint_if_no_position_is_there_twice(
     spans: list[Span], tokens: list[int]
 ) -> None:
-    positions = list(chain.from_iterable(it.positions for it in spans))
+    positions = list(chain.from_iterable(span.positions for span in spans))
     assert disjoint(spans) == (len(positions) == len(set(positions)))
     for layout in (zigzag_of(tokens), striped_of(tokens)):
         parts = [span for spans in layout for span in spans]
@@ -99,7 +99,7 @@ def test_a_span_is_compared_with_few_of_a_large_group(
     spans, start = [], 0
     for size in (32, 64, 128):
         tokens = [100 + (part < size // 3) for part in range(size)]
-        spans += [it.shifted(start) for parts in layout(tokens) for it in parts]
+        spans += [span.shifted(start) for parts in layout(tokens) for span in parts]
         start += sum(tokens)
     index = SpanIndex(spans)
     assert sum(len(index.near(span)) for span in spans) <= 3 * len(spans)
@@ -168,9 +168,11 @@ def test_striped_of_parts_that_differ_takes_turns(tokens: list[int]) -> None:
             if left[part]:
                 left[part] -= 1
                 expected.append(part)
-    parts = {at: part for part, spans in enumerate(layout) for it in spans for at in it.positions}
+    parts = {
+        at: part for part, spans in enumerate(layout) for span in spans for at in span.positions
+    }
     assert [parts[at] for at in range(sum(tokens))] == expected
-    assert sum(it.length for spans in layout for it in spans) == sum(tokens)
+    assert sum(span.length for spans in layout for span in spans) == sum(tokens)
     if len(set(tokens)) == 1:
         assert layout == striped(sum(tokens), len(tokens))
 

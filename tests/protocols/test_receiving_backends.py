@@ -38,7 +38,7 @@ class World:
 
     def ask(self, choice: int) -> None:
         """Some sender shakes hands for its next chunk."""
-        open_lines = [it for it in self.to_ask if it]
+        open_lines = [line for line in self.to_ask if line]
         transfer = open_lines[choice % len(open_lines)].pop(0)
         if transfer.request not in self.first_asked:
             self.first_asked.append(transfer.request)
@@ -98,8 +98,8 @@ def test_whatever_is_cancelled_the_others_finish(
         elif made.sending:
             made.land(data.draw(numbers))
     for number in cancelled:
-        made.to_ask = [it for it in made.to_ask if not it or it[0].request != number]
-        made.sending = [it for it in made.sending if it.request != number]
+        made.to_ask = [line for line in made.to_ask if not line or line[0].request != number]
+        made.sending = [transfer for transfer in made.sending if transfer.request != number]
         made.begin(made.queue.release(number))
         assert made.backends_of(number) == 0
     while made.asking or made.sending:

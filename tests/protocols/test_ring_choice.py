@@ -27,8 +27,8 @@ MENDED = EmpiricalRule(alpha=-1.059, beta=1.145, gamma=12.68)
 
 def right(choices: list[str]) -> int:
     return sum(
-        choice == ("ring_kv" if it.kv_s < it.q_s else "ring_q")
-        for choice, it in zip(choices, TABLE_4, strict=True)
+        choice == ("ring_kv" if point.kv_s < point.q_s else "ring_q")
+        for choice, point in zip(choices, TABLE_4, strict=True)
     )
 
 
@@ -40,10 +40,12 @@ def algorithm_1(new: int, history: int) -> str:
 
 def test_table_4() -> None:
     assert round(hiding_tokens(MODEL, SPEEDS, MEMBERS)) == 4933
-    assert right([algorithm_1(it.new, it.history) for it in TABLE_4]) == 13
-    assert right([algorithm_5(it.new, it.history, **PAPER) for it in TABLE_4]) == 12
-    assert right([MENDED.choose(it.new, it.history) for it in TABLE_4]) == len(TABLE_4) == 14
-    assert {PRINTED.choose(it.new, it.history) for it in TABLE_4} == {"ring_q"}
+    assert right([algorithm_1(point.new, point.history) for point in TABLE_4]) == 13
+    assert right([algorithm_5(point.new, point.history, **PAPER) for point in TABLE_4]) == 12
+    assert (
+        right([MENDED.choose(point.new, point.history) for point in TABLE_4]) == len(TABLE_4) == 14
+    )
+    assert {PRINTED.choose(point.new, point.history) for point in TABLE_4} == {"ring_q"}
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
@@ -87,5 +89,5 @@ def test_rules_are_read_as_they_were_written() -> None:
     assert parse_rules(made.canonical) == made
     assert parse_rules(made.canonical).digest == made.digest != rules().digest
     for broken in (b"", b"{}", b"[1]", made.canonical.replace(b"alpha", b"gamma")):
-        with pytest.raises(ConfigError, match="not a ring's rules"):
+        with pytest.raises(ConfigError, match="invalid ring rules"):
             parse_rules(broken)

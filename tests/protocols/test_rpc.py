@@ -29,7 +29,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.server import Handler, Peer, RpcServer
-from csps.protocols.rpc.wire import RpcLimits
+from csps.protocols.rpc.wire import SCHEMA_VERSION, RpcLimits
 
 SECRET, VERSION = b"a cluster secret", 7
 SECONDS = 60.0
@@ -321,6 +321,22 @@ async def test_other_version_is_refused_by_both_numbers(cell: Cell) -> None:
     with pytest.raises(ProtocolMismatch, match="speaks version 6, the peer 7") as caught:
         await cell.connect(version=6)
     assert (caught.value.ours, caught.value.theirs) == (6, 7)
+
+
+async def test_the_previous_schema_version_is_refused_by_both_numbers(cell: Cell) -> None:
+    assert SCHEMA_VERSION == 5
+    await cell.serve({}, version=SCHEMA_VERSION)
+    with pytest.raises(ProtocolMismatch, match="speaks version 4, the peer 5") as caught:
+        await cell.connect(version=SCHEMA_VERSION - 1)
+    assert (caught.value.ours, caught.value.theirs) == (4, 5)
+
+
+async def test_a_client_and_a_server_of_this_release_speak_the_schema_version(cell: Cell) -> None:
+    server = RpcServer({}, secret=SECRET)
+    assert server.version == SCHEMA_VERSION
+    await cell.serve({"echo": echo}, version=SCHEMA_VERSION - 1)
+    with pytest.raises(ProtocolMismatch, match="speaks version 5, the peer 4"):
+        await RpcClient.connect(*cell.address, secret=SECRET, name="test", deadline_s=SECONDS)
 
 
 async def test_calls_before_authentication_are_refused_and_end_the_connection(cell: Cell) -> None:

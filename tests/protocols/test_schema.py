@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from csps.protocols.core.errors import ProtocolError
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang import messages
-from csps.protocols.gang import messages as tokens
-from csps.protocols.gang import step_messages as prefill_job
+from csps.protocols.gang import messages, step_messages
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack, unpack
@@ -191,7 +189,7 @@ def test_fields_that_no_message_may_have(kind: Any) -> None:
 
 
 def test_every_message_of_the_protocol_can_travel() -> None:
-    modules = (messages, prefill_job, tokens)
+    modules = (messages, step_messages)
     classes = {cls for module in modules for cls in vars(module).values() if is_dataclass(cls)}
     assert len(classes) > 25
     for cls in classes:
@@ -199,16 +197,16 @@ def test_every_message_of_the_protocol_can_travel() -> None:
             unpack(cls, None)
 
 
-def test_a_job_travels() -> None:
-    share = KvSlice(instance=1, span=Span(start=0, stop=5))
-    chunk = PrefillChunk(sequence_id=3, start=5, length=2, history=(share,))
+def test_a_prefill_step_travels() -> None:
+    history = KvSlice(instance=1, span=Span(start=0, stop=5))
+    chunk = PrefillChunk(sequence_id=3, start=5, length=2, history=(history,))
     chunk = replace(chunk, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
-    job = PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,))
-    assert unpack(PrefillStep, over_the_wire(pack(job))) == job
+    step = PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,))
+    assert unpack(PrefillStep, over_the_wire(pack(step))) == step
 
 
 def test_threads_that_are_the_first_to_unpack_a_message() -> None:
-    """Also of a kind that is in others."""
+    """Messages that contain the new class are unpacked as well."""
     program = Path(__file__).with_name("first_messages.py")
     ended = subprocess.run([sys.executable, program], timeout=60, check=False)
     assert ended.returncode == 0

@@ -1,7 +1,7 @@
-"""Gangs that compute nothing: they speak the real RPC over loopback and do as the test says.
+"""Gangs that compute nothing: they speak the real RPC over loopback and do as a test says.
 
-Fake ranks keep books of their own of the slots that were asked of them. A request for more than
-they have fails the test, and at the end of a test everything must have come back.
+Fake ranks count the slots that were asked of them. A request for more slots than a rank has fails
+the test, and at the end of a test all slots must be free.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ PATIENCE_S = 60.0
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Let the event loop turn until the condition holds."""
+    """Run the event loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what to wait for may be of either side
             await asyncio.sleep(0)
 
 
-async def turns(count: int = 200) -> None:
-    """Let the event loop turn so often that whatever could happen has happened."""
+async def loop_iterations(count: int = 200) -> None:
+    """Run the event loop until whatever could happen has happened."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class FakeRank:
-    """One rank: remembers what it is told, tells what the test wants."""
+    """One rank: it remembers the messages it gets, and sends what a test wants."""
 
     def __init__(self, gang: FakeGang, rank: int) -> None:
         self.gang, self.rank = gang, rank
@@ -81,13 +81,13 @@ class FakeRank:
         self.asked = 0
         self.attached: list[str] = []
         self.connections: list[ConnectKv] = []
-        self.jobs: list[PrefillStep] = []
+        self.steps: list[PrefillStep] = []
         self.reserved: dict[int, ReserveKv] = {}
         self.all_reserved: list[int] = []
         self.joined: list[JoinBatch] = []
         self.moves: list[MoveSequence] = []
         self.cancelled: list[int] = []
-        self.heard: list[str] = []
+        self.methods: list[str] = []
         self.server = RpcServer(
             {
                 "describe": lambda _payload, _peer: pack(self.describe()),
@@ -129,14 +129,14 @@ class FakeRank:
             pid=0,
         )
 
-    def tell(self, method: str, message: Any) -> None:
+    def notify(self, method: str, message: Any) -> None:
         if self.router is not None and not self.router.closed.done():
             self.router.notify(method, pack(message))
 
     def _note(self, method: str, log: list[Any], cls: Any, payload: Any) -> Any:
         message = unpack(cls, payload)
         log.append(message)
-        self.heard.append(method)
+        self.methods.append(method)
         return message
 
     def _may_attach(self, payload: Any, _: Peer) -> None:
@@ -155,7 +155,7 @@ class FakeRank:
 
     def _keep_alive(self, _: Any, peer: Peer) -> None:
         if peer is self.router:
-            self.fence.heard(time.monotonic())
+            self.fence.heartbeat(time.monotonic())
 
     def _disconnected(self, peer: Peer) -> None:
         if peer is self.router:
@@ -167,45 +167,47 @@ class FakeRank:
         await self.gang.may_connect.wait()
 
     def _prefill(self, payload: Any, _: Peer) -> None:
-        job = self._note("prefill", self.jobs, PrefillStep, payload)
-        used = sum(self.gang.slots_of(job, self.instance) for job in self.gang.running_jobs(self))
-        assert used <= self.gang.kv_slots, "more prompts than slots"
-        self.gang.on_job(self, job)
+        step = self._note("prefill", self.steps, PrefillStep, payload)
+        used = sum(
+            self.gang.slots_of(step, self.instance) for step in self.gang.running_steps(self)
+        )
+        assert used <= self.gang.kv_slots, f"prompts use {used} of {self.gang.kv_slots} slots"
+        self.gang.on_step(self, step)
 
     async def _reserve(self, payload: Any, _: Peer) -> None:
         request = unpack(ReserveKv, payload)
-        self.heard.append("reserve")
+        self.methods.append("reserve")
         await self.gang.may_reserve.wait()
         if self.gang.refuses is not None:
             raise self.gang.refuses
         self.reserved[request.sequence_id] = request
         self.all_reserved.append(request.sequence_id)
-        used = sum(_slots(held, self.instance) for held in self.reserved.values())
-        assert used <= self.gang.kv_slots, "more requests than slots"
+        used = sum(_slots(reserved, self.instance) for reserved in self.reserved.values())
+        assert used <= self.gang.kv_slots, f"requests use {used} of {self.gang.kv_slots} slots"
 
     def _cancel(self, payload: Any, _: Peer) -> None:
         sequence_id = unpack(CancelSequence, payload).sequence_id
         self.cancelled.append(sequence_id)
-        self.heard.append("cancel")
+        self.methods.append("cancel")
         if self.gang.obeys_cancel:
-            self.give_back(sequence_id)
+            self.free_cancelled(sequence_id)
 
-    def give_back(self, sequence_id: int) -> None:
-        """What a rank does with a cancelled request."""
+    def free_cancelled(self, sequence_id: int) -> None:
+        """Do what a rank does with a cancelled request."""
         if self.reserved.pop(sequence_id, None) is not None:
-            self.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=self.rank))
-        for job in self.gang.running_jobs(self):
-            if {chunk.sequence_id for chunk in job.chunks} <= set(self.cancelled):
-                self.job_done(job, cancelled=True)
+            self.notify("freed", SlotsFreed(sequence_id=sequence_id, rank=self.rank))
+        for step in self.gang.running_steps(self):
+            if {chunk.sequence_id for chunk in step.chunks} <= set(self.cancelled):
+                self.report_step_done(step, cancelled=True)
 
-    def job_done(self, job: PrefillStep, *, cancelled: bool = False) -> None:
-        """Report a job as done; ranks outside of its group have nothing to report."""
-        self.gang.done.add((self.rank, job.step_id))
-        if self.instance in job.group:
-            self.tell(
+    def report_step_done(self, step: PrefillStep, *, cancelled: bool = False) -> None:
+        """Report a step as done; ranks outside of its group report nothing."""
+        self.gang.done.add((self.rank, step.step_id))
+        if self.instance in step.group:
+            self.notify(
                 "prefill_done",
                 PrefillDone(
-                    step_id=job.step_id,
+                    step_id=step.step_id,
                     rank=self.rank,
                     cancelled=cancelled,
                     queue_s=0.0,
@@ -222,7 +224,9 @@ def _slots(request: ReserveKv, instance: int) -> int:
         kv_slice.span.length for kv_slice in request.slices if kv_slice.instance == instance
     )
     if request.answer:
-        return slices + sum(it.span.length for it in request.answer if it.instance == instance)
+        return slices + sum(
+            kv_slice.span.length for kv_slice in request.answer if kv_slice.instance == instance
+        )
     return slices + (request.sampling.max_tokens if request.master == instance else 0)
 
 
@@ -249,7 +253,7 @@ class FakeGang:
         self.refuses: FaultError | None = None
         self.obeys_cancel = True
         self.done: set[tuple[int, int]] = set()
-        self.on_job: Callable[[FakeRank, PrefillStep], None] = lambda rank, job: None
+        self.on_step: Callable[[FakeRank, PrefillStep], None] = lambda rank, step: None
         self.ranks = [FakeRank(self, rank) for rank in range(self.world_size)]
         self.addresses: list[RankAddress] = []
 
@@ -267,92 +271,98 @@ class FakeGang:
         await asyncio.gather(*(rank.server.close(0.0) for rank in self.ranks))
 
     async def kill(self, rank: int) -> None:
-        """The rank's process is gone."""
+        """End a rank's server, as if its process were gone."""
         await self.ranks[rank].server.close(0.0)
 
-    def running_jobs(self, rank: FakeRank) -> list[PrefillStep]:
-        return [job for job in rank.jobs if (rank.rank, job.step_id) not in self.done]
+    def running_steps(self, rank: FakeRank) -> list[PrefillStep]:
+        return [step for step in rank.steps if (rank.rank, step.step_id) not in self.done]
 
-    def slots_of(self, job: PrefillStep, instance: int) -> int:
-        if instance not in job.group:
+    def slots_of(self, step: PrefillStep, instance: int) -> int:
+        if instance not in step.group:
             return 0
-        member = job.group.index(instance)
-        return job.bounds[member + 1] - job.bounds[member]
+        member = step.group.index(instance)
+        return step.bounds[member + 1] - step.bounds[member]
 
-    # --- what the gang does at the test's word ---
+    # --- what the gang does when a test says so ---
 
-    def finish_job(self, job: PrefillStep) -> None:
-        """Every rank of the group has computed and sent its part."""
+    def finish_step(self, step: PrefillStep) -> None:
+        """Report the step as done by every rank of its group."""
         for rank in self.ranks:
-            rank.job_done(job)
+            rank.report_step_done(step)
 
-    def draw(self, sequence_id: int, index: int, token: int = 7, finish: Any = None) -> None:
-        """A token, from whichever rank; the router does not care which."""
-        drawn = SampledToken(
+    def sample(self, sequence_id: int, index: int, token: int = 7, finish: Any = None) -> None:
+        """Send a token from the last rank; the router does not care which rank sends it."""
+        sampled = SampledToken(
             sequence_id=sequence_id, index=index, token=token, finish_reason=finish
         )
-        self.ranks[-1].tell("tokens", SampledTokens.of([drawn]))
+        self.ranks[-1].notify("tokens", SampledTokens.of([sampled]))
 
-    def land(self, sequence_id: int) -> None:
-        """The prompt's KV is there, on every rank that holds a share."""
+    def receive_kv(self, sequence_id: int) -> None:
+        """Report the prompt's KV as received by every rank that stores a slice."""
         for rank in self.ranks:
             request = rank.reserved.get(sequence_id)  # None: cancelled meanwhile
-            for share in request.slices if request is not None else ():
-                if share.instance == rank.instance:
-                    tokens = share.span.length
-                    landed = RankKvReceived(
+            for kv_slice in request.slices if request is not None else ():
+                if kv_slice.instance == rank.instance:
+                    tokens = kv_slice.span.length
+                    received = RankKvReceived(
                         sequence_id=sequence_id, rank=rank.rank, tokens=tokens, seconds=0.0
                     )
-                    rank.tell("received", landed)
+                    rank.notify("received", received)
 
     def free(self, sequence_id: int) -> None:
-        """Every rank gives its slots back."""
+        """Free the sequence's slots on every rank."""
         for rank in self.ranks:
             rank.reserved.pop(sequence_id, None)
-            rank.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=rank.rank))
+            rank.notify("freed", SlotsFreed(sequence_id=sequence_id, rank=rank.rank))
 
     def fail(self, sequence_id: int, code: str) -> None:
         failed = RequestFailed(
             sequence_id=sequence_id, rank=0, code=code, message="as the test says"
         )
-        self.ranks[0].tell("failed", failed)
+        self.ranks[0].notify("failed", failed)
+
+    def has_joined(self, sequence_id: int) -> bool:
+        """Return whether the gang was told to decode the sequence."""
+        return any(message.sequence_id == sequence_id for message in self.leader.joined)
 
     @property
     def leader(self) -> FakeRank:
         return self.ranks[0]
 
 
-def _job_of(rank: FakeRank, sequence_id: int) -> PrefillStep | None:
-    jobs = (
-        job for job in rank.jobs if any(chunk.sequence_id == sequence_id for chunk in job.chunks)
+def _step_of(rank: FakeRank, sequence_id: int) -> PrefillStep | None:
+    steps = (
+        step
+        for step in rank.steps
+        if any(chunk.sequence_id == sequence_id for chunk in step.chunks)
     )
-    return next(jobs, None)
+    return next(steps, None)
 
 
 SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
 
 
-async def as_asked(questions: StrategyQuestions) -> StrategyChoices:
-    """A configurator that compares nothing."""
+async def without_comparison(questions: StrategyQuestions) -> StrategyChoices:
+    """Answer as a configurator that compares nothing."""
     return StrategyChoices(
         chosen=tuple(
             (
                 StrategyChoice(
                     strategy="ulysses"
-                    if it.csa is None
-                    else ENGINE_NAMES[it.csa.strategy or "ntp"],
+                    if question.csa is None
+                    else ENGINE_NAMES[question.csa.strategy or "ntp"],
                     reason="as asked",
-                    loss=0.0 if it.csa is None else None,
+                    loss=0.0 if question.csa is None else None,
                 ),
             )
-            for it in questions.asked
+            for question in questions.asked
         )
     )
 
 
 @dataclass
 class FakeCell:
-    """The router's request service over two fake gangs, or an elastic one that is both."""
+    """The router's request service over two fake gangs, or one elastic gang."""
 
     prefill: FakeGang
     decode: FakeGang
@@ -363,10 +373,10 @@ class FakeCell:
     gangs: list[FakeGang] = field(default_factory=list)
 
     def submit(self, tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestHandle:
-        return self.service.submit(generation(tokens, max_tokens, **options))
+        return self.service.submit(request_spec(tokens, max_tokens, **options))
 
     async def replace(self, gang: FakeGang) -> None:
-        """A new gang has registered in the old one's place."""
+        """Register a new gang in the old one's place."""
         members = await gang.start()
         self.gangs.append(gang)
         _, view = await self.directory.wait_change(-1)
@@ -376,56 +386,56 @@ class FakeCell:
             self.decode = gang
         self.directory.publish(replace(view, **{gang.role: members}))
 
-    # --- one request's way, step by step ---
+    # --- one request, step by step ---
 
-    def rid_of(self, handle: RequestHandle) -> int:
-        """The number of the request's current attempt."""
+    def sequence_id_of(self, handle: RequestHandle) -> int:
+        """Return the sequence_id of the request's current attempt."""
         assert handle.sequence_id is not None
         return handle.sequence_id
 
     async def prefilling(self, handle: RequestHandle) -> PrefillStep:
-        """Wait until the request's job has reached every prefill rank."""
+        """Wait until the request's step has reached every prefill rank."""
         await until(lambda: handle.state == "prefill")
-        sequence_id = self.rid_of(handle)
-        await until(lambda: all(_job_of(rank, sequence_id) for rank in self.prefill.ranks))
-        job = _job_of(self.prefill.leader, sequence_id)
-        assert job is not None
-        return job
+        sequence_id = self.sequence_id_of(handle)
+        await until(lambda: all(_step_of(rank, sequence_id) for rank in self.prefill.ranks))
+        step = _step_of(self.prefill.leader, sequence_id)
+        assert step is not None
+        return step
 
     async def decoding(self, handle: RequestHandle) -> int:
-        """Take a request to the state decoding; returns its rid."""
-        job = await self.prefilling(handle)
-        sequence_id = self.rid_of(handle)
-        self.prefill.draw(sequence_id, 0)
-        self.decode.land(sequence_id)
-        self.prefill.finish_job(job)
-        await until(lambda: any(it.sequence_id == sequence_id for it in self.decode.leader.joined))
+        """Bring a request to the state decoding; return its sequence_id."""
+        step = await self.prefilling(handle)
+        sequence_id = self.sequence_id_of(handle)
+        self.prefill.sample(sequence_id, 0)
+        self.decode.receive_kv(sequence_id)
+        self.prefill.finish_step(step)
+        await until(lambda: self.decode.has_joined(sequence_id))
         return sequence_id
 
     def finish(self, sequence_id: int, count: int, first: int = 1) -> None:
-        """Decode the tokens up to count - 1, the last one with a reason, and free the slots."""
+        """Sample tokens `first` to `count` - 1, the last one with a reason, and free the slots."""
         for index in range(first, count):
             finish = "length" if index == count - 1 else None
-            self.decode.draw(sequence_id, index, token=100 + index, finish=finish)
+            self.decode.sample(sequence_id, index, token=100 + index, finish=finish)
         self.decode.free(sequence_id)
 
-    def runs_by_itself(self) -> None:
-        """The gangs do everything that is asked of them at once."""
+    def run_by_itself(self) -> None:
+        """Let the gangs do at once whatever they are asked to."""
         prefill, decode = self.prefill, self.decode
 
-        def on_job(rank: FakeRank, job: PrefillStep) -> None:
-            if rank.rank == prefill.world_size - 1:  # the last one to hear of it
-                asyncio.get_running_loop().call_soon(run, job)
+        def on_step(rank: FakeRank, step: PrefillStep) -> None:
+            if rank.rank == prefill.world_size - 1:  # the last one to receive it
+                asyncio.get_running_loop().call_soon(run, step)
 
-        def run(job: PrefillStep) -> None:
-            for chunk in job.chunks:
+        def run(step: PrefillStep) -> None:
+            for chunk in step.chunks:
                 reserved = chunk.sequence_id in decode.leader.reserved or not chunk.decoded
                 if reserved and chunk.sequence_id not in prefill.leader.cancelled:
                     index = len(chunk.generated_tokens) // 4
                     last = chunk.sampling.max_tokens == index + 1
-                    prefill.draw(chunk.sequence_id, index, finish="length" if last else None)
-                    decode.land(chunk.sequence_id)
-            prefill.finish_job(job)
+                    prefill.sample(chunk.sequence_id, index, finish="length" if last else None)
+                    decode.receive_kv(chunk.sequence_id)
+            prefill.finish_step(step)
 
         def join(payload: Any, _: Peer) -> None:
             message = unpack(JoinBatch, payload)
@@ -434,11 +444,11 @@ class FakeCell:
                 first = len(request.generated_tokens) // 4 + (message.first_token is not None)
                 self.finish(message.sequence_id, request.sampling.max_tokens, first=first)
 
-        prefill.on_job = on_job
+        prefill.on_step = on_step
         decode.leader.server._handlers["join"] = join
 
-    async def settled(self) -> None:
-        """Wait until nothing is held any more, on either side, and check the books."""
+    async def wait_until_free(self) -> None:
+        """Wait until router and ranks hold no slots, and check the invariants."""
         await until(lambda: not any(rank.reserved for rank in self.decode.ranks))
         await until(lambda: self.service.counts.decode_kv == 0)
         await until(lambda: self.service.counts.prefill_kv == 0)
@@ -446,7 +456,7 @@ class FakeCell:
         self.service.check_health()
 
 
-def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestSpec:
+def request_spec(tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestSpec:
     return RequestSpec(
         client_request_id="r",
         prompt=np.arange(tokens, dtype=np.int32),
@@ -465,7 +475,7 @@ async def fake_cell(
     prefill: FakeGang | None = None,
     decode: FakeGang | None = None,
     elastic: FakeGang | None = None,
-    configure: Configure = as_asked,
+    configure: Configure = without_comparison,
     options: dict[str, Any] | None = None,
     limits: QueueLimits | None = None,
     deadlines: SchedulerDeadlines = QUICK,
@@ -476,8 +486,7 @@ async def fake_cell(
     ready: bool = True,
     **service: Any,
 ) -> AsyncIterator[FakeCell]:
-    """A request service and two gangs, linked, or an elastic one; everything is closed at the
-    end."""
+    """Yield a request service over linked fake gangs; close everything at the end."""
     pair = [prefill or FakeGang("prefill", "p1"), decode or FakeGang("decode", "d1")]
     gangs = pair if elastic is None else [elastic]
     members = {gang.role: await gang.start() for gang in gangs}
@@ -486,7 +495,7 @@ async def fake_cell(
         directory,
         secret=SECRET,
         router_id="test",
-        specs=MemoryGenerations(),
+        generations=MemoryGenerations(),
         deadlines=ClusterDeadlines(retry_s=0.01),
         roles=tuple(members),
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are less than a character, or more than their text."""
+"""Log-probabilities of tokens that hold part of a character, or more than their text."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def sentencepiece(tmp_path: Path) -> Tokenizer:
 
 
 def entries_of(tokenizer: Tokenizer, ids: list[int], top: list[int], **options: Any) -> Any:
-    """The answer's text and its log-probabilities."""
+    """Return the answer's text and its log-probabilities."""
     answer = AnswerText(tokenizer, **{"stop": (), "min_tokens": 0, "skip_special": True, **options})
     last = len(ids) - 1
-    pieces = [
+    deltas = [
         answer.push(
             SampledToken(
                 sequence_id=1,
@@ -45,36 +45,36 @@ def entries_of(tokenizer: Tokenizer, ids: list[int], top: list[int], **options: 
                 token=token,
                 finish_reason="length" if index == last else None,
                 logprob=-0.5,
-                top_logprobs=tuple(TokenLogprob(token=it, logprob=-1.0) for it in top),
+                top_logprobs=tuple(TokenLogprob(token=other, logprob=-1.0) for other in top),
             )
         )
         for index, token in enumerate(ids)
     ]
-    entries = [piece.logprob for piece in pieces if piece.logprob is not None]
-    return "".join(piece.text for piece in pieces), entries
+    entries = [delta.logprob for delta in deltas if delta.logprob is not None]
+    return "".join(delta.text for delta in deltas), entries
 
 
 # But for U+FFFD: until more has come, it may be a character that is not complete.
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=20)
 )
-def test_bytes_and_offsets_are_those_of_the_text(byte_level: Tokenizer, text: str) -> None:
+def test_logprobs_have_the_bytes_and_offsets_of_the_text(byte_level: Tokenizer, text: str) -> None:
     ids = byte_level.encode(text, add_special_tokens=False)
     shown, entries = entries_of(byte_level, ids, [])
     assert shown == text
     assert b"".join(entry.token_bytes for entry in entries) == text.encode()
-    starts = [place for place, it in enumerate(text) for _ in it.encode()]
+    starts = [index for index, character in enumerate(text) for _ in character.encode()]
     assert [entry.offset for entry in entries] == starts
 
 
-def test_alternatives_that_are_no_text_stay_apart(byte_level: Tokenizer) -> None:
+def test_alternatives_that_are_not_text_stay_distinct(byte_level: Tokenizer) -> None:
     alternatives = byte_level.encode("é🙂", add_special_tokens=False)
     _, entries = entries_of(byte_level, byte_level.encode("ab"), alternatives)
     (first, *_) = CompletionLogprobs.of(entries).top_logprobs
     assert set(first) == {"<s>", *(f"\\x{byte:02x}" for byte in "é🙂".encode())}
 
 
-def test_a_word_keeps_its_space(sentencepiece: Tokenizer) -> None:
+def test_a_words_token_keeps_its_leading_space(sentencepiece: Tokenizer) -> None:
     with_space, without = 259, 260
     text, entries = entries_of(
         sentencepiece, [with_space, with_space, without], [with_space, without]
@@ -87,14 +87,14 @@ def test_a_word_keeps_its_space(sentencepiece: Tokenizer) -> None:
     assert set(logprobs.top_logprobs[0]) == {" the", "the"}
 
 
-def test_a_hidden_token_takes_no_room(byte_level: Tokenizer) -> None:
+def test_a_hidden_token_moves_no_offset(byte_level: Tokenizer) -> None:
     begin, *ids = byte_level.encode("ab")
     text, entries = entries_of(byte_level, [ids[0], begin, ids[1]], [])
     assert text == "ab"
     assert [(entry.token, entry.offset) for entry in entries] == [("a", 0), ("<s>", 1), ("b", 1)]
 
 
-def test_a_held_back_beginning_of_a_stop_string_counts(byte_level: Tokenizer) -> None:
+def test_withheld_text_counts_in_offsets(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a END", add_special_tokens=False)
     text, entries = entries_of(byte_level, ids, [], stop=[" ENDE"])
     assert text == "a END"

@@ -67,12 +67,12 @@ def cell_of(**options: Any) -> Any:
 async def warmed(cell: FakeCell, **options: Any) -> None:
     """A first request finds nothing and runs exactly; after it the bucket is filled."""
     first = submit(cell, **options)
-    job = await cell.prefilling(first)
-    assert job.strategy == ("csa" if options.get("csa") else "ulysses")
+    step = await cell.prefilling(first)
+    assert step.strategy == ("csa" if options.get("csa") else "ulysses")
     row = first.spec.cls.row
     await until(lambda: any(bucket.row == row for bucket in cell.costs.costs.table.buckets))
     cell.finish(await cell.decoding(first), 4)
-    await cell.settled()
+    await cell.wait_until_free()
 
 
 def submit(cell: FakeCell, *, objective: Objective, **options: Any) -> RequestHandle:
@@ -96,19 +96,19 @@ async def test_bounds_change_what_is_computed(
     async with cell_of() as cell:
         await warmed(cell, objective=Objective(max_accuracy_loss=0.3))
         handle = submit(cell, objective=wanted)
-        job = await cell.prefilling(handle)
+        step = await cell.prefilling(handle)
         plan = handle.plan
         assert plan is not None
         assert plan.predicted_accuracy_loss == loss
         assert plan.bounds_met
         if ratio is None:
-            assert (job.strategy, job.csa, plan.attention) == ("ulysses", None, "exact")
+            assert (step.strategy, step.csa, plan.attention) == ("ulysses", None, "exact")
             return
-        assert (job.strategy, plan.strategy, plan.attention) == ("csa", "csa", "csa")
-        assert job.csa is not None
-        (group,) = job.csa.layer_groups
+        assert (step.strategy, plan.strategy, plan.attention) == ("csa", "csa", "csa")
+        assert step.csa is not None
+        (group,) = step.csa.layer_groups
         assert (group.drop_ratios, group.micro_partitions) == (((ratio,),), (4, 2))
-        assert (job.csa.importance_layer, job.csa.levels) == ("same", 2)
+        assert (step.csa.importance_layer, step.csa.levels) == ("same", 2)
 
 
 async def test_what_the_client_fixes_stays_as_it_is() -> None:
@@ -121,10 +121,10 @@ async def test_what_the_client_fixes_stays_as_it_is() -> None:
     }
     async with cell_of() as cell:
         await warmed(cell, **options)
-        job = await cell.prefilling(submit(cell, **options))
-        assert job.csa is not None
-        assert job.csa.tail == 100
-        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),)
+        step = await cell.prefilling(submit(cell, **options))
+        assert step.csa is not None
+        assert step.csa.tail == 100
+        assert step.csa.layer_groups[0].drop_ratios == ((0.9,),)
 
 
 async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
@@ -132,12 +132,12 @@ async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
     async with cell_of() as cell:
         await warmed(cell, objective=impossible)
         handle = submit(cell, objective=impossible)
-        job = await cell.prefilling(handle)
-        assert job.csa is not None
-        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),), "not what comes nearest"
+        step = await cell.prefilling(handle)
+        assert step.csa is not None
+        assert step.csa.layer_groups[0].drop_ratios == ((0.9,),), "not what comes nearest"
         assert handle.explain()["plan"]["bounds_met"] is False
         handle.cancel()
-        cell.prefill.finish_job(job)
+        cell.prefill.finish_step(step)
         refused = submit(cell, objective=impossible, refuse_unmet=True)
         with pytest.raises(BoundNotMet, match="ms to the first token and a loss of accuracy of"):
             await anext(refused)
@@ -152,16 +152,16 @@ async def test_time_in_the_line_counts_against_a_bound_on_ttft() -> None:
         ahead = cell.submit(tokens=9_000)
         await cell.prefilling(ahead)
         waits = submit(cell, objective=wanted)
-        job = await cell.prefilling(waits)
-        assert job.csa is not None
-        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),)
+        step = await cell.prefilling(waits)
+        assert step.csa is not None
+        assert step.csa.layer_groups[0].drop_ratios == ((0.9,),)
 
 
 async def test_nothing_but_exact_attention_under_a_policy_that_cuts_prompts() -> None:
     async with cell_of(policy="tetris") as cell:
         handle = submit(cell, objective=Objective(max_accuracy_loss=1.0))
-        job = await cell.prefilling(handle)
-        assert job.csa is None
+        step = await cell.prefilling(handle)
+        assert step.csa is None
         assert all(bucket.row != BOUNDED for bucket in cell.costs.costs.table.buckets)
 
 

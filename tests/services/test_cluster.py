@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cluster_waits import linked
-from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
+from fake_gangs import PATIENCE_S, SECRET, FakeGang, loop_iterations, until
 
 from csps.protocols.gang import members as fence
 from csps.protocols.gang.client import GangClient
@@ -24,17 +24,17 @@ from csps.services.cluster.membership import ClusterView, Directory, StaticDirec
 
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's process may stand still for longer than a holder may be silent."""
+    """Lengthen leases: a test's process may stand still for longer than a holder may."""
     for module in (fence, precedence):
         monkeypatch.setattr(module, "LEASE_S", 600.0)
 
 
 @dataclass
 class Log:
-    """A listener that remembers."""
+    """A listener that remembers what it was told."""
 
     facts: list[str] = field(default_factory=list)
-    """What came up and went down, in order."""
+    """Return what came up and went down, in order."""
     links: list[KvLink] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     told: list[tuple[str, int, str]] = field(default_factory=list)
@@ -89,7 +89,7 @@ async def view_of(prefill: FakeGang | None, decode: FakeGang | None) -> ClusterV
 
 
 def vanished(gang_id: str, ranks: int = 2) -> GangMembers:
-    """Ranks that were registered, at addresses where nobody listens any more."""
+    """Return members at addresses where nobody listens any more."""
     addresses = [RankAddress(rank=rank, host="127.0.0.1", port=9) for rank in range(ranks)]
     return GangMembers(gang_id=gang_id, ranks=tuple(addresses))
 
@@ -114,7 +114,7 @@ async def test_both_gangs_are_attached_and_linked() -> None:
             assert len(rank.attached) == 1
 
 
-async def test_gangs_may_come_one_after_the_other() -> None:
+async def test_gangs_that_come_one_after_the_other_are_linked() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory()
     async with following(directory, prefill, decode) as (cluster, _):
@@ -152,7 +152,7 @@ async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_t
         assert log.facts[2:] == ["link up", "link down", "p1 down", "p2 up", "link up"]
 
 
-async def test_a_gang_that_the_directory_replaces_is_left() -> None:
+async def test_a_gang_that_the_directory_replaces_is_detached() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("decode", "d2")
     directory = StaticDirectory(await view_of(prefill, decode))
@@ -163,7 +163,7 @@ async def test_a_gang_that_the_directory_replaces_is_left() -> None:
         assert log.lost == [("d1", "gang d1 was replaced by d2")]
 
 
-async def test_vanished_ranks_hold_up_nothing() -> None:
+async def test_vanished_ranks_delay_nothing() -> None:
     prefill, decode = FakeGang("prefill", "p2"), FakeGang("decode", "d1")
     view = await view_of(prefill, decode)
     directory = StaticDirectory(ClusterView(prefill=vanished("p1"), decode=view.decode))
@@ -174,7 +174,7 @@ async def test_vanished_ranks_hold_up_nothing() -> None:
 
 
 async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
-    """A listener that accepts and says nothing: only the deadline, or news, ends the attempt."""
+    """A listener accepts and stays silent: only the deadline, or news, ends the attempt."""
     prefill, decode = FakeGang("prefill", "p2"), FakeGang("decode", "d1")
     view = await view_of(prefill, decode)
     silent = await asyncio.start_server(lambda *_: asyncio.Event().wait(), "127.0.0.1", 0)
@@ -190,7 +190,7 @@ async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
         silent.close()
 
 
-async def test_a_link_that_does_not_stand_in_time_is_tried_again_under_a_new_epoch() -> None:
+async def test_a_link_that_misses_its_deadline_is_retried_under_a_new_epoch() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     prefill.may_connect.clear()
     directory = StaticDirectory(await view_of(prefill, decode))
@@ -225,7 +225,9 @@ async def test_a_gang_lost_while_it_is_linked_ends_the_attempt() -> None:
         ({"world_size": 4}, "expected"),
     ],
 )
-async def test_gangs_that_do_not_agree_are_not_linked(change: dict[str, Any], reason: str) -> None:
+async def test_gangs_with_different_models_are_not_linked(
+    change: dict[str, Any], reason: str
+) -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     view = await view_of(prefill, decode)
     for name, value in change.items():
@@ -244,10 +246,11 @@ async def test_gangs_that_do_not_agree_are_not_linked(change: dict[str, Any], re
         (["0-0-0", "0-1-1", "0-1-2", "0-1-3"], "rank 0 is at 0-0-0 and rank 1 at 0-1-1; allowed"),
     ],
 )
-async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
+async def test_a_gang_with_invalid_locations_is_not_attached(
     locations: list[str], reason: str
 ) -> None:
-    """No request ever meets such a location: neither a plan nor a scheduling round can fail."""
+    """Requests never meet such a location, so neither a plan nor a scheduling round can fail
+    on it."""
     prefill, decode = FakeGang("prefill", "p1", tp=2), FakeGang("decode", "d1")
     prefill.locations = locations
     directory = StaticDirectory(await view_of(prefill, decode))
@@ -259,7 +262,7 @@ async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
         assert cluster.phase == f"waiting for a prefill gang: {UNUSABLE}"
 
 
-async def test_what_was_put_right_is_not_said_any_more() -> None:
+async def test_a_corrected_mistake_is_not_reported_any_more() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("prefill", "p2")
     prefill.fingerprint = "other"
@@ -293,24 +296,24 @@ async def test_a_reset_gang_is_attached_again_under_another_name() -> None:
         assert len(decode.leader.attached) == 1
 
 
-async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:
+async def test_notifications_of_a_detached_gang_are_dropped() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
         link = await linked(cluster, PATIENCE_S)
-        prefill.draw(1, 0)
+        prefill.sample(1, 0)
         await until(lambda: log.told == [("p1", 1, "tokens")])
-        prefill.draw(1, 1)
+        prefill.sample(1, 1)
         link.prefill.disconnect("now")
-        await turns()
+        await loop_iterations()
         assert len(log.told) == 1
 
 
 # --- two routers --------------------------------------------------------------------------
 
 
-async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it() -> None:
-    """Not even one that has only just come: the holder would lose the other gang's work."""
+async def test_a_successor_attaches_to_no_gang_while_the_holder_lives() -> None:
+    """Not even to a new gang: the holder would lose the other gang's work."""
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("prefill", "p2")
     directory = StaticDirectory(await view_of(prefill, decode))
@@ -335,9 +338,9 @@ async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it()
             assert link.epoch == "2.1"
 
 
-async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> None:
-    """A redeployment that replaces the ranks: nobody holds the new ones yet, and the successor
-    hears of them before the router that has streams to end."""
+async def test_a_router_whose_requests_lost_their_gangs_has_takeover_priority() -> None:
+    """A redeployment replaces the ranks: nobody holds the new ones yet, and the successor learns of
+    them before the router that has streams to finish."""
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("prefill", "p2"), FakeGang("decode", "d2")
     directory = StaticDirectory(await view_of(prefill, decode))
@@ -362,8 +365,8 @@ async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> Non
             assert (await linked(successor, PATIENCE_S)).epoch.startswith("2.")
 
 
-async def test_requests_do_not_go_on_with_another_model() -> None:
-    """The router whose they are leaves the new gangs to its successor."""
+async def test_a_router_with_requests_attaches_to_no_other_model() -> None:
+    """It leaves the new gangs to its successor."""
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = [
         FakeGang(role, gang_id, fingerprint="another")
@@ -389,7 +392,7 @@ async def test_requests_do_not_go_on_with_another_model() -> None:
         await linked(older, PATIENCE_S)
 
 
-async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor(
+async def test_a_silent_holder_is_superseded_and_waits_for_its_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
@@ -405,7 +408,7 @@ async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor
                 await until(lambda: len(log.lost) == 2)
                 await until(lambda: silent.phase.endswith(STANDBY))
                 await until(lambda: silent.generation == 3)
-                await turns()
+                await loop_iterations()
                 assert not told.lost, "the two do not take the gangs from each other for ever"
         await linked(silent, PATIENCE_S)
 
@@ -418,17 +421,17 @@ async def test_a_draining_router_keeps_its_gangs_and_takes_no_new_ones() -> None
         link = await linked(cluster, PATIENCE_S)
         cluster.drain()
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
-        await turns()
+        await loop_iterations()
         assert cluster.link is link
         assert not log.lost
         await decode.kill(0)
         await until(lambda: log.lost)
-        await turns()
+        await loop_iterations()
         assert not second.leader.attached
 
 
 async def test_an_older_gang_does_not_replace_a_newer_one() -> None:
-    """A directory that had to start again may hear of the one that is going first."""
+    """A restarted directory may learn of the dying gang first."""
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d2")
     old = FakeGang("decode", "d1")
     view = await view_of(prefill, decode)
@@ -437,9 +440,9 @@ async def test_an_older_gang_does_not_replace_a_newer_one() -> None:
     async with following(directory, prefill, decode, old) as (cluster, log):
         link = await linked(cluster, PATIENCE_S)
         directory.publish(replace(view, decode=replace(await old.start(), incarnation=1)))
-        await turns()
+        await loop_iterations()
         directory.publish(replace(view, decode=newest))
-        await turns()
+        await loop_iterations()
         assert cluster.link is link
         assert not log.lost
 

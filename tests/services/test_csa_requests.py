@@ -40,19 +40,19 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
             cell, 1500, levels=2, drop_ratios=((0.5,),), micro_partitions=((3,),), strategy="ntp",
             importance_window=9, pipelined=False,
         )  # fmt: skip
-        job = await cell.prefilling(handle)
-        assert [rank.jobs[0].csa for rank in cell.prefill.ranks] == [job.csa] * 3
-        assert job.strategy == "csa"
-        assert job.csa is not None
-        assert job.csa.locations == tuple(f"0-0-{instance}" for instance in job.group)
-        assert len(job.csa.locations) == 2
-        assert (job.csa.importance_window, job.csa.pipelined) == (9, False)
-        layers = job.csa.layer_groups[0]
+        step = await cell.prefilling(handle)
+        assert [rank.steps[0].csa for rank in cell.prefill.ranks] == [step.csa] * 3
+        assert step.strategy == "csa"
+        assert step.csa is not None
+        assert step.csa.locations == tuple(f"0-0-{instance}" for instance in step.group)
+        assert len(step.csa.locations) == 2
+        assert (step.csa.importance_window, step.csa.pipelined) == (9, False)
+        layers = step.csa.layer_groups[0]
         assert (layers.first, layers.stop) == (0, 2)
         assert layers.drop_ratios == ((0.5,),)
         assert layers.micro_partitions == (3, 3)
         plan = handle.explain()["plan"]
-        assert plan["csa"]["locations"] == job.csa.locations
+        assert plan["csa"]["locations"] == step.csa.locations
         assert (plan["attention"], plan["predicted_accuracy_loss"]) == ("csa", None)
 
 
@@ -60,20 +60,20 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
 async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_only: bool) -> None:
     async with cell_of() as cell:
         handle = submit(cell, 1500, drop_ratios=((0.5,),), decode_kept_only=kept_only)
-        job = await cell.prefilling(handle)
-        assert job.csa is not None
-        assert job.csa.decode_kept_only == kept_only
-        sequence_id = cell.rid_of(handle)
+        step = await cell.prefilling(handle)
+        assert step.csa is not None
+        assert step.csa.decode_kept_only == kept_only
+        sequence_id = cell.sequence_id_of(handle)
         assert {rank.reserved[sequence_id].kept_only for rank in cell.decode.ranks} == {kept_only}
 
 
 async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
     async with cell_of() as cell:
         handle = submit(cell, 50, levels=2, drop_ratios=((0.5,),))
-        job = await cell.prefilling(handle)
-        assert job.high_priority
-        assert job.csa is not None
-        assert job.csa.levels == 1
+        step = await cell.prefilling(handle)
+        assert step.high_priority
+        assert step.csa is not None
+        assert step.csa.levels == 1
         plan = handle.explain()["plan"]
         assert plan["csa"]["levels"] == 1
         assert plan["reason"].endswith("one instance, which attends exactly")
@@ -85,26 +85,26 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
         sparse = [submit(cell, 50, drop_ratios=((ratio,),)) for ratio in (0.5, 0.25, 0.5)]
         exact = [cell.submit(tokens=50) for _ in range(2)]
         cell.decode.may_reserve.set()
-        jobs = cell.prefill.leader.jobs
-        await until(lambda: len(jobs) == 2)  # an instance has no more at a time
-        for chunk in jobs[0].chunks:
-            cell.prefill.draw(chunk.sequence_id, 0)
-        cell.prefill.finish_job(jobs[0])
-        await until(lambda: len(jobs) == 3)
-        together = [[chunk.sequence_id for chunk in job.chunks] for job in jobs]
+        steps = cell.prefill.leader.steps
+        await until(lambda: len(steps) == 2)  # an instance has no more at a time
+        for chunk in steps[0].chunks:
+            cell.prefill.sample(chunk.sequence_id, 0)
+        cell.prefill.finish_step(steps[0])
+        await until(lambda: len(steps) == 3)
+        together = [[chunk.sequence_id for chunk in step.chunks] for step in steps]
         expected = [[sparse[0], sparse[2]], [sparse[1]], exact]
-        assert together == [[cell.rid_of(it) for it in group] for group in expected]
-        assert jobs[2].csa is None
+        assert together == [[cell.sequence_id_of(it) for it in group] for group in expected]
+        assert steps[2].csa is None
 
 
 async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:
     async with cell_of(instances=1) as cell:
         handle = submit(cell, 1500, levels=1, drop_ratios=((0.5,),))
         await cell.prefilling(handle)
-        sequence_id = cell.rid_of(handle)
+        sequence_id = cell.sequence_id_of(handle)
         cell.prefill.fail(sequence_id, "TransferError")
-        await until(lambda: len(cell.prefill.leader.jobs) == 2)
-        first, second = cell.prefill.leader.jobs
+        await until(lambda: len(cell.prefill.leader.steps) == 2)
+        first, second = cell.prefill.leader.steps
         assert first.csa == second.csa
 
 
@@ -169,7 +169,7 @@ async def test_what_no_group_can_run_ends_its_request_alone(
         cell.service.check_health()
         assert cell.service.ready
         other.cancel()
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 def test_hidden_communication_is_of_all_ranks_together() -> None:

@@ -1,4 +1,4 @@
-"""A live router's log gives its commands again, from the files that it wrote alone."""
+"""Replays of a live router's decision log from its files alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gangs import QUICK, FakeGang, fake_cell, turns
+from fake_gangs import QUICK, FakeGang, fake_cell, loop_iterations
 
 from csps.configurator.costs.cost_table import CostTable
 from csps.configurator.costs.latency_tables import SHIPPED
@@ -33,7 +33,7 @@ OPTIONS = {"spt_tokens": 1000, "short_tokens": 200}
 
 
 class Noting(Scheduler):
-    """Remembers its commands, as `replayed` writes them."""
+    """A scheduler that remembers its commands, as `replayed` writes them."""
 
     commands = b""
 
@@ -67,21 +67,21 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
         async with fake_cell(
             table=TABLE, store_table=log.store_table, recorder=log, make_scheduler=scheduler
         ) as cell:
-            cell.runs_by_itself()
+            cell.run_by_itself()
             requests = [cell.submit(50 + 397 * n % 2500, 1 + n % 7) for n in range(25)]
-            await turns(20)
+            await loop_iterations(20)
             requests[3].cancel()
             await cell.prefill.kill(0)
             await cell.replace(FakeGang("prefill", "p2"))
-            cell.runs_by_itself()
+            cell.run_by_itself()
             await asyncio.gather(*map(read, requests))
-            await cell.settled()
+            await cell.wait_until_free()
     assert made[0].commands.count(b"reserve") > 25  # some were tried again
     assert replayed(path) == made[0].commands
     tables = list((tmp_path / "decisions.tables").iterdir())
     assert len(tables) > 1  # what the configurator has filled in was put in force
     next(table for table in tables if table.name == TABLE.digest).unlink()
-    with pytest.raises(ConfigError, match="is missing"):
+    with pytest.raises(ConfigError, match="lacks the cost table"):
         replayed(path)
 
 
@@ -93,7 +93,7 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
         {"policy": "tetris", "improvement_rates": [[1.0, 0.3]]},
     ],
 )
-def test_the_settings_say_whether_there_is_a_log(
+def test_a_log_is_written_only_if_the_settings_name_it(
     options: dict[str, Any], tiny_llama: Path, tmp_path: Path
 ) -> None:
     assert open_log(Settings(model=str(tiny_llama)), TABLE) is None
@@ -106,7 +106,7 @@ def test_the_settings_say_whether_there_is_a_log(
     assert make_deadlines(settings).transfer_ns == 60_000_000_000
 
 
-def test_a_log_that_cannot_be_written_is_the_operators_mistake(tiny_llama: Path) -> None:
+def test_a_log_that_cannot_be_written_is_a_config_error(tiny_llama: Path) -> None:
     scheduling = {"log": "/proc/none/of/this"}
     settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
     with pytest.raises(ConfigError, match=r"scheduling\.log: "):

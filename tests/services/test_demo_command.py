@@ -1,4 +1,4 @@
-"""What `csps demo` says of an answer, whether it was computed or found."""
+"""Test what `csps demo` prints about an answer, computed or reused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORT = {
 
 
 @pytest.mark.parametrize("cached", [0, 64])
-def test_reused_kv_is_told_beside_the_time_that_it_saved(cached: int) -> None:
+def test_reused_kv_is_shown_beside_the_time_that_it_saved(cached: int) -> None:
     prompt = generate(NeedleConfig(length=100, seed=1))
     usage = {
         "prompt_tokens": 100,
@@ -43,7 +43,7 @@ def test_reused_kv_is_told_beside_the_time_that_it_saved(cached: int) -> None:
     assert ("earlier request" in json.dumps(lines)) == bool(cached)
 
 
-def test_without_a_server_it_says_how_to_have_one() -> None:
+def test_without_a_server_the_error_says_how_to_start_one() -> None:
     with pytest.raises(FaultError, match=r"no server at http://127.0.0.1:\d+ .*`make serve`"):
         ask(read_config(CONFIG, port=free_port()), "hello")
 

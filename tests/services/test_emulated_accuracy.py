@@ -1,4 +1,4 @@
-"""What one process computes of a group is what its ranks compute; and which points are asked on."""
+"""Test that one process computes what a group's ranks compute, and which points are continued."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_configurations_have_in_common_changes_none_of_them(gang: StrategyR
         for strategy, layer in (("ntp", "previous"), ("ntp", "same"), ("tp", "previous"))
         for ratio in (0.3, 0.8)
     ]
-    groups = [it.group(gang.network.spec, TOKENS - 3) for it in points]
+    groups = [point.group(gang.network.spec, TOKENS - 3) for point in points]
     ids = gang.prompt(1, TOKENS).tolist()
     scored = range(TOKENS - 4, TOKENS)
     with torch.inference_mode():
@@ -186,15 +186,18 @@ def test_with_nothing_dropped_nothing_is_lost(needle: LocalModel, kind: Question
 
 def test_other_seeds_ask_for_other_facts(needle: LocalModel) -> None:
     with torch.inference_mode():
-        one, same, other = (
-            [it.answer for it in NeedleQuestions("multi_key", "last", seed).asked(needle, 256, 0)]
+        first, same, other = (
+            [
+                question.answer
+                for question in NeedleQuestions("multi_key", "last", seed).asked(needle, 256, 0)
+            ]
             for seed in (1, 1, 2)
         )
-    assert one == same
-    assert one != other
+    assert first == same
+    assert first != other
 
 
-def test_kinds_are_told_apart_by_their_names() -> None:
+def test_kinds_have_different_names() -> None:
     assert len({kind.name for kind in QUESTION_KINDS}) == len(QUESTION_KINDS)
 
 
@@ -215,7 +218,8 @@ class ScriptedKind:
 
 @dataclass
 class ScriptedPrompt:
-    """Its logits are the group's drop ratio; and so many answers are lost."""
+    """Prompt whose logits are the group's drop ratio, which is also the fraction of lost
+    answers."""
 
     share: float
     tokens: int = 64
@@ -248,7 +252,7 @@ def run(
     network: Any,
     **options: float,
 ) -> dict[tuple[float, str], int]:
-    """Rounds by drop ratio and kind, of all runs so far."""
+    """Run the profile; return rounds by drop ratio and kind, of all runs so far."""
     monkeypatch.setattr(profile, "QUESTION_KINDS", tuple(kinds))
     model = LocalModel(network, None, frozenset())  # type: ignore[arg-type]
     with ScalingInformationBase.create(path, HERE) as base:
@@ -294,7 +298,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert set(run(monkeypatch, path, kinds, gang.network).values()) == {4}
 
 
-def test_the_command_keeps_rows_and_says_what_is_lost(
+def test_the_command_stores_rows_and_prints_the_loss(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profile, "QUESTION_KINDS", (ScriptedKind("a", 0.5, rounds=1),))

@@ -16,7 +16,7 @@ from csps.services.cluster.attachment import UNUSABLE
 
 
 def changed(model: Path, copy: Path, tensor: str) -> Path:
-    """The same checkpoint, one number of which is another."""
+    """Copy the checkpoint with one number changed."""
     shutil.copytree(model, copy)
     path = copy / "model.safetensors"
     stored = load_file(path)
@@ -30,7 +30,7 @@ def plan(model: Path, role: str, tp: int = 1) -> GangPlan:
 
 
 async def linked(prefill: ThreadGang, decode: ThreadGang, folder: Path) -> str:
-    """Why the gangs are not linked; empty if they are."""
+    """Return why the gangs are not linked; empty if they are."""
     cluster, service = make_router(prefill.members, decode.members, folder / "generations")
     await service.start()
     try:

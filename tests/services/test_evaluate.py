@@ -21,7 +21,7 @@ from csps.services.evaluation.scores import accuracy, evaluate, sensitivity, sum
 
 
 def read_answer(prompt: str) -> str:
-    """The answer to a question for one needle, as a reader finds it."""
+    """Return the answer to a question for one needle, as a reader finds it."""
     facts = dict(re.findall(r"The password of (\w+) is (\w+)\.", prompt))
     return facts[re.findall(r"password of (\w+)\?", prompt)[-1]]
 
@@ -84,7 +84,7 @@ def test_depths_cover_the_text_evenly(share: int) -> None:
     evaluation = Evaluation(kinds=("multi_key",), lengths=(2048,), questions=20, share=share)
     results = evaluate(evaluation, {"": Reader()})[""]
     assert accuracy(results) == 1.0
-    bins = [int(one.depth * 5) for one in results]
+    bins = [int(answer.depth * 5) for answer in results]
     assert [bins.count(number) for number in range(5)] == pytest.approx([4] * 5, abs=1)
 
 
@@ -121,7 +121,7 @@ def test_a_server_is_asked_greedily_for_its_first_model() -> None:
 
 
 def test_answers_asked_for_in_two_ways_stand_side_by_side() -> None:
-    """To the same prompts: the sparse way misses what the exact one finds."""
+    """Ask the same prompts: the sparse way misses what the exact one finds."""
 
     def sparse_or_exact(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
@@ -137,8 +137,9 @@ def test_answers_asked_for_in_two_ways_stand_side_by_side() -> None:
     evaluation = Evaluation(kinds=("multi_key",), lengths=(256,), questions=4)
     lines: list[str] = []
     results = evaluate(evaluation, servers, lines.append)
-    assert [accuracy(each) for each in results.values()] == [1.0, 0.0]
-    assert [one.expected for one in results["exact"]] == [one.expected for one in results["csa"]]
+    assert [accuracy(answers) for answers in results.values()] == [1.0, 0.0]
+    exact, csa = results["exact"], results["csa"]
+    assert [answer.expected for answer in exact] == [answer.expected for answer in csa]
     assert "4 of 4 right" in lines[0]
     assert lines[0].endswith("exact")
     assert "0 of 4 right" in lines[1]

@@ -119,7 +119,7 @@ async def test_a_decode_gang_that_dies_while_a_request_holds_its_only_backend(
         answered = asyncio.ensure_future(answer(between))
         await held.come()
         link = cell.gangs["decode"].ranks[0]._kv_link
-        await eventually(lambda: link._receiver is not None and not link._receiver.turns.idle)
+        await eventually(lambda: link._receiver is not None and not link._receiver.transfer_slots.idle)
         later, cancelled = cell.submit(60, seed=2), cell.submit(70, seed=3)
         waiting = asyncio.ensure_future(answer(later))
         cell.gangs["decode"].process(1).kill()

@@ -66,7 +66,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Data of a complete event stream."""
+    """Return the data of a complete event stream."""
     blocks = [block for block in text.split("\n\n") if block]
     assert blocks.pop() == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
@@ -75,7 +75,7 @@ def events(text: str) -> list[dict[str, Any]]:
 # --- answers ---------------------------------------------------------------------------------
 
 
-async def test_a_completion(
+async def test_a_completion_has_openais_shape(
     client: httpx.AsyncClient, parser: RequestParser, service: FakeService
 ) -> None:
     response = await client.post(
@@ -97,7 +97,9 @@ async def test_a_completion(
     assert "csps" not in body
 
 
-async def test_a_stream_says_the_same(client: httpx.AsyncClient, service: FakeService) -> None:
+async def test_a_stream_has_the_text_of_the_completion(
+    client: httpx.AsyncClient, service: FakeService
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = await client.post(
         "/v1/completions", json=completion(stream=True, stream_options=options)
@@ -112,7 +114,7 @@ async def test_a_stream_says_the_same(client: httpx.AsyncClient, service: FakeSe
     assert usage["usage"]["completion_tokens"] == len(service.script) + 1 == counted[-1]
 
 
-async def test_a_chat(client: httpx.AsyncClient) -> None:
+async def test_a_chat_has_openais_shape(client: httpx.AsyncClient) -> None:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
@@ -154,7 +156,7 @@ async def test_max_tokens_ends_with_length(client: httpx.AsyncClient) -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
-async def test_a_held_back_beginning_is_shown_when_the_answer_ends(
+async def test_withheld_text_is_shown_when_the_answer_ends(
     client: httpx.AsyncClient,
 ) -> None:
     body = (await client.post("/v1/completions", json=completion(stop=["it!"]))).json()
@@ -162,7 +164,9 @@ async def test_a_held_back_beginning_is_shown_when_the_answer_ends(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs(client: httpx.AsyncClient, service: FakeService, stream: bool) -> None:
+async def test_logprobs_have_openais_shape(
+    client: httpx.AsyncClient, service: FakeService, stream: bool
+) -> None:
     response = await client.post(
         "/v1/completions", json=completion(logprobs=2, max_tokens=4, stream=stream)
     )
@@ -189,17 +193,19 @@ async def test_bytes_of_tokens_joined_are_the_answer(client: httpx.AsyncClient) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_offsets_are_places_in_the_answer(
+async def test_text_offsets_are_positions_in_the_answer(
     client: httpx.AsyncClient, stream: bool
 ) -> None:
     response = await client.post("/v1/completions", json=completion(logprobs=0, stream=stream))
     bodies = events(response.text) if stream else [response.json()]
-    offsets = [it for body in bodies for it in body["choices"][0]["logprobs"]["text_offset"]]
-    starts = [place for place, it in enumerate(ANSWER) for _ in it.encode()]
+    offsets = [
+        offset for body in bodies for offset in body["choices"][0]["logprobs"]["text_offset"]
+    ]
+    starts = [index for index, character in enumerate(ANSWER) for _ in character.encode()]
     assert offsets == [*starts, len(ANSWER)]
 
 
-async def test_explain_reports_plan_and_timings(client: httpx.AsyncClient) -> None:
+async def test_explain_returns_plan_and_timings(client: httpx.AsyncClient) -> None:
     wanted = {"explain": True, "attention": "exact"}
     whole = (await client.post("/v1/completions", json=completion(csps=wanted))).json()
     assert {"plan", "timings"} <= set(whole["csps"])
@@ -209,7 +215,7 @@ async def test_explain_reports_plan_and_timings(client: httpx.AsyncClient) -> No
     assert not any("csps" in chunk for chunk in others)
 
 
-async def test_what_is_asked_for_reaches_the_engine(
+async def test_sampling_options_reach_the_service(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:
     fields = {
@@ -229,7 +235,7 @@ async def test_what_is_asked_for_reaches_the_engine(
     assert spec.slo == SloBounds(ttft_ms=250.0, tpot_ms=12.5)
 
 
-async def test_sparse_attention_by_hand_reaches_the_engine(
+async def test_sparse_attention_by_hand_reaches_the_service(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:
     wanted = {
@@ -280,7 +286,7 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
         ),
     ],
 )
-async def test_what_a_request_leaves_to_the_configurator(
+async def test_unset_options_are_left_to_the_configurator(
     client: httpx.AsyncClient,
     service: FakeService,
     wanted: dict[str, Any],
@@ -295,14 +301,18 @@ async def test_what_a_request_leaves_to_the_configurator(
     assert (spec.cls.objective is not None) == is_open
 
 
-async def test_models(client: httpx.AsyncClient, parser: RequestParser) -> None:
+async def test_models_lists_the_served_model(
+    client: httpx.AsyncClient, parser: RequestParser
+) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", parser.max_positions)
     assert (await client.get("/v1/models/tiny")).json() == card
     assert (await client.get("/v1/models/other")).status_code == 404
 
 
-async def test_health_says_why_not(client: httpx.AsyncClient, service: FakeService) -> None:
+async def test_health_names_the_reason_if_not_ready(
+    client: httpx.AsyncClient, service: FakeService
+) -> None:
     assert (await client.get("/health")).status_code == 200
     service.trouble = "waiting for a prefill gang"
     response = await client.get("/health")
@@ -399,7 +409,7 @@ async def test_a_least_answer_beyond_the_default_length_is_refused(
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_too_long_names_both_numbers(
+async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(
     client: httpx.AsyncClient, parser: RequestParser
 ) -> None:
     response = await client.post("/v1/completions", json=completion(max_tokens=10_000_000))
@@ -414,7 +424,7 @@ async def test_too_long_names_both_numbers(
     ("method", "path", "status"),
     [("GET", "/v2/nothing", 404), ("GET", "/v1/completions", 405), ("DELETE", "/health", 405)],
 )
-async def test_unknown_routes(
+async def test_unknown_routes_are_refused_in_openai_shape(
     client: httpx.AsyncClient, method: str, path: str, status: int
 ) -> None:
     response = await client.request(method, path)
@@ -443,7 +453,7 @@ async def test_a_bad_slo_header_is_refused(client: httpx.AsyncClient) -> None:
     assert response.json()["error"]["param"] == "x-slo-ttft-ms"
 
 
-async def test_a_full_queue_says_when_to_come_back(
+async def test_a_full_queue_answers_with_retry_after(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:
     service.refusal = QueueFull("3 requests are waiting", retry_after_s=2.5)
@@ -452,7 +462,7 @@ async def test_a_full_queue_says_when_to_come_back(
     assert_openai_error(response)
 
 
-async def test_keys_are_asked_for(api: HttpApi) -> None:
+async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:
     app = replace(api, keys=ApiKeys(["secret"])).app()
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         for path in ("/v1/models", "/v1/models/tiny"):
@@ -471,9 +481,10 @@ async def test_keys_are_asked_for(api: HttpApi) -> None:
 
 
 async def written(api: HttpApi, service: FakeService, burst: int, **fields: Any) -> list[bytes]:
-    """The HTTP chunks of a streamed answer, as they are on the wire: a chunk is a write.
+    """Return the HTTP chunks of a streamed answer as they are on the wire: a chunk is a write.
 
-    So many tokens come together, and the next when the client has what was written of them.
+    Each item of the script is that many tokens at once; the next ones come when the client has read
+    what was written of them.
     """
     service.burst, service.turns = burst, asyncio.Semaphore(1)
     body = json.dumps(completion(stream=True, **fields)).encode()
@@ -509,7 +520,7 @@ async def test_all_pending_events_leave_in_one_write(
 
 
 def counts_of_bursts(drawn: int, burst: int, *, usage: bool) -> list[int]:
-    """Events in each write; those that end the stream come with the last token's."""
+    """Return the events in each write; those that end the stream come with the last token's."""
     counts = [min(burst, drawn - start) for start in range(0, drawn, burst)]
     counts[-1] += usage
     return counts
@@ -522,7 +533,7 @@ def without_time(events: bytes) -> bytes:
 async def test_a_token_alone_leaves_at_once(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for more to come."""
+    """The server does not wait for more tokens."""
     service.burst, service.script = 2, service.script[:3]
     monkeypatch.setattr(service, "_draw", partial(first_token_only, service))
     async with (
@@ -537,7 +548,7 @@ async def first_token_only(service: FakeService, handle: RequestHandle) -> None:
     handle.deliver(service._tokens(handle.spec)[0])
 
 
-async def test_what_came_before_the_servers_cancelling_is_shown(
+async def test_tokens_before_a_cancel_by_the_server_are_shown(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_draw", partial(cancelled_after_two, service))
@@ -567,7 +578,7 @@ async def test_a_fault_before_the_first_token_has_a_status(
     assert "10.1.2.3" not in response.text
 
 
-async def test_a_fault_in_the_stream_is_its_last_event(
+async def test_a_fault_within_a_stream_is_its_last_event(
     client: httpx.AsyncClient, service: FakeService, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.failure, service.fail_after = RuntimeError("at 0xdeadbeef"), 2
@@ -591,7 +602,7 @@ async def test_an_unexpected_error_leaks_nothing(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_stops_the_work(
+async def test_a_client_that_disconnects_stops_the_work(
     client: httpx.AsyncClient, service: FakeService, stream: bool
 ) -> None:
     service.gate = asyncio.Event()  # never set: the request is in prefill
@@ -603,7 +614,7 @@ async def test_a_client_that_goes_away_stops_the_work(
     assert service.handles[0].finish_reason == "cancelled"
 
 
-async def test_a_client_that_leaves_a_stream_stops_the_work(
+async def test_a_client_that_disconnects_from_a_stream_stops_the_work(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:
     service.script *= 100_000
@@ -618,7 +629,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_work(
 # --- signs of life ---------------------------------------------------------------------------
 
 
-async def test_a_long_prefill_is_not_silent(
+async def test_a_stream_sends_heartbeats_during_a_long_prefill(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
@@ -632,7 +643,7 @@ async def test_a_long_prefill_is_not_silent(
     assert "".join(chunk["choices"][0]["text"] for chunk in events(rest.strip())) == ANSWER
 
 
-async def test_a_failure_after_the_answer_has_begun_is_an_event(
+async def test_a_fault_after_the_stream_began_without_tokens_is_an_event(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
@@ -644,7 +655,7 @@ async def test_a_failure_after_the_answer_has_begun_is_an_event(
     assert events(response.text)[0]["error"]["code"] == "unavailable"
 
 
-async def test_a_client_that_leaves_an_answer_without_tokens_stops_the_work(
+async def test_a_client_that_disconnects_before_the_first_token_stops_the_work(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)

@@ -47,13 +47,13 @@ class Server:
         return await self.client.post("/v1/completions", json=body)
 
     async def half_a_request(self) -> bytes:
-        """Announces a body of 1000 bytes, sends 10 and reads the answer, which must come then."""
+        """Announce a body of 1000 bytes, send 10, and return the answer, which must come then."""
         async with self.sending(1000, b"0123456789") as reader, asyncio.timeout(DEADLINE_S):
             return await reader.readuntil(b"\r\n\r\n")
 
     @asynccontextmanager
     async def sending(self, announced: int, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
-        """A request of whose body only this much has come."""
+        """Send a request with only this part of its body."""
         url = self.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {announced}\r\n\r\n"
@@ -103,7 +103,7 @@ async def test_explain_names_no_address_of_the_configurator(parser: RequestParse
         raise ConnectionError("cannot connect to 10.0.0.3:41235")
 
     async with served(parser, configure=fails) as server:
-        server.cell.runs_by_itself()
+        server.cell.run_by_itself()
         response = await server.complete(csps={"explain": True})
         assert "nothing was compared yet" in response.json()["csps"]["plan"]["reason"]
         assert "10.0.0.3" not in response.text
@@ -112,29 +112,29 @@ async def test_explain_names_no_address_of_the_configurator(parser: RequestParse
 # --- faults that are worth another try -------------------------------------------------------
 
 
-async def test_a_request_cut_off_by_the_shutdown_may_come_again(parser: RequestParser) -> None:
+async def test_a_request_cut_off_by_a_shutdown_may_be_retried(parser: RequestParser) -> None:
     async with served(parser) as server:
         request = asyncio.ensure_future(server.complete())
-        await until(lambda: server.cell.prefill.leader.jobs)
+        await until(lambda: server.cell.prefill.leader.steps)
         await server.cell.service.close(0.0)
         check_error(await request, 503, "unavailable")
 
 
 async def failed_by_a_rank(server: Server, code: str) -> httpx.Response:
     request = asyncio.ensure_future(server.complete())
-    await until(lambda: server.cell.prefill.leader.jobs)
-    server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].chunks[0].sequence_id, code)
+    await until(lambda: server.cell.prefill.leader.steps)
+    server.cell.prefill.fail(server.cell.prefill.leader.steps[0].chunks[0].sequence_id, code)
     return await request
 
 
 @pytest.mark.parametrize("code", ["TransferError", "ConnectionLost"])
-async def test_a_fault_that_passes_may_be_tried_again(parser: RequestParser, code: str) -> None:
+async def test_a_temporary_fault_may_be_retried(parser: RequestParser, code: str) -> None:
     async with served(parser, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 503, "unavailable")
 
 
 @pytest.mark.parametrize("code", ["ProtocolError", "BadLogits", "KeyError"])
-async def test_a_mistake_of_the_ranks_is_one_of_the_server(
+async def test_a_ranks_mistake_is_an_internal_error(
     parser: RequestParser, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(parser, limits=QueueLimits(max_attempts=1)) as server:
@@ -151,10 +151,12 @@ async def test_a_mistake_of_the_ranks_is_one_of_the_server(
 # --- how much a request may have -------------------------------------------------------------
 
 
-async def test_the_model_card_promises_what_the_gangs_can_hold(parser: RequestParser) -> None:
+async def test_the_model_card_has_the_longest_length_that_fits_the_gangs(
+    parser: RequestParser,
+) -> None:
     prefill = FakeGang("prefill", "p1", kv_slots=2000)
     async with served(parser, prefill=prefill) as server:
-        server.cell.runs_by_itself()
+        server.cell.run_by_itself()
         card = (await server.client.get("/v1/models/tiny")).json()
         promised = card["max_model_len"]
         assert promised == 4000 < parser.max_positions
@@ -167,12 +169,12 @@ async def test_the_model_card_promises_what_the_gangs_can_hold(parser: RequestPa
         assert f"context length is {promised} tokens" in longer.json()["error"]["message"]
 
 
-async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
+async def test_an_answer_without_max_tokens_fits_one_instance(
     parser: RequestParser,
 ) -> None:
     decode = FakeGang("decode", "d1", kv_slots=100)
     async with served(parser, decode=decode) as server:
-        server.cell.runs_by_itself()
+        server.cell.run_by_itself()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         response = await server.client.post("/v1/chat/completions", json=body)
         assert response.json()["usage"]["completion_tokens"] == 100
@@ -181,7 +183,7 @@ async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
 # --- before admission ------------------------------------------------------------------------
 
 
-async def test_a_full_queue_reads_no_body(parser: RequestParser) -> None:
+async def test_a_full_queue_refuses_before_reading_the_body(parser: RequestParser) -> None:
     closed = FakeGang("prefill", "p1")
     closed.may_connect.clear()
     async with served(parser, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
@@ -202,13 +204,13 @@ async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
 
 
 class GatedParser(RequestParser):
-    """Takes as long over large bodies as a test likes."""
+    """A parser that takes as long over large bodies as a test likes."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.gate = threading.Event()
         self.large = threading.Semaphore(0)
-        """Counts those that have begun."""
+        """Counts large bodies whose parsing began."""
 
     def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
         if len(body) > LARGE_BODY_BYTES:
@@ -220,14 +222,16 @@ class GatedParser(RequestParser):
 async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> None:
     parser = GatedParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
     async with served(parser) as server:
-        server.cell.runs_by_itself()
+        server.cell.run_by_itself()
         prompt = "x" * LARGE_BODY_BYTES
         large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
         try:
             for _ in range(LARGE_AT_ONCE):
                 assert await asyncio.to_thread(parser.large.acquire, timeout=DEADLINE_S)
             assert (await server.complete()).status_code == 200
-            assert not parser.large.acquire(blocking=False), "more at once than there are lanes"
+            assert not parser.large.acquire(blocking=False), (
+                "more large bodies at once than threads"
+            )
         finally:
             parser.gate.set()
             answers = await asyncio.gather(*large)
@@ -235,23 +239,23 @@ async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> 
 
 
 async def read_whole(tokenizer_pool: TokenizerPool, body: bytes, read: Callable[[bytes], T]) -> T:
-    with tokenizer_pool.counted_body() as held:
-        held.grown(len(body))
-        return await tokenizer_pool.run(body, read, held)
+    with tokenizer_pool.counted_body() as budget:
+        budget.grown(len(body))
+        return await tokenizer_pool.run(body, read, budget)
 
 
-async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
-    """Its place in the line stays until a thread comes to it; its bytes need not."""
-    tokenizer_pool, gate, let_go = TokenizerPool(), threading.Event(), threading.Event()
+async def test_a_large_body_whose_client_has_gone_is_freed() -> None:
+    """Its place in the queue remains until a thread reaches it; its bytes need not."""
+    tokenizer_pool, gate, freed = TokenizerPool(), threading.Event(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
 
     class Body(bytes):
         def __del__(self) -> None:
-            let_go.set()
+            freed.set()
 
     try:
         size = LARGE_BODY_BYTES + 1
-        held = [
+        running = [
             asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits))
             for _ in range(LARGE_AT_ONCE)
         ]
@@ -261,35 +265,35 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
         with pytest.raises(asyncio.CancelledError):
             await leaving
         del leaving
-        assert await asyncio.to_thread(let_go.wait, DEADLINE_S)
+        assert await asyncio.to_thread(freed.wait, DEADLINE_S)
         gate.set()
-        assert await asyncio.gather(*held) == [True] * LARGE_AT_ONCE
+        assert await asyncio.gather(*running) == [True] * LARGE_AT_ONCE
     finally:
         gate.set()
         tokenizer_pool.close()
 
 
-async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 3 * size)
     tokenizer_pool, gate = TokenizerPool(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
     try:
-        held = [
+        running = [
             asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits)) for _ in range(3)
         ]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await read_whole(tokenizer_pool, bytes(size), waits)
         gate.set()
-        assert await asyncio.gather(*held) == [True] * 3
+        assert await asyncio.gather(*running) == [True] * 3
         assert await read_whole(tokenizer_pool, bytes(size), len) == size
     finally:
         gate.set()
         tokenizer_pool.close()
 
 
-async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_gone(
+async def test_a_body_that_a_thread_still_parses_is_counted_after_its_client_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = LARGE_BODY_BYTES + 1
@@ -316,13 +320,13 @@ async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_g
         tokenizer_pool.close()
 
 
-async def test_large_bodies_that_arrive_are_bounded(
+async def test_large_bodies_that_arrive_are_limited(
     parser: RequestParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 2 * size)
     async with served(parser) as server:
-        server.cell.runs_by_itself()
+        server.cell.run_by_itself()
         prompt = "x" * size
         async with server.sending(10 * size, bytes(size)):
             await until(lambda: server.tokenizer_pool.large_bytes.in_use == size)

@@ -217,11 +217,11 @@ def test_decode_groups_are_interpolated_alike() -> None:
 
 
 def test_what_was_never_measured_is_an_error_that_says_what_was() -> None:
-    with pytest.raises(ConfigError, match="csa with tp=1; there are ulysses with tp=1"):
+    with pytest.raises(ConfigError, match="csa with tp=1; measured: ulysses with tp=1"):
         table_of().step(1, strategy="csa")
     with pytest.raises(ConfigError, match="tp=4"):
         table_of().step(1, tp=4)
-    with pytest.raises(ConfigError, match="there are none"):
+    with pytest.raises(ConfigError, match="measured: none"):
         table_of().iteration(1)
     with pytest.raises(ConfigError, match="no link 'between'"):
         table_of().link("between")

@@ -51,7 +51,7 @@ planted_steps = st.builds(
 
 
 def took(cost: StepCost, *rows: tuple[int, int]) -> StepMeasurement:
-    return StepMeasurement(rows=rows, seconds=cost.predict_batch_ns(rows) / 1e9)
+    return StepMeasurement(chunks=rows, seconds=cost.predict_batch_ns(rows) / 1e9)
 
 
 def eighths(low: int, high: int) -> st.SearchStrategy[float]:
@@ -96,7 +96,7 @@ def test_planted_step_coefficients_are_recovered(cost: StepCost) -> None:
 
 
 @given(cost=planted_steps, seed=st.integers(0, 1_000))
-def test_batches_tell_the_same_coefficients(cost: StepCost, seed: int) -> None:
+def test_batches_give_the_same_coefficients(cost: StepCost, seed: int) -> None:
     draw = random.Random(seed)
     batches = [
         [(draw.choice(LENGTHS), draw.choice((0, 4096))) for _ in range(draw.randint(1, 6))]
@@ -129,7 +129,7 @@ def test_planted_decode_coefficients_are_recovered_in_one_regime(cost: LinearDec
 
 
 @pytest.mark.parametrize("tipping", [4, 16, 95])
-def test_two_regimes_are_told_apart_where_the_batch_tips(tipping: int) -> None:
+def test_two_regimes_are_separated_where_the_batch_tips(tipping: int) -> None:
     cost = DecodeCost(
         small=LinearDecodeCost.of_seconds(5e-3, 1e-8, 1e-6),
         large=LinearDecodeCost.of_seconds(1e-3, 1e-8, 5e-4),
@@ -145,10 +145,12 @@ def test_two_regimes_are_told_apart_where_the_batch_tips(tipping: int) -> None:
 def iterations(cost: DecodeCost) -> list[DecodeMeasurement]:
     return [
         DecodeMeasurement(
-            batch=batch, context=batch * each, seconds=cost.predict_ns(batch, batch * each) / 1e9
+            batch=batch,
+            context=batch * length,
+            seconds=cost.predict_ns(batch, batch * length) / 1e9,
         )
         for batch in (1, 2, 4, 8, 16, 32, 95, 128, 256)
-        for each in (16, 1024, 8192)
+        for length in (16, 1024, 8192)
     ]
 
 
@@ -165,7 +167,7 @@ def test_nothing_can_be_fitted_to_nothing_or_to_no_time() -> None:
     with pytest.raises(ConfigError, match="no measurements"):
         fit_step([])
     with pytest.raises(ConfigError, match="not positive"):
-        fit_step([StepMeasurement(rows=((1, 0),), seconds=0.0)])
+        fit_step([StepMeasurement(chunks=((1, 0),), seconds=0.0)])
 
 
 # --- what was published -------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def test_nothing_can_be_fitted_to_nothing_or_to_no_time() -> None:
 def test_our_own_fit_of_tetris_table_1_is_within_seven_percent(sp: int) -> None:
     row = {tokens * 1024: took_s for tokens, took_s in TETRIS_TABLE_1[sp].items()}
     fitted = fit_step(
-        [StepMeasurement(rows=((tokens, 0),), seconds=it) for tokens, it in row.items()]
+        [StepMeasurement(chunks=((tokens, 0),), seconds=seconds) for tokens, seconds in row.items()]
     )
     for tokens, took_s in row.items():
         assert fitted.predict_ns(tokens) / 1e9 == pytest.approx(took_s, rel=0.07)
@@ -185,15 +187,18 @@ def test_our_own_fit_of_tetris_table_1_is_within_seven_percent(sp: int) -> None:
 def test_loongserve_s_fig_3_is_fitted_within_two_and_a_half_percent(
     sp: int, tp: int, scatter: float
 ) -> None:
-    """The figure's points are not printed: its curves, with the scatter that was read off them,
-    up and down in turns, stand for them."""
+    """Use the figure's curves with the scatter read off them, up and down in turn: its points are
+    not printed."""
     curve = LOONGSERVE_LWM_7B_A800.step(sp, tp)
     points = {
         tokens: curve.predict_ns(tokens) / 1e9 * (1 + scatter * (-1) ** number)
         for number, tokens in enumerate(range(10_000, 510_000, 70_000))
     }
     fitted = fit_step(
-        [StepMeasurement(rows=((tokens, 0),), seconds=it) for tokens, it in points.items()]
+        [
+            StepMeasurement(chunks=((tokens, 0),), seconds=seconds)
+            for tokens, seconds in points.items()
+        ]
     )
     for tokens in points:
         assert fitted.predict_ns(tokens) == pytest.approx(curve.predict_ns(tokens), rel=0.025)

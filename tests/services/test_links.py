@@ -40,7 +40,7 @@ def settings(tiny_llama: Path, tmp_path: Path) -> Settings:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-class ScriptedEnd:
+class ScriptedProbe:
     """Prints what it was given, and then has ended."""
 
     def __init__(self, lines: Sequence[object]) -> None:
@@ -59,49 +59,58 @@ class ScriptedEnd:
 
 
 async def test_pairs_come_in_order_and_half_the_shortest_round_is_the_way_back() -> None:
-    medians = {pair: 0.5 + number for number, pair in enumerate(combinations(range(3), 2))}
-    ends = [
-        ScriptedEnd(
+    medians = {pair: 0.5 + index for index, pair in enumerate(combinations(range(3), 2))}
+    probes = [
+        ScriptedProbe(
             [
                 *(["there:1"] if rank == 0 else []),
-                *([[it, it, 9.0], [2 * it] * 3] for pair, it in medians.items() if pair[1] == rank),
+                *(
+                    [[median, median, 9.0], [2 * median] * 3]
+                    for pair, median in medians.items()
+                    if pair[1] == rank
+                ),
             ]
         )
         for rank in range(3)
     ]
     found = {}
 
-    def keep(sender: int, receiver: int, seconds: dict[int, float]) -> None:
+    def record_pair(sender: int, receiver: int, seconds: dict[int, float]) -> None:
         found[sender, receiver] = seconds
 
-    await measure_links(ends, ["a", "a", "b"], SIZES, keep)
+    await measure_links(probes, ["a", "a", "b"], SIZES, record_pair)
     assert list(found) == list(medians)
-    assert found == {pair: {8: it / 2, 65_536: it * 3 / 2} for pair, it in medians.items()}
-    assert [end.started[0] for end in ends if end.started] == [0, 1, 0]  # of its own machine
-    assert [end.started[1][3] for end in ends if end.started] == ["-", "there:1", "there:1"]
+    assert found == {
+        pair: {8: median / 2, 65_536: median * 3 / 2} for pair, median in medians.items()
+    }
+    # GPUs count from 0 on each machine.
+    assert [probe.started[0] for probe in probes if probe.started] == [0, 1, 0]
+    assert [probe.started[1][3] for probe in probes if probe.started] == ["-", "there:1", "there:1"]
 
 
 async def test_an_end_that_ends_ends_all_and_what_was_measured_is_kept() -> None:
-    ends = [ScriptedEnd(["there:1"]), ScriptedEnd([[[1.0], [2.0]]]), ScriptedEnd([])]
+    probes = [ScriptedProbe(["there:1"]), ScriptedProbe([[[1.0], [2.0]]]), ScriptedProbe([])]
     found = []
     with pytest.raises(FaultError, match="rank 2 "):
-        await measure_links(ends, ["a"] * 3, SIZES, lambda *pair: found.append(pair[:2]))
+        await measure_links(probes, ["a"] * 3, SIZES, lambda *pair: found.append(pair[:2]))
     assert found == [(0, 1)]
-    assert all(end.stopped for end in ends)
+    assert all(probe.stopped for probe in probes)
 
 
 @pytest.mark.slow  # four processes that load torch; two are in the command's own test
 async def test_real_ranks_measure_all_their_pairs() -> None:
     found: dict[tuple[int, int], dict[int, float]] = {}
 
-    def keep(sender: int, receiver: int, seconds: dict[int, float]) -> None:
+    def record_pair(sender: int, receiver: int, seconds: dict[int, float]) -> None:
         found[sender, receiver] = seconds
 
-    ends = [LocalLinkProbe("cpu", 0.0) for _ in range(4)]
-    await measure_links(ends, [LOOPBACK] * 4, SIZES, keep)
+    probes = [LocalLinkProbe("cpu", 0.0) for _ in range(4)]
+    await measure_links(probes, [LOOPBACK] * 4, SIZES, record_pair)
     assert list(found) == list(combinations(range(4), 2))
-    assert all(it[8] > 0 for it in found.values())
-    assert all(end._process is not None and end._process.returncode is not None for end in ends)
+    assert all(seconds[8] > 0 for seconds in found.values())
+    assert all(
+        probe._process is not None and probe._process.returncode is not None for probe in probes
+    )
 
 
 # --- which ranks --------------------------------------------------------------------------------
@@ -140,8 +149,8 @@ NODES = [
 
 def test_a_running_servers_ranks_are_where_they_listen(settings: Settings) -> None:
     found = _placed(GANG, settings, NODES)
-    assert [it.location for it in found] == PLACES
-    assert [it.node_id for it in found] == ["n0", "n0", "n1", "n1"]
+    assert [rank.location for rank in found] == PLACES
+    assert [rank.node_id for rank in found] == ["n0", "n0", "n1", "n1"]
     with pytest.raises(ConfigError, match=r"address 10\.0\.0\.2 of rank 2"):
         _placed(GANG, settings, [NODES[0], {**NODES[1], "NodeManagerAddress": "10.0.0.9"}])
 

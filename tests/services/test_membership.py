@@ -1,4 +1,4 @@
-"""Gangs form from ranks that register in any order, and replace each other."""
+"""Gangs that form from ranks registering in any order, and that replace each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from csps.protocols.gang.members import GangRole, RankAddress
 from csps.services.cluster.membership import LIVENESS_TIMEOUT_S, Member, Membership
 
 ORDER = {"a": 1, "b": 2, "c": 3}
-"""Incarnations."""
+"""Incarnations of the gangs."""
 
 
 def member(gang_id: str, rank: int, *, role: GangRole = "prefill", size: int = 3) -> Member:
@@ -25,7 +25,7 @@ def member(gang_id: str, rank: int, *, role: GangRole = "prefill", size: int = 3
 
 
 def join(membership: Membership, gang_id: str, now: float = 0.0) -> list[bool]:
-    """Of all ranks; whether each changed the view."""
+    """Register all ranks of a gang; return whether each changed the view."""
     return [membership.join(member(gang_id, rank), now) for rank in range(3)]
 
 
@@ -35,7 +35,7 @@ def serving(membership: Membership) -> str | None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_a_gang_counts_once_it_is_complete(order: tuple[int, ...]) -> None:
+def test_a_gang_serves_once_it_is_complete(order: tuple[int, ...]) -> None:
     membership = Membership()
     changes = [membership.join(member("a", rank), 0.0) for rank in order]
     assert changes == [False, False, True]
@@ -45,13 +45,17 @@ def test_a_gang_counts_once_it_is_complete(order: tuple[int, ...]) -> None:
     assert membership.view.decode is None
 
 
-def test_gangs_of_all_roles_stand_beside_each_other() -> None:
-    """Also while a cell is redeployed with an elastic gang in place of a pair."""
+def test_gangs_of_all_roles_serve_beside_each_other() -> None:
+    """A cell may be redeployed with an elastic gang instead of a pair."""
     membership = Membership()
     for gang, role in (("a", "prefill"), ("b", "decode"), ("c", "elastic")):
         assert membership.join(member(gang, 0, role=role, size=1), 0.0)  # type: ignore[arg-type]
     view = membership.view
-    assert [it.gang_id for it in (view.prefill, view.decode, view.elastic) if it] == ["a", "b", "c"]
+    assert [gang.gang_id for gang in (view.prefill, view.decode, view.elastic) if gang] == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -61,7 +65,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_a_newer_gang_replaces_the_older() -> None:
-    """What the older one's last ranks still say, while it is torn down, changes nothing."""
+    """Late registrations of the older one, while it is torn down, change nothing."""
     membership = Membership()
     join(membership, "a")
     join(membership, "b")
@@ -76,7 +80,7 @@ def test_an_incomplete_newer_gang_replaces_nothing() -> None:
     assert serving(membership) == "a"
 
 
-def test_roles_are_apart() -> None:
+def test_roles_are_independent() -> None:
     membership = Membership()
     membership.join(member("a", 0, size=1), 0.0)
     membership.join(member("b", 0, role="decode", size=1), 0.0)
@@ -85,8 +89,8 @@ def test_roles_are_apart() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_a_restart_the_newest_gang_counts_in_whatever_order_ranks_come(seed: int) -> None:
-    """The ranks of a gang that is torn down may be the last that an empty registry hears of."""
+def test_the_newest_gang_serves_after_a_restart_in_any_order_of_ranks(seed: int) -> None:
+    """An empty registry may learn last of the gang that is torn down."""
     arrivals = [member(gang_id, rank) for gang_id in "abc" for rank in range(3)]
     random.Random(seed).shuffle(arrivals)
     membership = Membership()
@@ -95,7 +99,7 @@ def test_after_a_restart_the_newest_gang_counts_in_whatever_order_ranks_come(see
     assert serving(membership) == "c"
 
 
-def test_a_dead_gang_bars_no_living_one() -> None:
+def test_a_dead_gang_displaces_no_living_one() -> None:
     membership = Membership()
     join(membership, "b")
     join(membership, "a", now=LIVENESS_TIMEOUT_S)
@@ -106,7 +110,7 @@ def test_a_dead_gang_bars_no_living_one() -> None:
     assert serving(membership) == "b", "it was only silent"
 
 
-def test_the_last_gang_is_kept_however_silent() -> None:
+def test_the_last_gang_serves_however_silent() -> None:
     membership = Membership()
     join(membership, "a")
     membership.join(member("b", 0), now=1000.0)

@@ -25,10 +25,10 @@ def settings(model_dir: Path, **args: Any) -> Settings:
 
 
 def allocated(config: Settings, section: Any) -> tuple[int, int]:
-    """Bytes of weights and of KV pool in one rank, as it makes them."""
+    """Return the bytes of weights and of the KV pool of one rank, as it allocates them."""
     dtype = getattr(torch, config.dtype)
     network = load_network(
-        config.model_dir, tp_size=section.tp, dtype=dtype, all_reduce=lambda it: it
+        config.model_dir, tp_size=section.tp, dtype=dtype, all_reduce=lambda tensor: tensor
     )
     seen = {network.embedding_vd.data_ptr(): network.embedding_vd}
     tensors = [network.head_vd, network.norm_d]
@@ -42,7 +42,7 @@ def allocated(config: Settings, section: Any) -> tuple[int, int]:
         dtype=dtype,
         device="cpu",
     )
-    return sum(it.nbytes for it in seen.values()), pool.k.nbytes + pool.v.nbytes
+    return sum(tensor.nbytes for tensor in seen.values()), pool.k.nbytes + pool.v.nbytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,17 +64,17 @@ def test_weights_and_kv_are_what_ranks_allocate(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_rank_has_its_share_of_host_memory_for_kv_on_its_way(
-    tiny_llama: Path, device: str
-) -> None:
-    """On GPUs too. An elastic gang sends none."""
+def test_every_rank_needs_host_memory_for_kv_in_transfer(tiny_llama: Path, device: str) -> None:
+    """Count it on GPUs too. An elastic gang sends none."""
     gangs: dict[str, Any] = {
         "prefill": {"instances": 3, "num_gpus": 1},
         "decode": {"instances": 1, "tp": 2, "num_gpus": 1},
     }
     small, large = (
-        memory_need(settings(tiny_llama, device=device, kv_transfer={"in_flight_mib": it}, **gangs))
-        for it in (8, 108)
+        memory_need(
+            settings(tiny_llama, device=device, kv_transfer={"in_flight_mib": mib}, **gangs)
+        )
+        for mib in (8, 108)
     )
     assert large.kv_transfer == 5 * 108 * 2**20
     assert large.total - small.total == 5 * 100 * 2**20
@@ -102,7 +102,9 @@ def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
         preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=24))
 
 
-def test_what_no_freed_memory_could_hold_is_said_before_anything_is_stopped(tmp_path: Path) -> None:
+def test_a_server_too_large_for_the_machine_is_refused_before_anything_is_stopped(
+    tmp_path: Path,
+) -> None:
     preflight.check_memory_at_all(
         MemoryNeed(ranks=4, weights=60 * GIB), meminfo=meminfo(tmp_path, gib=1)
     )
@@ -123,7 +125,7 @@ def test_what_lies_on_gpus_is_not_counted(tiny_llama: Path) -> None:
     assert need.weights == need.kv_cache == need.activations == 0
 
 
-def test_a_machine_that_does_not_tell_is_not_refused(tmp_path: Path) -> None:
+def test_a_machine_with_unknown_memory_is_not_refused(tmp_path: Path) -> None:
     preflight.check_memory(MemoryNeed(ranks=4, weights=2**60), meminfo=tmp_path / "not there")
 
 

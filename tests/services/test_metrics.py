@@ -119,13 +119,13 @@ def test_one_token_has_no_time_per_further_token() -> None:
         (BoundNotMet(ttft_ms=812.5, loss=0.02), True),
         (InvalidRequest("no such thing"), False),
     ],
-    ids=lambda it: type(it).__name__ if isinstance(it, RequestError) else None,
+    ids=lambda value: type(value).__name__ if isinstance(value, RequestError) else None,
 )
 @pytest.mark.parametrize("admitted", [False, True])
 def test_a_refused_request_missed_its_objectives_unless_it_was_wrong(
     error: RequestError, missed: bool, admitted: bool
 ) -> None:
-    """Whether it had been admitted before or not."""
+    """Count it the same if it had been admitted before."""
     metrics = Metrics("m")
     if admitted:
         metrics.failed(handle(BOUNDS), error)
@@ -168,7 +168,7 @@ def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
         )
         for rank, sent in ((0, (0, 5, 7, 11)), (2, (13, 0, 1, 0)))
     ]
-    places = [Location.parse(it) for it in ("0-0-0", "0-0-1", "0-1-0", "1-0-0")]
+    places = [Location.parse(place) for place in ("0-0-0", "0-0-1", "0-1-0", "1-0-0")]
     metrics.step_done(StepFigures(strategy="csa", sp=2, tokens=99, ranks=ranks, places=places))
     labels = {"strategy": "csa", "sp_size": "2"}
     assert value(metrics, "prefill_steps_total", **labels) == 1

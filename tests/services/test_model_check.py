@@ -19,7 +19,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def model_dir(tiny_llama: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil."""
+    """Return a checkpoint to spoil."""
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
@@ -75,7 +75,7 @@ def test_a_missing_tensor(
 ) -> None:
     drop_tensor(model_dir, "model.layers.1.mlp.down_proj.weight")
     error = refusal(command, config_of(model_dir), capsys)
-    assert "the weights have no model.layers.1.mlp.down_proj.weight" in error
+    assert "the weight files have no tensor model.layers.1.mlp.down_proj.weight" in error
 
 
 @commands
@@ -107,9 +107,11 @@ def test_weights_that_are_cut_off(model_dir: Path, capsys: pytest.CaptureFixture
     assert WEIGHTS in refusal("check-config", config_of(model_dir), capsys)
 
 
-def test_so_little_memory_for_kv_on_its_way_that_no_token_goes_through(
+def test_transfer_memory_below_one_token_is_refused(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = {"prefill": {"instances": 9000}, "kv_transfer": {"in_flight_mib": 1}}
     error = refusal("check-config", config_of(model_dir, **many), capsys)
-    assert "kv_transfer.in_flight_mib: 9000 ranks share it, and 258 bytes are the KV of" in error
+    assert (
+        "kv_transfer.in_flight_mib: 9000 ranks share it, and each needs at least 258 bytes" in error
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gangs import FakeCell, FakeGang, fake_cell, turns, until
+from fake_gangs import FakeCell, FakeGang, fake_cell, loop_iterations, until
 
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import ASKED_RINGS, AskedRing
@@ -29,8 +29,8 @@ async def riding(elastic: FakeGang | None = None, **more: Any) -> AsyncIterator[
 async def joined(cell: FakeCell, handle: RequestHandle) -> int:
     """Wait until the request rides; returns its number."""
     await until(lambda: handle.state == "prefill")
-    sequence_id = cell.rid_of(handle)
-    await until(lambda: any(it.sequence_id == sequence_id for it in cell.decode.leader.joined))
+    sequence_id = cell.sequence_id_of(handle)
+    await until(lambda: cell.decode.has_joined(sequence_id))
     return sequence_id
 
 
@@ -41,13 +41,13 @@ async def test_a_rider_runs_from_submission_to_its_last_token() -> None:
         assert cell.decode.leader.joined == [
             JoinBatch(sequence_id=sequence_id, first_token=None, budget=100)
         ]
-        assert cell.decode.leader.heard == ["reserve", "join"], "no link, and no step"
-        cell.decode.draw(sequence_id, 0, token=42)
+        assert cell.decode.leader.methods == ["reserve", "join"], "no link, and no step"
+        cell.decode.sample(sequence_id, 0, token=42)
         assert (await anext(handle)).token == 42
         assert handle.state == "decoding"
         cell.finish(sequence_id, 3)
         assert [token.token async for token in handle] == [101, 102]
-        await cell.settled()
+        await cell.wait_until_free()
         for name in ("plan_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "ttft_s"):
             assert getattr(handle.timings, name) >= 0
         plan, placement = handle.explain()["plan"], handle.explain()["placement"]
@@ -72,8 +72,8 @@ async def test_a_rider_joins_when_every_rank_expects_it_and_not_before() -> None
     async with riding() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
-        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
-        await turns()
+        await until(lambda: all("reserve" in rank.methods for rank in cell.decode.ranks))
+        await loop_iterations()
         assert handle.state == "reserving"
         assert not cell.decode.leader.joined
         cell.decode.may_reserve.set()
@@ -84,11 +84,11 @@ async def test_who_is_cancelled_while_slots_are_reserved_never_joins() -> None:
     async with riding() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
-        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
+        await until(lambda: all("reserve" in rank.methods for rank in cell.decode.ranks))
         handle.cancel()
-        await turns()
+        await loop_iterations()
         cell.decode.may_reserve.set()
-        await cell.settled()
+        await cell.wait_until_free()
         assert not cell.decode.leader.joined
         assert all(rank.cancelled for rank in cell.decode.ranks)
 
@@ -99,18 +99,18 @@ async def test_who_is_cancelled_on_the_way_gives_everything_back(drawn: int) -> 
         handle = cell.submit(max_tokens=5)
         sequence_id = await joined(cell, handle)
         for index in range(drawn):
-            cell.decode.draw(sequence_id, index)
+            cell.decode.sample(sequence_id, index)
         await until(lambda: handle.timings.tokens == drawn)
         handle.cancel()
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None:
     async with riding() as cell:
         handle = cell.submit(tokens=50, max_tokens=4)
         sequence_id = await joined(cell, handle)
-        cell.decode.draw(sequence_id, 0, token=5)
-        cell.decode.draw(sequence_id, 1, token=6)
+        cell.decode.sample(sequence_id, 0, token=5)
+        cell.decode.sample(sequence_id, 1, token=6)
         await until(lambda: handle.timings.tokens == 2)
         await cell.decode.kill(1)
         await until(lambda: not cell.service.ready)
@@ -123,7 +123,7 @@ async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None
         assert (request.prompt_length, len(request.generated_tokens)) == (52, 8)
         cell.finish(again, 4, first=2)
         assert [token.token async for token in handle] == [5, 6, 102, 103]
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 async def test_a_refused_rider_is_tried_again_and_joins_once() -> None:
@@ -133,7 +133,7 @@ async def test_a_refused_rider_is_tried_again_and_joins_once() -> None:
         await until(lambda: handle.timings.attempts == 2)
         cell.decode.refuses = None
         sequence_id = await joined(cell, handle)
-        assert [it.sequence_id for it in cell.decode.leader.joined] == [sequence_id]
+        assert [message.sequence_id for message in cell.decode.leader.joined] == [sequence_id]
         await finish(cell, handle, sequence_id)
 
 
@@ -154,7 +154,7 @@ async def test_on_a_pair_the_gang_that_decodes_is_ridden() -> None:
     async with fake_cell(policy="chunked_prefill", options=RIDING) as cell:
         handle = cell.submit()
         sequence_id = await joined(cell, handle)
-        assert not cell.prefill.leader.jobs
+        assert not cell.prefill.leader.steps
         await finish(cell, handle, sequence_id)
 
 
@@ -186,16 +186,16 @@ async def test_a_crowd_of_riders_outlives_its_gang() -> None:
             requests[number].cancel()
         await cell.decode.kill(1)
         await cell.replace(FakeGang("elastic", "e2", kv_slots=3000))
-        cell.runs_by_itself()
+        cell.run_by_itself()
         for number, handle in enumerate(requests):
             drawn = [token.index async for token in handle]
             if handle.finish_reason != "cancelled":
                 assert drawn == list(range(1 + number % 7))
         assert sum(request.timings.attempts == 2 for request in requests) >= 3
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 async def finish(cell: FakeCell, handle: RequestHandle, sequence_id: int) -> None:
     cell.finish(sequence_id, handle.spec.sampling.max_tokens, first=0)
     assert [token async for token in handle][-1].finish_reason == "length"
-    await cell.settled()
+    await cell.wait_until_free()

@@ -63,7 +63,7 @@ def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class RankThreads:
-    """In the place of `RankProcesses`, whose interpreters take seconds to start."""
+    """Replacement of `RankProcesses`, whose interpreters take seconds to start."""
 
     def __init__(self) -> None:
         self._ranks: list[Rank] = []
@@ -90,7 +90,7 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def used_slots(gangs: LocalGangs) -> set[int]:
     stats = [*await gangs.prefill.stats(), *await gangs.decode.stats()]
-    return {it.kv_used for it in stats}
+    return {rank.kv_used for rank in stats}
 
 
 async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
@@ -107,7 +107,7 @@ async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
 
 @pytest.mark.slow
 async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Settings) -> None:
-    """Ranks are processes of their own, and none of them stays."""
+    """Ranks are separate processes, and none of them is left."""
     async with open_local_gangs(settings) as gangs:
         assert len(await measure_step(gangs, PrefillRun(sp=2, tokens=64))) == 1
         processes = [
@@ -160,7 +160,9 @@ def test_the_command_measures_fits_and_does_not_measure_again(
         rows = base.rows(StepRow)
         measured = base.rows(LinkRow)
     assert [row.bytes for row in measured] == list(links.QUICK_SIZES)
-    assert {(it.kind, it.sender, it.receiver) for it in measured} == {("inside", "0-0-0", "0-0-1")}
+    assert {(row.kind, row.sender, row.receiver) for row in measured} == {
+        ("inside", "0-0-0", "0-0-1")
+    }
     assert {(row.history, row.batch) for row in rows if row.tokens == 48} == {
         (0, 1), (48, 1), (96, 1),
     }  # fmt: skip
@@ -199,13 +201,13 @@ def test_rings_are_measured_both_ways_and_a_rule_is_fitted(
     ]  # fmt: skip
     rules = ring_rules(settings, SHIPPED)
     assert rules.fitted == fitted
-    assert [(it.sp, it.tp) for it in fitted] == [(2, 1)]
+    assert [(rule.sp, rule.tp) for rule in fitted] == [(2, 1)]
     command.main(argv)
     assert "0 prompts to do" in capsys.readouterr().out
 
 
 def written(settings: Settings, folder: Path) -> Path:
-    """The config file of a deployment with these settings."""
+    """Write the config file of a deployment with these settings."""
     config = folder / "config.yaml"
     arguments = settings.model_dump(mode="json", exclude_defaults=True)
     application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
@@ -235,7 +237,7 @@ async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(
         assert again[0].startswith("9 runs")
 
 
-async def test_nothing_new_is_begun_after_the_limit(
+async def test_no_run_starts_after_the_limit(
     settings: Settings, short_plan: None, rank_threads: None
 ) -> None:
     said: list[str] = []
@@ -243,7 +245,7 @@ async def test_nothing_new_is_begun_after_the_limit(
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
         await StepProfile(base, settings, effort, said.append).run()
         assert base.rows(StepRow) == []
-    assert "goes on from here" in said[-1]
+    assert "continues from here" in said[-1]
 
 
 def base_path(settings: Settings) -> Path:

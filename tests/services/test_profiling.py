@@ -1,4 +1,4 @@
-"""What `csps profile` plans, fits and hands to a server; no process is started here."""
+"""Test what `csps profile` plans, fits and gives a server; no process is started here."""
 
 from __future__ import annotations
 
@@ -178,7 +178,9 @@ def test_what_is_printed_has_measured_fitted_and_coefficients() -> None:
         kind="inside", sender="0-0-0", receiver="0-0-1", bytes=10**6, seconds=1e-3, load=0, date="d"
     )
     links = [link, replace(link, bytes=2 * 10**6, seconds=2e-3)]
-    slow = [replace(it, kind="between", receiver="0-1-0", seconds=it.seconds * 8) for it in links]
+    slow = [
+        replace(row, kind="between", receiver="0-1-0", seconds=row.seconds * 8) for row in links
+    ]
     printed = "\n".join(link_lines([*links, *slow]))
     assert "inside a server" in printed
     assert "0-0-0 to 0-0-1: latency 0 us, 1.000 GB/s" in printed

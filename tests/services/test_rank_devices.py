@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which combinations are refused."""
+"""Test which device a rank computes on, and which combinations are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_without_a_gpu_of_its_own_leaves_gpus_alone() -> None:
-    """All four ranks of the default configuration would meet on the first GPU."""
+    """All four ranks of the default configuration would use the first GPU."""
     assert resolve_device("auto", 0) == "cpu"
     assert resolve_device("auto", 1) == "cuda"
     assert resolve_device("cpu", 1) == "cpu"

@@ -85,7 +85,7 @@ def write_state(run_dir: Path, pid: int) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Not there, or dead and only not yet waited for by whoever inherited it."""
+    """Return True if the process is gone, or dead and not yet reaped by its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -98,7 +98,7 @@ def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
     assert head.alive
 
 
-def test_who_interrupts_is_told_of_it_only_where_it_runs(
+def test_an_interrupt_mentions_the_server_only_if_it_runs(
     run_dir: Path, tree: Tree, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(words: list[str]) -> NoReturn:
@@ -112,7 +112,7 @@ def test_who_interrupts_is_told_of_it_only_where_it_runs(
     assert capsys.readouterr().err.strip() == "csps: interrupted"
 
 
-def test_who_measures_beside_it_is_warned(
+def test_measuring_beside_a_server_warns(
     run_dir: Path, tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warn_of_a_server(run_dir)
@@ -134,7 +134,8 @@ def test_without_its_leader_it_is_known_by_what_is_left(run_dir: Path, tree: Tre
 def test_stopping_ends_what_a_killed_leader_left(
     run_dir: Path, tree: Tree, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said that nothing was started, and forgot what was: the port stayed taken for good."""
+    """Regression: `stop` forgot the head and said that nothing was started; the port stayed in
+    use."""
     tree.kill_leader()
     assert main(["stop"]) == 0
     assert "stopped" in capsys.readouterr().out
@@ -143,7 +144,7 @@ def test_stopping_ends_what_a_killed_leader_left(
 
 
 def test_a_session_of_somebody_else_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
-    """After a restart of the machine the remembered number may be anybody's."""
+    """After a restart of the machine the recorded process id may be anybody's."""
     other = Tree(tmp_path / "another-token")
     try:
         write_state(run_dir, other.leader.pid)
@@ -155,7 +156,7 @@ def test_a_session_of_somebody_else_is_left_alone(run_dir: Path, tmp_path: Path)
 
 
 def test_ports_are_distinct_and_nobody_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is taken is passed over; too few are said."""
+    """Skip ports in use; report too few."""
     with socket.socket() as taken:
         taken.bind((ray_head.LOOPBACK, free_port()))
         port = taken.getsockname()[1]
@@ -163,5 +164,7 @@ def test_ports_are_distinct_and_nobody_listens_there(monkeypatch: pytest.MonkeyP
         found = ray_head._free_ports(3)
         assert len(set(found)) == 3
         assert set(found) < set(range(port + 1, port + 9))
-        with pytest.raises(FaultError, match=f"no 9 of the ports {port} to {port + 8} are free"):
+        with pytest.raises(
+            FaultError, match=f"fewer than 9 of the ports {port} to {port + 8} are free"
+        ):
             ray_head._free_ports(9)

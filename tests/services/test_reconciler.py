@@ -1,4 +1,4 @@
-"""Attempts follow what the directory says, whatever becomes of the one before."""
+"""Attempts that follow what the directory says, whatever became of the one before."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Ended = asyncio.Queue[BaseException | None]
 async def reconciling(
     directory: Directory, reconcile: Callable[[ClusterView], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[tuple[Reconciler, Ended]]:
-    """Both tasks of one, and how its attempts ended."""
+    """Yield a reconciler whose two tasks run, and the queue of its attempts' ends."""
     ended: Ended = asyncio.Queue()
     reconciler = Reconciler(directory, reconcile, ended.put_nowait, retry_s=0.0)
-    tasks = [asyncio.create_task(it()) for it in (reconciler.follow, reconciler.work)]
+    tasks = [asyncio.create_task(reconciler.follow()), asyncio.create_task(reconciler.work())]
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield reconciler, ended
@@ -40,7 +40,7 @@ async def reconciling(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_news_end_an_attempt_that_would_never_end() -> None:
+async def test_news_ends_an_attempt_that_would_never_end() -> None:
     directory, stuck, reached = StaticDirectory(FIRST), asyncio.Event(), asyncio.Event()
 
     async def reconcile(view: ClusterView) -> None:
@@ -56,7 +56,7 @@ async def test_news_end_an_attempt_that_would_never_end() -> None:
         await reached.wait()
 
 
-async def test_a_failed_attempt_is_told_and_made_again() -> None:
+async def test_a_failed_attempt_is_reported_and_repeated() -> None:
     failures: list[Exception] = [ConnectionError("gone"), ConnectionError("still gone")]
     told = failures[::-1]
 
@@ -73,7 +73,7 @@ async def test_a_failed_attempt_is_told_and_made_again() -> None:
         assert await ended.get() is None, "the third attempt was the last one"
 
 
-async def test_what_was_done_is_done_again_when_it_is_undone() -> None:
+async def test_an_attempt_is_repeated_when_its_result_is_lost() -> None:
     done: asyncio.Queue[ClusterView] = asyncio.Queue()
 
     async with reconciling(StaticDirectory(FIRST), done.put) as (reconciler, _):
@@ -83,7 +83,7 @@ async def test_what_was_done_is_done_again_when_it_is_undone() -> None:
         assert await done.get() == FIRST
 
 
-async def test_a_directory_that_fails_is_asked_again() -> None:
+async def test_a_failing_directory_is_asked_again() -> None:
     good, failures = StaticDirectory(FIRST), [ConnectionError("gone"), RuntimeError("restarting")]
     reached = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A rank goes on registering, whatever the registry does."""
+"""A rank's registration goes on, whatever the registry does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMBER = Member(
 
 
 class Registry:
-    """Fails as often as it is told to, then takes registrations."""
+    """A registry that fails as often as it is told to, then takes registrations."""
 
     def __init__(self, *failures: Callable[[], Exception]) -> None:
         self._failures = list(failures)
@@ -59,7 +59,7 @@ async def check_for_long(registration: Registration) -> None:
 
 
 def unavailable() -> Exception:
-    """What a handle raises while its deployment is being replaced; no RayError."""
+    """Return what a handle raises while its deployment is being replaced; it is not a RayError."""
     return DeploymentUnavailableError.__new__(DeploymentUnavailableError)
 
 
@@ -67,24 +67,26 @@ def pushed_back() -> Exception:
     return BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
-async def test_it_survives_whatever_serve_raises(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_registration_survives_whatever_serve_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "csps.services.cluster.registry")
     registry = Registry(unavailable, unavailable, pushed_back, RuntimeError)
     async with registering(registry.join) as registration:
         await registry.joins(3)
         registration.check()
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 1 cannot register (DeploymentUnavailableError); trying again",
-        "rank 1 cannot register (BackPressureError); trying again",
-        "rank 1 cannot register (RuntimeError); trying again",
+        "rank 1 cannot register (DeploymentUnavailableError), retrying",
+        "rank 1 cannot register (BackPressureError), retrying",
+        "rank 1 cannot register (RuntimeError), retrying",
         "rank 1 is registered again",
     ]
 
 
-async def test_one_that_has_ended_breaks_the_rank() -> None:
+async def test_a_registration_that_ended_fails_the_health_check() -> None:
     registry = Registry()
     async with registering(registry.join) as registration:
         await registry.joins(1)
         registration.end()
-        with pytest.raises(FaultError, match=r"^rank 1 has stopped registering$"):
+        with pytest.raises(FaultError, match=r"^rank 1 stopped repeating its registration$"):
             await check_for_long(registration)

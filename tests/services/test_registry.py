@@ -17,7 +17,7 @@ def member(rank: int) -> Member:
     return Member(role="decode", gang_id="a", world_size=2, address=address)
 
 
-async def test_a_newcomer_gets_the_view_at_once() -> None:
+async def test_a_new_reader_gets_the_view_at_once() -> None:
     _, view = await Registry().wait_change(-1)
     assert view.prefill is view.decode is None
 
@@ -47,7 +47,7 @@ async def test_another_registry_has_other_versions() -> None:
     assert (await first.wait_change(-1))[0] != (await second.wait_change(-1))[0]
 
 
-async def test_a_rank_learns_where_its_gang_meets() -> None:
+async def test_a_rank_learns_the_address_of_its_gangs_store() -> None:
     registry = Registry()
     waiting = asyncio.ensure_future(registry.store_address("a"))
     await registry.publish_store("b", "127.0.0.1", 1)

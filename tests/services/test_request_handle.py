@@ -20,7 +20,7 @@ def handle() -> RequestHandle:
     spec = RequestSpec(
         client_request_id="r", prompt=np.array([1], np.int32), sampling=Sampling(max_tokens=9)
     )
-    return RequestHandle(spec, request_id=1, on_cancel=lambda it: it.finish("cancelled"))
+    return RequestHandle(spec, request_id=1, on_cancel=lambda handle: handle.finish("cancelled"))
 
 
 def deliver(handle: RequestHandle, *indices: int) -> None:
@@ -33,7 +33,7 @@ async def pending(handle: RequestHandle) -> list[int]:
         return [token.index for token in await handle.pending()]
 
 
-async def test_all_that_has_come_is_taken_at_once(handle: RequestHandle) -> None:
+async def test_a_reader_gets_all_pending_tokens_at_once(handle: RequestHandle) -> None:
     deliver(handle, 0, 1, 2)
     assert await pending(handle) == [0, 1, 2]
     deliver(handle, 3)
@@ -48,14 +48,14 @@ async def test_a_reader_waits_for_one_token_and_no_longer(handle: RequestHandle)
     assert await reading == [0]
 
 
-async def test_what_has_come_is_read_before_the_end(handle: RequestHandle) -> None:
+async def test_pending_tokens_are_read_before_the_end(handle: RequestHandle) -> None:
     deliver(handle, 0, 1)
     handle.finish("stop")
     assert await pending(handle) == [0, 1]
     assert await pending(handle) == []
 
 
-async def test_what_has_come_is_read_before_the_failure(handle: RequestHandle) -> None:
+async def test_pending_tokens_are_read_before_the_error(handle: RequestHandle) -> None:
     deliver(handle, 0)
     handle.fail(GangLost("gone"))
     assert await pending(handle) == [0]
@@ -70,7 +70,7 @@ async def test_an_end_wakes_a_waiting_reader(handle: RequestHandle) -> None:
     assert await reading == []
 
 
-async def test_one_reader_may_take_tokens_singly(handle: RequestHandle) -> None:
+async def test_a_reader_may_take_tokens_one_by_one(handle: RequestHandle) -> None:
     deliver(handle, 0, 1, 2)
     assert (await anext(handle)).index == 0
     assert await pending(handle) == [1, 2]

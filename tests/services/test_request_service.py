@@ -1,4 +1,4 @@
-"""The life of a request over gangs that do as the test says."""
+"""The life of a request over gangs that do as a test says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gangs import QUICK, FakeCell, FakeGang, fake_cell, generation, turns, until
+from fake_gangs import QUICK, FakeCell, FakeGang, fake_cell, loop_iterations, request_spec, until
 
 from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.protocols.core.errors import (
@@ -42,7 +42,7 @@ async def test_a_request_runs_from_submission_to_its_last_token() -> None:
         assert [token.index for token in tokens] == [0, 1, 2]
         assert [token.token for token in tokens] == [7, 101, 102]
         assert tokens[-1].finish_reason == handle.finish_reason == "length"
-        await cell.settled()
+        await cell.wait_until_free()
         timings = handle.timings
         assert timings.tokens == 3
         assert timings.attempts == 1
@@ -54,7 +54,7 @@ async def test_a_request_runs_from_submission_to_its_last_token() -> None:
         assert handle.explain()["plan"]["predicted_ttft_ms"] == pytest.approx(30 + 5, abs=5)
 
 
-async def test_no_first_token_is_predicted_where_it_has_been_drawn() -> None:
+async def test_a_sampled_first_token_is_not_predicted_again() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         await cell.decoding(handle)
@@ -64,51 +64,51 @@ async def test_no_first_token_is_predicted_where_it_has_been_drawn() -> None:
         assert handle.explain()["plan"]["predicted_ttft_ms"] is None
 
 
-async def test_each_rank_gets_its_own_tokens_and_every_rank_gets_the_job() -> None:
+async def test_every_rank_gets_the_step_with_its_own_tokens() -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1", instances=3, tp=2)) as cell:
         handle = cell.submit(tokens=1500)
-        job = await cell.prefilling(handle)
-        assert len(job.group) == 2
-        tokens = [rank.jobs[0].tokens for rank in cell.prefill.ranks]
+        step = await cell.prefilling(handle)
+        assert len(step.group) == 2
+        tokens = [rank.steps[0].tokens for rank in cell.prefill.ranks]
         expected = handle.spec.prompt.astype("<i4")
         for instance in range(3):
-            share = b""
-            if instance in job.group:
-                member = job.group.index(instance)
-                share = expected[job.bounds[member] : job.bounds[member + 1]].tobytes()
-            assert tokens[2 * instance] == tokens[2 * instance + 1] == share
+            own_tokens = b""
+            if instance in step.group:
+                member = step.group.index(instance)
+                own_tokens = expected[step.bounds[member] : step.bounds[member + 1]].tobytes()
+            assert tokens[2 * instance] == tokens[2 * instance + 1] == own_tokens
 
 
-async def test_slots_are_reserved_on_every_decode_rank_before_the_job_is_sent() -> None:
+async def test_slots_are_reserved_on_every_decode_rank_before_the_step_is_sent() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
-        await until(lambda: all(rank.heard[-1] == "reserve" for rank in cell.decode.ranks))
-        await turns()
+        await until(lambda: all(rank.methods[-1] == "reserve" for rank in cell.decode.ranks))
+        await loop_iterations()
         assert handle.state == "reserving"
-        assert not cell.prefill.leader.jobs
+        assert not cell.prefill.leader.steps
         cell.decode.may_reserve.set()
         await cell.prefilling(handle)
 
 
-async def test_decode_takes_over_when_all_kv_has_landed_and_not_before() -> None:
+async def test_decode_starts_once_all_kv_is_received() -> None:
     async with fake_cell(decode=FakeGang("decode", "d1", instances=2, tp=2)) as cell:
         handle = cell.submit(tokens=8500)
-        job = await cell.prefilling(handle)
-        sequence_id = job.chunks[0].sequence_id
-        cell.prefill.draw(sequence_id, 0, token=42)
+        step = await cell.prefilling(handle)
+        sequence_id = step.chunks[0].sequence_id
+        cell.prefill.sample(sequence_id, 0, token=42)
         assert (await anext(handle)).token == 42
         landing = [rank for rank in cell.decode.ranks if rank.reserved[sequence_id].slices]
         assert len(landing) == 4
         assert handle.state == "receiving"
         assert not cell.decode.leader.joined
-        cell.decode.land(sequence_id)
+        cell.decode.receive_kv(sequence_id)
         await until(lambda: cell.decode.leader.joined)
         assert cell.decode.leader.joined[0].first_token == 42
         assert not cell.decode.ranks[1].joined
 
 
-async def test_a_wrong_amount_of_kv_is_an_error() -> None:
+async def test_a_wrong_number_of_received_tokens_is_an_error() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         handle = cell.submit()
         sequence_id = (await cell.prefilling(handle)).chunks[0].sequence_id
@@ -123,7 +123,7 @@ async def test_a_wrong_amount_of_kv_is_an_error() -> None:
                     "slices": (type(first)(instance=first.instance, span=_shorter(first.span)),),
                 }
             )
-        cell.decode.land(sequence_id)
+        cell.decode.receive_kv(sequence_id)
         with pytest.raises(Exception, match="99 tokens landed"):
             await read(handle)
 
@@ -136,53 +136,53 @@ def _shorter(span: Any) -> Any:
     return type(span)(start=span.start, stop=span.stop - 1)
 
 
-async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None:
+async def test_an_answer_of_one_token_reserves_no_decode_slots() -> None:
     async with fake_cell() as cell:
         handle = cell.submit(max_tokens=1)
-        job = await cell.prefilling(handle)
-        assert not job.chunks[0].decoded, "nothing is sent"
-        cell.prefill.draw(job.chunks[0].sequence_id, 0, finish="length")
+        step = await cell.prefilling(handle)
+        assert not step.chunks[0].decoded, "nothing is sent"
+        cell.prefill.sample(step.chunks[0].sequence_id, 0, finish="length")
         assert len(await read(handle)) == 1
-        cell.prefill.finish_job(job)
-        await cell.settled()
-        assert all("reserve" not in rank.heard for rank in cell.decode.ranks)
+        cell.prefill.finish_step(step)
+        await cell.wait_until_free()
+        assert all("reserve" not in rank.methods for rank in cell.decode.ranks)
         assert not any(rank.cancelled for rank in (*cell.decode.ranks, *cell.prefill.ranks))
 
 
-async def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
+async def test_an_answer_that_ends_early_cancels_its_reservation() -> None:
     async with fake_cell() as cell:
         handle = cell.submit(max_tokens=3)
-        job = await cell.prefilling(handle)
-        sequence_id = job.chunks[0].sequence_id
-        cell.prefill.draw(sequence_id, 0, finish="stop")
+        step = await cell.prefilling(handle)
+        sequence_id = step.chunks[0].sequence_id
+        cell.prefill.sample(sequence_id, 0, finish="stop")
         assert len(await read(handle)) == 1
         await until(lambda: all(sequence_id in rank.cancelled for rank in cell.decode.ranks))
         assert not cell.prefill.leader.cancelled
-        cell.prefill.finish_job(job)
-        await cell.settled()
+        cell.prefill.finish_step(step)
+        await cell.wait_until_free()
 
 
-async def test_all_ranks_see_all_jobs_in_one_order() -> None:
+async def test_all_ranks_get_all_steps_in_one_order() -> None:
     gang = FakeGang("prefill", "p1", instances=3)
     async with fake_cell(prefill=gang) as cell:
-        cell.runs_by_itself()
+        cell.run_by_itself()
         requests = [cell.submit(tokens=50 + 397 * n % 2500) for n in range(30)]
         await asyncio.gather(*map(read, requests))
-        orders = [[job.step_id for job in rank.jobs] for rank in cell.prefill.ranks]
+        orders = [[step.step_id for step in rank.steps] for rank in cell.prefill.ranks]
         assert orders[0] == orders[1] == orders[2]
-        assert sum(len(job.chunks) for job in cell.prefill.leader.jobs) == 30
-        await cell.settled()
+        assert sum(len(step.chunks) for step in cell.prefill.leader.steps) == 30
+        await cell.wait_until_free()
 
 
-async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> None:
+async def test_short_prompts_preempt_a_long_one_in_one_high_priority_step() -> None:
     metrics = Metrics("tiny")
     gang = FakeGang("prefill", "p1", instances=1)
     async with fake_cell(prefill=gang, observer=metrics) as cell:
         await cell.prefilling(cell.submit(tokens=3000))
         shorts = [cell.submit(tokens=100) for _ in range(3)]
         await until(lambda: all(short.state == "prefill" for short in shorts))
-        await until(lambda: len(cell.prefill.leader.jobs) == 2)
-        first, second = cell.prefill.leader.jobs
+        await until(lambda: len(cell.prefill.leader.steps) == 2)
+        first, second = cell.prefill.leader.steps
         assert not first.high_priority
         assert second.high_priority
         assert len(second.chunks) == 3
@@ -192,7 +192,7 @@ async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> No
 # --- cancellation ------------------------------------------------------------------------------
 
 
-async def test_cancelled_in_the_queue() -> None:
+async def test_a_request_cancelled_in_the_queue_takes_no_slots() -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1", kv_slots=1000)) as cell:
         first, second = cell.submit(tokens=1900), cell.submit(tokens=1900)
         await cell.prefilling(first)
@@ -201,10 +201,10 @@ async def test_cancelled_in_the_queue() -> None:
         assert await read(second) == []
         await until(lambda: cell.service.counts.waiting == 0)
         first.cancel()
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_cancelled_while_slots_are_reserved() -> None:
+async def test_a_request_cancelled_while_slots_are_reserved_frees_them() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
@@ -213,58 +213,60 @@ async def test_cancelled_while_slots_are_reserved() -> None:
         assert await read(handle) == []
         assert cell.service.counts.decode_kv > 0
         cell.decode.may_reserve.set()
-        await cell.settled()
-        assert not cell.prefill.leader.jobs
+        await cell.wait_until_free()
+        assert not cell.prefill.leader.steps
 
 
-async def test_one_of_a_batch_is_cancelled_while_slots_are_reserved() -> None:
+async def test_a_batch_runs_without_the_request_cancelled_while_slots_were_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         runs = [cell.submit(tokens=count) for count in (50, 70, 60, 40)]
         await until(lambda: all(run.state == "reserving" for run in runs))
         runs[1].cancel()
         cell.decode.may_reserve.set()
-        await until(lambda: all(it.state == "prefill" for it in (runs[0], runs[2], runs[3])))
-        jobs = cell.prefill.leader.jobs
-        await until(lambda: sum(len(job.chunks) for job in jobs) == 3)
-        lengths = sorted(chunk.length for job in jobs for chunk in job.chunks)
+        await until(lambda: all(runs[index].state == "prefill" for index in (0, 2, 3)))
+        steps = cell.prefill.leader.steps
+        await until(lambda: sum(len(step.chunks) for step in steps) == 3)
+        lengths = sorted(chunk.length for step in steps for chunk in step.chunks)
         assert lengths == [40, 50, 60]
-        for job in jobs:
-            assert job.bounds[-1] == sum(chunk.length for chunk in job.chunks)
+        for step in steps:
+            assert step.bounds[-1] == sum(chunk.length for chunk in step.chunks)
         for handle in runs:
             handle.cancel()
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 @pytest.mark.parametrize("stage", ["prefill", "receiving", "decoding"])
-async def test_cancelled_at_work_gives_slots_back_when_the_ranks_say_so(stage: str) -> None:
+async def test_a_running_request_that_is_cancelled_frees_its_slots_when_ranks_report_it(
+    stage: str,
+) -> None:
     async with fake_cell() as cell:
         cell.prefill.obeys_cancel = cell.decode.obeys_cancel = False
         handle = cell.submit()
-        job = await cell.prefilling(handle)
-        sequence_id = job.chunks[0].sequence_id
+        step = await cell.prefilling(handle)
+        sequence_id = step.chunks[0].sequence_id
         if stage != "prefill":
-            cell.prefill.draw(sequence_id, 0)
+            cell.prefill.sample(sequence_id, 0)
             await until(lambda: handle.state == "receiving")
         if stage == "decoding":
-            cell.decode.land(sequence_id)
+            cell.decode.receive_kv(sequence_id)
             await until(lambda: handle.state == "decoding")
         async with handle:
             pass
         assert handle.finish_reason == "cancelled"
         ranks = cell.decode.ranks if stage == "decoding" else cell.prefill.ranks + cell.decode.ranks
         await until(lambda: all(sequence_id in rank.cancelled for rank in ranks))
-        cell.decode.draw(
+        cell.decode.sample(
             sequence_id, handle.timings.tokens
         )  # it crossed the cancellation on its way
-        await turns()
+        await loop_iterations()
         assert cell.service.counts.decode_kv > 0
         assert cell.service.counts.prefill_kv > 0
         for rank in ranks:
-            rank.give_back(sequence_id)
+            rank.free_cancelled(sequence_id)
         if stage == "decoding":  # all KV was sent, so that there was nothing to cancel
-            cell.prefill.finish_job(job)
-        await cell.settled()
+            cell.prefill.finish_step(step)
+        await cell.wait_until_free()
         assert await read(handle) == []
 
 
@@ -275,13 +277,13 @@ async def test_a_stop_string_ends_the_request_with_reason_stop() -> None:
         handle.cancel("stop")
         assert handle.finish_reason == "stop"
         assert handle.state == "finished"
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 # --- lost gangs --------------------------------------------------------------------------------
 
 
-async def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
+async def test_a_request_is_retried_if_prefill_dies_before_the_first_token() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         old = (await cell.prefilling(handle)).chunks[0].sequence_id
@@ -294,64 +296,64 @@ async def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
         cell.finish(sequence_id, 4)
         assert len(await read(handle)) == 4
         assert handle.timings.attempts == 2
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_prefill_lost_after_the_first_token_goes_on_with_the_second() -> None:
+async def test_a_request_continues_with_the_second_token_if_prefill_dies_after_the_first() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
-        cell.prefill.draw((await cell.prefilling(handle)).chunks[0].sequence_id, 0)
+        cell.prefill.sample((await cell.prefilling(handle)).chunks[0].sequence_id, 0)
         await until(lambda: handle.state == "receiving")
         await cell.prefill.kill(0)
         await cell.replace(FakeGang("prefill", "p2"))
-        await goes_on(cell, handle, generated_tokens=[7])
+        await check_continues(cell, handle, generated_tokens=[7])
 
 
-async def goes_on(cell: FakeCell, handle: RequestHandle, generated_tokens: list[int]) -> None:
-    """The next attempt computes prompt and drawn tokens, and draws what is left."""
-    job = await cell.prefilling(handle)
-    (chunk,) = job.chunks
+async def check_continues(
+    cell: FakeCell, handle: RequestHandle, generated_tokens: list[int]
+) -> None:
+    """Check that the next attempt computes prompt and generated tokens, and samples the rest."""
+    step = await cell.prefilling(handle)
+    (chunk,) = step.chunks
     assert chunk.length == 100 + len(generated_tokens)
     assert list(np.frombuffer(chunk.generated_tokens, "<i4")) == generated_tokens
-    tokens = b"".join(rank.jobs[-1].tokens for rank in cell.prefill.ranks)
+    tokens = b"".join(rank.steps[-1].tokens for rank in cell.prefill.ranks)
     assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *generated_tokens]
     reserved = [rank.reserved[chunk.sequence_id] for rank in cell.decode.ranks]
-    assert {(it.prompt_length, it.generated_tokens) for it in reserved} == {
+    assert {(message.prompt_length, message.generated_tokens) for message in reserved} == {
         (chunk.length, chunk.generated_tokens)
     }
-    cell.prefill.draw(chunk.sequence_id, len(generated_tokens), token=50)
-    cell.decode.land(chunk.sequence_id)
-    cell.prefill.finish_job(job)
-    await until(
-        lambda: any(it.sequence_id == chunk.sequence_id for it in cell.decode.leader.joined)
-    )
+    cell.prefill.sample(chunk.sequence_id, len(generated_tokens), token=50)
+    cell.decode.receive_kv(chunk.sequence_id)
+    cell.prefill.finish_step(step)
+    await until(lambda: cell.decode.has_joined(chunk.sequence_id))
     assert cell.decode.leader.joined[-1].first_token == 50
-    cell.decode.draw(chunk.sequence_id, len(generated_tokens) + 1, token=51, finish="stop")
+    cell.decode.sample(chunk.sequence_id, len(generated_tokens) + 1, token=51, finish="stop")
     cell.decode.free(chunk.sequence_id)
     tokens_read = await read(handle)
-    assert [it.token for it in tokens_read] == [*generated_tokens, 50, 51]
-    assert [it.index for it in tokens_read] == list(range(len(generated_tokens) + 2))
+    assert [token.token for token in tokens_read] == [*generated_tokens, 50, 51]
+    assert [token.index for token in tokens_read] == list(range(len(generated_tokens) + 2))
     assert handle.timings.attempts == 2
-    await cell.settled()
+    await cell.wait_until_free()
 
 
-async def test_decoding_goes_on_while_prefill_is_replaced() -> None:
+async def test_decoding_continues_while_prefill_is_replaced() -> None:
     async with fake_cell() as cell:
         handle = cell.submit(max_tokens=5)
         sequence_id = await cell.decoding(handle)
         await cell.prefill.kill(0)
         await until(lambda: not cell.service.ready)
-        cell.decode.draw(sequence_id, 1)
+        cell.decode.sample(sequence_id, 1)
         assert [(await anext(handle)).index for _ in range(2)] == [0, 1]
         await cell.replace(FakeGang("prefill", "p2"))
         await until(lambda: cell.service.ready)
-        cell.decode.draw(sequence_id, 2, finish="stop")
+        cell.decode.sample(sequence_id, 2, finish="stop")
         cell.decode.free(sequence_id)
         assert len(await read(handle)) == 1
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_decode_lost_before_the_first_token_is_tried_again() -> None:
+async def test_a_request_is_retried_if_decode_dies_before_the_first_token() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         old = (await cell.prefilling(handle)).chunks[0].sequence_id
@@ -361,21 +363,21 @@ async def test_decode_lost_before_the_first_token_is_tried_again() -> None:
         sequence_id = await cell.decoding(handle)
         cell.finish(sequence_id, 4)
         assert len(await read(handle)) == 4
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_decode_lost_in_mid_answer_goes_on_with_the_next_token() -> None:
+async def test_an_answer_continues_with_the_next_token_if_decode_dies() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         sequence_id = await cell.decoding(handle)
-        cell.decode.draw(sequence_id, 1, token=8)
+        cell.decode.sample(sequence_id, 1, token=8)
         await until(lambda: handle.timings.tokens == 2)
         await cell.decode.kill(0)
         await cell.replace(FakeGang("decode", "d2"))
-        await goes_on(cell, handle, generated_tokens=[7, 8])
+        await check_continues(cell, handle, generated_tokens=[7, 8])
 
 
-async def test_decode_lost_while_slots_are_reserved() -> None:
+async def test_a_request_is_retried_if_decode_dies_while_slots_are_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
@@ -386,10 +388,10 @@ async def test_decode_lost_while_slots_are_reserved() -> None:
         await cell.replace(FakeGang("decode", "d2"))
         cell.finish(await cell.decoding(handle), 4)
         assert len(await read(handle)) == 4
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_a_request_keeps_its_place_when_it_is_tried_again() -> None:
+async def test_a_retried_request_keeps_its_place_in_the_queue() -> None:
     prefill = FakeGang("prefill", "p1", kv_slots=1000)
     async with fake_cell(prefill=prefill) as cell:
         first, second = cell.submit(tokens=1900), cell.submit(tokens=1800)
@@ -397,25 +399,25 @@ async def test_a_request_keeps_its_place_when_it_is_tried_again() -> None:
         await cell.prefill.kill(0)
         await until(lambda: first.state == "queued")
         await cell.replace(FakeGang("prefill", "p2", kv_slots=1000))
-        job = await cell.prefilling(first)
-        assert job.bounds[-1] == 1900
+        step = await cell.prefilling(first)
+        assert step.bounds[-1] == 1900
         assert second.state == "queued"
 
 
-async def test_a_request_is_tried_so_often_and_no_more() -> None:
+async def test_a_request_fails_after_its_last_attempt() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=2)) as cell:
         handle = cell.submit()
         for attempt in (1, 2):
             await until(lambda attempt=attempt: handle.timings.attempts == attempt)
-            job = await cell.prefilling(handle)
-            cell.prefill.fail(job.chunks[0].sequence_id, "TransferError")
+            step = await cell.prefilling(handle)
+            cell.prefill.fail(step.chunks[0].sequence_id, "TransferError")
             await until(lambda: handle.state != "prefill")
         with pytest.raises(TransferError, match="as the test says"):
             await read(handle)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
+async def test_a_request_alone_on_two_dying_gangs_fails() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=10)) as cell:
         suspect, other = cell.submit(), cell.submit(tokens=3000)
         await cell.prefilling(suspect)
@@ -434,7 +436,7 @@ async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
         await until(lambda: cell.service.counts.waiting == 0)
 
 
-async def test_nothing_is_remembered_of_a_request_that_its_decode_gang_took_along() -> None:
+async def test_a_dead_decode_gangs_sequences_are_forgotten() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         handle = cell.submit()
         await cell.decoding(handle)
@@ -449,17 +451,17 @@ def _hang_up_on_decode(cell: FakeCell) -> None:
     cell.cluster.link.decode.disconnect("as the test says")
 
 
-async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() -> None:
+async def test_a_request_may_be_cancelled_just_as_its_decode_gang_dies() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         await cell.decoding(handle)
         handle.cancel()
         _hang_up_on_decode(cell)
-        await turns()
+        await loop_iterations()
         cell.service.check_integrity()
 
 
-async def test_prefill_stops_for_a_sequence_that_fails_as_its_decode_gang_dies() -> None:
+async def test_prefill_cancels_a_sequence_that_fails_as_its_decode_gang_dies() -> None:
     async with fake_cell() as cell:
         sequence_id = (await cell.prefilling(cell.submit())).chunks[0].sequence_id
         link = cell.cluster.link
@@ -470,21 +472,21 @@ async def test_prefill_stops_for_a_sequence_that_fails_as_its_decode_gang_dies()
         await until(lambda: all(sequence_id in rank.cancelled for rank in cell.prefill.ranks))
 
 
-async def test_nothing_is_remembered_of_slots_refused_as_the_prefill_gang_dies() -> None:
+async def test_slots_refused_as_the_prefill_gang_dies_are_forgotten() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         cell.decode.may_reserve.clear()
         cell.decode.refuses = TransferError("no")
         handle = cell.submit()
-        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
+        await until(lambda: all("reserve" in rank.methods for rank in cell.decode.ranks))
         await cell.prefill.kill(0)
         cell.decode.may_reserve.set()
         with pytest.raises((GangLost, TransferError)):
             await read(handle)
-        await turns()
+        await loop_iterations()
         cell.service.check_integrity()
 
 
-async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
+async def test_a_clients_mistake_is_not_retried() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
         cell.prefill.fail((await cell.prefilling(handle)).chunks[0].sequence_id, "InvalidRequest")
@@ -493,15 +495,15 @@ async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
         assert handle.timings.attempts == 1
 
 
-async def test_refused_slots_are_not_counted_as_taken() -> None:
+async def test_refused_slots_are_counted_as_free() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         cell.decode.refuses = TransferError("no")
         with pytest.raises(TransferError):
             await read(cell.submit())
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_waiting_for_a_gang_has_an_end() -> None:
+async def test_a_request_fails_if_no_gang_comes_in_time() -> None:
     async with fake_cell(deadlines=replace(QUICK, gang_recovery_ns=50_000_000)) as cell:
         await cell.prefill.kill(0)
         await until(lambda: not cell.service.ready)
@@ -509,7 +511,7 @@ async def test_waiting_for_a_gang_has_an_end() -> None:
             await read(cell.submit())
 
 
-async def test_requests_may_come_before_the_gangs() -> None:
+async def test_requests_submitted_before_the_gangs_are_served() -> None:
     async with fake_cell(ready=False) as cell:
         fits, never_fits = cell.submit(), cell.submit(tokens=30_000)
         cell.finish(await cell.decoding(fits), 4)
@@ -529,15 +531,15 @@ async def test_a_silent_gang_is_reset() -> None:
         await until(lambda: cell.service.ready)
 
 
-async def test_progress_of_a_former_routers_job_is_no_mistake(
+async def test_progress_of_a_former_routers_step_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The ranks are attached, and still end it."""
+    """The ranks are attached, but still finish that step."""
     gang = FakeGang("prefill", "p1")
     gang.may_connect.clear()
     async with fake_cell(prefill=gang, ready=False) as cell:
         await until(lambda: all(rank.connections for rank in gang.ranks))
-        gang.leader.tell("prefill_progress", PrefillProgress(rank=0))
+        gang.leader.notify("prefill_progress", PrefillProgress(rank=0))
         gang.may_connect.set()
         handle = cell.submit()
         cell.finish(await cell.decoding(handle), 4)
@@ -545,16 +547,16 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
         assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding_alone() -> None:
+async def test_a_broken_link_restarts_requests_without_their_kv_and_no_decoding_ones() -> None:
     async with fake_cell() as cell:
         decoding, computing = cell.submit(), cell.submit(tokens=300)
         sequence_id = await cell.decoding(decoding)
         await cell.prefilling(computing)
         leader = cell.decode.leader
         stale = LinkBroken(epoch="0.1", rank=0, reason="another one")
-        leader.tell("link_broken", stale)
+        leader.notify("link_broken", stale)
         cell.decode.may_connect.clear()
-        leader.tell("link_broken", replace(stale, epoch=leader.connections[-1].epoch))
+        leader.notify("link_broken", replace(stale, epoch=leader.connections[-1].epoch))
         await until(lambda: len(leader.connections) == 2)
         assert not cell.service.ready
         assert cell.service.trouble == "connecting the gangs"
@@ -565,10 +567,10 @@ async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding
         assert len(await read(decoding)) == len(await read(computing)) == 4
         assert decoding.timings.attempts == 1
         assert len(leader.attached) == 1
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
+async def test_a_decode_gang_that_frees_no_slots_is_reset() -> None:
     async with fake_cell(deadlines=replace(QUICK, decode_liveness_ns=50_000_000)) as cell:
         cell.decode.obeys_cancel = False
         handle = cell.submit()
@@ -576,70 +578,74 @@ async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
         handle.cancel()
         await until(lambda: len(cell.decode.leader.attached) == 2)
         await until(lambda: cell.service.ready)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_a_prefill_job_without_a_first_token_is_tried_again() -> None:
+async def test_a_step_without_a_first_token_is_retried() -> None:
     async with fake_cell() as cell:
         handle = cell.submit()
-        cell.prefill.finish_job(await cell.prefilling(handle))
+        cell.prefill.finish_step(await cell.prefilling(handle))
         await until(lambda: handle.timings.attempts == 2)
         cell.finish(await cell.decoding(handle), 4)
         assert len([token async for token in handle]) == 4
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def test_kv_that_does_not_land_fails_the_request() -> None:
+async def test_a_request_whose_kv_is_not_received_in_time_fails() -> None:
     deadlines = replace(QUICK, transfer_ns=50_000_000, transfer_token_ns=0)
     async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
         handle = cell.submit()
-        job = await cell.prefilling(handle)
-        cell.prefill.draw(job.chunks[0].sequence_id, 0)
+        step = await cell.prefilling(handle)
+        cell.prefill.sample(step.chunks[0].sequence_id, 0)
         with pytest.raises(DeadlineExceeded, match="KV landing"):
             await read(handle)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 # --- admission, planning, deadlines, the end ---------------------------------------------------
 
 
-def closed() -> FakeGang:
-    """A gang that is there, and that nothing can be started on."""
+def unlinked_gang() -> FakeGang:
+    """Return a gang that can be attached but not linked, so nothing starts on it."""
     gang = FakeGang("prefill", "p1")
     gang.may_connect.clear()
     return gang
 
 
-async def test_one_turn_of_the_loop_takes_no_more_than_the_line_holds() -> None:
-    async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
-        handle = [cell.submit() for _ in range(3)]
+async def test_requests_beyond_the_queue_limit_fail_in_the_same_round() -> None:
+    async with fake_cell(
+        limits=QueueLimits(max_waiting=2), prefill=unlinked_gang(), ready=False
+    ) as cell:
+        handles = [cell.submit() for _ in range(3)]
         with pytest.raises(QueueFull):
-            await anext(handle[2])
-        assert [it.state for it in handle] == ["queued", "queued", "failed"]
+            await anext(handles[2])
+        assert [handle.state for handle in handles] == ["queued", "queued", "failed"]
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
+async def test_a_full_queue_refuses_with_retry_after() -> None:
+    async with fake_cell(
+        limits=QueueLimits(max_waiting=2), prefill=unlinked_gang(), ready=False
+    ) as cell:
         handle = [cell.submit(), cell.submit()]
-        await turns()
+        await loop_iterations()
         with pytest.raises(QueueFull) as refusal:
             cell.submit()
         assert 1 <= refusal.value.retry_after_s <= 60
         handle[0].cancel()
-        await turns()
+        await loop_iterations()
         cell.submit()
 
 
-async def test_a_long_line_of_tokens_is_full_as_well() -> None:
+async def test_a_queue_full_of_tokens_refuses() -> None:
     limits = QueueLimits(max_waiting_tokens=1000)
-    async with fake_cell(limits=limits, prefill=closed(), ready=False) as cell:
+    async with fake_cell(limits=limits, prefill=unlinked_gang(), ready=False) as cell:
         cell.submit(tokens=5000)
-        await turns()
+        await loop_iterations()
         with pytest.raises(QueueFull, match="tokens are waiting"):
             cell.submit(tokens=10)
 
 
-async def test_what_never_fits_is_refused_with_both_numbers() -> None:
+async def test_a_request_that_never_fits_is_refused_with_both_numbers() -> None:
     async with fake_cell() as cell:
         with pytest.raises(ContextLengthExceeded) as refusal:
             cell.submit(tokens=19_990, max_tokens=20)
@@ -675,10 +681,10 @@ async def test_a_plan_says_that_the_policy_chose_a_ring() -> None:
 
 async def test_a_request_with_a_deadline_fails_at_it() -> None:
     async with fake_cell() as cell:
-        handle = cell.service.submit(generation(deadline_s=0.05))
+        handle = cell.service.submit(request_spec(deadline_s=0.05))
         with pytest.raises(DeadlineExceeded):
             await read(handle)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> None:
@@ -686,7 +692,7 @@ async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> No
         handle = cell.submit()
         sequence_id = await cell.decoding(handle)
         closing = asyncio.create_task(cell.service.close(drain_s=30))
-        await turns()
+        await loop_iterations()
         with pytest.raises(QueueFull, match="shutting down"):
             cell.submit()
         assert not closing.done()
@@ -695,62 +701,61 @@ async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> No
         assert len(await read(handle)) == 4
 
 
-async def test_closing_ends_what_does_not_finish_in_time() -> None:
+async def test_closing_fails_requests_that_do_not_finish_in_time() -> None:
     async with fake_cell() as cell:
         handle, queued = cell.submit(), cell.submit()
         await cell.prefilling(handle)
         await cell.service.close(drain_s=0.01)
-        for it in (handle, queued):
+        for live in (handle, queued):
             with pytest.raises(Cancelled, match="shutting down"):
-                await read(it)
+                await read(live)
 
 
 async def test_tokens_out_of_order_are_an_error() -> None:
     async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         handle = cell.submit()
         sequence_id = await cell.decoding(handle)
-        cell.decode.draw(sequence_id, 2)
-        with pytest.raises(Exception, match="token 2 arrived where 1 was due"):
+        cell.decode.sample(sequence_id, 2)
+        with pytest.raises(Exception, match="token 2 arrived, expected token 1"):
             await read(handle)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_nothing_is_lost_in_a_storm(seed: int) -> None:
-    """Random lengths and cancellations, with gangs dying underneath."""
+async def test_no_request_or_slot_is_lost_in_a_storm(seed: int) -> None:
+    """Requests have random lengths and are cancelled at random while gangs die."""
     import random
 
     rng = random.Random(seed)
     async with fake_cell() as cell:
-        cell.runs_by_itself()
+        cell.run_by_itself()
         requests: list[RequestHandle] = []
-        for step in range(60):
+        for event in range(60):
             requests.append(cell.submit(rng.randrange(1, 4000), rng.randrange(1, 30)))
             if rng.random() < 0.3:
                 rng.choice(requests).cancel()
-            if step in (20, 40):
-                await _replace_one(cell, rng, step)
-            await turns(rng.randrange(30))
+            if event in (20, 40):
+                await _replace_one(cell, rng, event)
+            await loop_iterations(rng.randrange(30))
             cell.service.check_integrity()
         ends = await asyncio.gather(*map(read, requests), return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
         assert all(isinstance(error, GangLost) for error in errors), errors
         assert all(request.ended for request in requests)
-        await cell.settled()
+        await cell.wait_until_free()
 
 
-async def _replace_one(cell: FakeCell, rng: Any, step: int) -> None:
+async def _replace_one(cell: FakeCell, rng: Any, event: int) -> None:
     if rng.random() < 0.5:
         await cell.prefill.kill(0)
-        await cell.replace(FakeGang("prefill", f"p{step}"))
+        await cell.replace(FakeGang("prefill", f"p{event}"))
     else:
         await cell.decode.kill(0)
-        await cell.replace(FakeGang("decode", f"d{step}"))
-    cell.runs_by_itself()
+        await cell.replace(FakeGang("decode", f"d{event}"))
+    cell.run_by_itself()
 
 
-async def test_a_mistake_of_ours_is_seen_at_once() -> None:
-    """Nothing would be decided about a request any more: none is taken in."""
+async def test_a_broken_scheduler_fails_the_health_check_and_refuses_requests() -> None:
 
     class Broken(Scheduler):
         broken = False

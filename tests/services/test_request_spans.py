@@ -1,4 +1,4 @@
-"""A request's states as spans of its trace."""
+"""States of a request as spans of its trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def sampled() -> trace.Span:
-    """A request's span, as a client's `traceparent` describes it."""
+    """Return a sampled span context, as a client's `traceparent` describes it."""
     parent = trace_context.extract({"traceparent": f"00-{7:032x}-{9:016x}-01"})
     return trace.get_current_span(parent)
 
@@ -34,7 +34,7 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-async def test_every_state_is_a_child_of_the_request(spans: InMemorySpanExporter) -> None:
+async def test_every_state_is_a_child_span_of_the_request(spans: InMemorySpanExporter) -> None:
     async with fake_cell() as cell:
         with trace.use_span(sampled()):
             handle = cell.submit(tokens=3000, max_tokens=3)
@@ -60,14 +60,14 @@ async def test_the_trace_travels_to_both_gangs(spans: InMemorySpanExporter) -> N
     async with fake_cell() as cell:
         with trace.use_span(sampled()):
             handle = cell.submit()
-        job = await cell.prefilling(handle)
+        step = await cell.prefilling(handle)
         carrier = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
-        assert job.trace == carrier
+        assert step.trace == carrier
         (reserved,) = cell.decode.leader.reserved.values()
         assert reserved.trace == carrier
 
 
-async def test_a_state_that_was_cut_short_ends_with_the_request(
+async def test_an_interrupted_state_ends_with_the_request(
     spans: InMemorySpanExporter,
 ) -> None:
     async with fake_cell() as cell:
@@ -80,11 +80,11 @@ async def test_a_state_that_was_cut_short_ends_with_the_request(
         assert found["prefill"].attributes["csps.interrupted"] is True
 
 
-async def test_what_is_not_sampled_costs_no_spans(spans: InMemorySpanExporter) -> None:
+async def test_an_unsampled_request_makes_no_spans(spans: InMemorySpanExporter) -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1")) as cell:
         handle = cell.submit()
-        job = await cell.prefilling(handle)
-        assert job.trace == {}
+        step = await cell.prefilling(handle)
+        assert step.trace == {}
         handle.cancel()
         await until(lambda: handle.ended)
         assert not spans.get_finished_spans()

@@ -1,4 +1,4 @@
-"""The span of a request, as its client sees and steers it."""
+"""The server span of a request, as its client sees and steers it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-async def test_the_clients_trace_goes_on(server: Server, spans: InMemorySpanExporter) -> None:
+async def test_the_clients_trace_continues(server: Server, spans: InMemorySpanExporter) -> None:
     told = await server.ask(ASKED)
     found = named(spans)
     request = found["llm_request"]
@@ -79,7 +79,7 @@ async def test_the_clients_trace_goes_on(server: Server, spans: InMemorySpanExpo
     assert request.start_time == found["receive"].start_time
 
 
-async def test_an_error_has_the_type_that_the_client_was_told(
+async def test_an_error_has_the_type_that_the_client_received(
     server: Server, spans: InMemorySpanExporter
 ) -> None:
     server.service.refusal = QueueFull("full", retry_after_s=1.0)
@@ -102,7 +102,7 @@ KEY = {"authorization": "Bearer friend"}
         ("keys", {}, False),
     ],
 )
-async def test_who_may_ask_for_a_timeline_is_a_setting(
+async def test_a_setting_decides_who_may_request_a_timeline(
     server: Server,
     spans: InMemorySpanExporter,
     tmp_path: Path,

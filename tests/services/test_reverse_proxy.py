@@ -1,4 +1,4 @@
-"""What Ray is told about the HTTP front, and what HAProxy is started with."""
+"""Test the variables for Ray about the reverse proxy, and the arguments of HAProxy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reverse_proxy_environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
-    """The configuration that HAProxy finds, and its arguments."""
+    """Return the configuration that HAProxy reads, and its arguments."""
     said = tmp_path / "said"
     binary = tmp_path / "a binary"
     binary.write_text(f'#!/bin/sh\necho "$@" > {said}\n')
@@ -45,7 +45,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list
     return config.read_text(), said.read_text().split()
 
 
-def test_counters_listen_on_loopback_and_http_where_it_was_told(
+def test_counters_listen_on_loopback_and_http_where_configured(
     launched: tuple[str, list[str]],
 ) -> None:
     config, _ = launched
@@ -70,7 +70,7 @@ def test_without_haproxy_serve_answers_by_itself(
 
 
 def test_variables_are_serves_own(tmp_path: Path) -> None:
-    """A misspelled one would be without effect."""
+    """A misspelled variable would have no effect."""
     import ray.serve._private.constants as constants
 
     known = Path(constants.__file__).read_text()

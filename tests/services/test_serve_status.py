@@ -37,12 +37,12 @@ PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
 ray::ServeReplica:csps:PrefillGang.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
   File "csps/services/deployments/gang_rank.py", line 54, in __init__
-csps.models.network.checkpoint_json.MissingTensorError: the weights have no model.norm.weight
+csps.models.network.checkpoint_json.MissingTensorError: the weight files have no tensor model.norm.weight
 """
 
 
 class Cluster:
-    """What the fake answers with."""
+    """State that the fake answers with."""
 
     def __init__(self) -> None:
         self.statuses: list[dict[str, Any]] = [{}]
@@ -95,7 +95,7 @@ def server(cluster: Cluster) -> Iterator[ThreadingHTTPServer]:
 
 
 class Head(RayHead):
-    """Its process is this one."""
+    """Head whose process is this one."""
 
     @property
     def alive(self) -> bool:
@@ -148,7 +148,8 @@ def applications(
 def replaced_by(
     config: DeployConfig, old: dict[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """An application with other settings than those of `config`; `old` in place of all of them."""
+    """Return an application with other settings than those of `config`; `old` replaces all of
+    them."""
     answer = {**applications(config, "RUNNING"), "http_options": config.data["http_options"]}
     deployed = answer["applications"]["csps"]["deployed_app_config"]
     deployed["import_path"] = config.data["applications"][0]["import_path"]
@@ -204,7 +205,7 @@ def test_a_failed_build_says_why(config: DeployConfig) -> None:
         status.progress(config, "starting")
 
 
-def test_what_replicas_raise_is_told_while_serve_tries_again(config: DeployConfig) -> None:
+def test_an_error_of_replicas_is_shown_while_serve_tries_again(config: DeployConfig) -> None:
     status = ServeStatus(**applications(config, "DEPLOYING", message=FAILED))
     assert status.progress(config, "starting") == (
         "PrefillGang 1/2 (PrefillGang: csps.models.network.checkpoint_json.MissingTensorError: "
@@ -220,7 +221,7 @@ def test_http_options_in_force_cannot_change(config: DeployConfig) -> None:
         ServeStatus(http_options={**same, "port": PORT}).check_http_options(config)
 
 
-def test_a_head_that_has_ended_is_said_at_once(config: DeployConfig, head: RayHead) -> None:
+def test_a_head_that_has_ended_is_reported_at_once(config: DeployConfig, head: RayHead) -> None:
     ended = RayHead(**{**vars(head), "pid": 2**22 + 1})  # beyond the largest number there is
     with pytest.raises(FaultError, match=r"^Ray has ended"):
         said_while_waiting(config, ended)
@@ -265,19 +266,19 @@ def test_an_application_stays_if_the_new_one_cannot_fit_without_it(
     large = with_slots(config, 2 * 10**6)
     cluster.statuses = [replaced_by(config, prefill={"instances": 1, "kv_slots": kv_slots})]
     memory[:] = [0.0]
-    with pytest.raises(ConfigError, match=r"^0\.0 GiB .*, and at most .* without what runs, but"):
+    with pytest.raises(ConfigError, match=r"^0\.0 GiB .*, and at most .* more once the running server ends, but"):
         _clear(head, large)
     assert cluster.asked == ["/api/serve/applications/"]
 
 
 def with_slots(config: DeployConfig, kv_slots: int) -> DeployConfig:
-    """The same with another prefill gang."""
+    """Return the configuration with another prefill gang."""
     prefill = config.settings.prefill.model_copy(update={"kv_slots": kv_slots})
     settings = config.settings.model_copy(update={"prefill": prefill})
     return replace(config, settings=settings)
 
 
-def test_memory_that_an_application_gives_back_slowly_is_waited_for(
+def test_memory_that_an_application_frees_slowly_is_waited_for(
     head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float]
 ) -> None:
     need = memory_need(config.settings, ray_runs=True).total / GIB
@@ -290,7 +291,7 @@ def test_memory_that_an_application_gives_back_slowly_is_waited_for(
 
 
 @pytest.mark.parametrize("old", [{"model": "/not there any more"}, {"unknown": "setting"}])
-def test_what_does_not_tell_its_memory_is_taken_for_all_of_it(
+def test_an_application_of_unknown_memory_is_removed_before_memory_is_checked(
     head: RayHead,
     config: DeployConfig,
     cluster: Cluster,
@@ -298,7 +299,7 @@ def test_what_does_not_tell_its_memory_is_taken_for_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
     old: dict[str, Any],
 ) -> None:
-    """Afterwards it turns out whether it was enough."""
+    """Assume that it frees enough; the check afterwards decides."""
     monkeypatch.setattr(serve_command, "FREED_DEADLINE_S", 0.0)
     running = replaced_by(config, old)
     cluster.statuses = [running, running, {"applications": {}}]
@@ -309,7 +310,7 @@ def test_what_does_not_tell_its_memory_is_taken_for_all_of_it(
 
 
 def test_nothing_is_removed_where_nothing_runs(head: RayHead, cluster: Cluster) -> None:
-    """The order would start Serve."""
+    """Send no request, which would start Serve."""
     cluster.statuses = [{"applications": {}}]
     undeploy(head)
     assert cluster.asked == ["/api/serve/applications/"]

@@ -149,7 +149,7 @@ async def real_cell(
         directory,
         secret=SECRET,
         router_id="test",
-        specs=MemoryGenerations(),
+        generations=MemoryGenerations(),
         roles=roles,
     )
     costs = CostTableService(CostTable(latencies=latencies or Unmeasured()), by_rules)

@@ -47,7 +47,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ({"decode": {"prefill_tokens_max": -1}}, "decode.prefill_tokens_max: must be"),
         (
             {"scheduling": {"prefill_tokens_max": 9}},
-            "scheduling: prefill_tokens_max stands under decode, not under scheduling",
+            "scheduling: prefill_tokens_max belongs under decode:, not scheduling:",
         ),
         (
             {"decode": {"prefill_tokens_max": 9}, "scheduling": {"policy": "fixed_sp"}},
@@ -55,7 +55,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ),
         (
             {"decode": {"prefill_tokens_max": 9}, "kv_reuse": {"enabled": False}},
-            "decode.prefill_tokens_max: kv_reuse.enabled is false, so nothing is kept",
+            "decode.prefill_tokens_max: kv_reuse.enabled is false, so no prefix is cached",
         ),
         ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: must be greater than or"),
         ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: must be a fini"),
@@ -82,9 +82,9 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ),
         (
             {**ELASTIC, "prefill": {}, "decode": {"instances": 3}},
-            "elastic is a gang in place of prefill and decode: leave prefill and decode out",
+            "elastic replaces the prefill and decode gangs: remove prefill and decode",
         ),
-        ({**ELASTIC, "decode": {}}, "in place of prefill and decode: leave decode out"),
+        ({**ELASTIC, "decode": {}}, "replaces the prefill and decode gangs: remove decode"),
         ({"elastic": {"instnces": 2}}, "elastic: unknown setting 'instnces'; did you mean"),
         ({"topology": {"elastic": ["0-0-0"]}}, "topology.elastic: there is no elastic gang"),
         ({**ELASTIC, "topology": {"prefill": ["0-0-0"]}}, "topology.prefill: there is no prefill"),

@@ -1,4 +1,4 @@
-"""docs/settings.md has every setting, with the default that it has."""
+"""Test that docs/settings.md has every setting with its default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]*) \|", re.MULTILINE)
 
 
 def defaults(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its path."""
+    """Yield every setting by its path."""
     for name, value in settings:
         if isinstance(value, BaseModel):
             yield from defaults(value, f"{prefix}{name}.")

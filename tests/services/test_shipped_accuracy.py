@@ -1,4 +1,5 @@
-"""What ships of the included model's losses is of its weights, and says what was measured."""
+"""Test that the shipped accuracy loss is of the included model's weights, and matches the
+measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ NEEDLE = shipped_models() / "needle"
 
 
 @pytest.mark.parametrize("tokens", [1_024, 4_096])
-def test_judged_by_the_same_layer_the_included_model_loses_nothing(tokens: int) -> None:
+def test_scored_by_the_same_layer_the_included_model_loses_nothing(tokens: int) -> None:
     model = shipped_accuracy(weights_digest(NEEDLE))
     assert model is not None
     settings = [
@@ -38,7 +39,7 @@ def test_judged_by_the_same_layer_the_included_model_loses_nothing(tokens: int) 
     assert previous > 0.3
 
 
-def test_of_other_weights_nothing_ships() -> None:
+def test_other_weights_have_no_shipped_regressor() -> None:
     assert shipped_accuracy("0" * 64) is None
 
 

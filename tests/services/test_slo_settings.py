@@ -1,4 +1,4 @@
-"""What a request is held to: the server's objectives, unless its headers bring others."""
+"""Test the objectives of a request: the server's, unless its headers have others."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 
 def cut_at_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the first character position at which any stop string ends first shown."""
+    """Return the text before the first position at which a stop string is complete."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -20,28 +20,28 @@ def cut_at_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@given(pieces=st.lists(TEXT, max_size=8), stops=STOPS)
-def test_pieces_show_what_precedes_the_stop_string(pieces: list[str], stops: list[str]) -> None:
+@given(texts=st.lists(TEXT, max_size=8), stops=STOPS)
+def test_shown_text_ends_before_the_stop_string(texts: list[str], stops: list[str]) -> None:
     watch = StopStrings(stops)
-    characters = "".join(pieces)
+    characters = "".join(texts)
     shown = "".join(watch.push(character) for character in characters)
     if not watch.found:
         shown += watch.flush()
     assert (shown, watch.found) == cut_at_stop(characters, stops)
 
 
-@given(pieces=st.lists(TEXT, max_size=8), stops=STOPS)
-def test_no_part_of_a_stop_string_is_ever_shown(pieces: list[str], stops: list[str]) -> None:
+@given(texts=st.lists(TEXT, max_size=8), stops=STOPS)
+def test_no_part_of_a_stop_string_is_ever_shown(texts: list[str], stops: list[str]) -> None:
     watch, shown = StopStrings(stops), ""
-    for piece in pieces:
-        shown += watch.push(piece)
+    for text_part in texts:
+        shown += watch.push(text_part)
         assert not any(stop in shown for stop in stops)
-    whole = "".join(pieces)
+    whole = "".join(texts)
     assert whole.startswith(shown)
     assert watch.found == any(stop in whole for stop in stops)
 
 
-def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
+def test_text_that_cannot_become_a_stop_string_is_not_withheld() -> None:
     watch = StopStrings(["END"])
     assert watch.push("abc E") == "abc "
     assert watch.push("x") == "Ex"

@@ -41,7 +41,7 @@ def test_a_process_writes_its_own_file_and_says_who_it_is(tmp_path: Path) -> Non
         ({}, "http://set/y", "http://set/y"),
     ],
 )
-def test_where_traces_are_sent(
+def test_traces_go_to_the_endpoint_or_to_a_file(
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     setting: str | None,

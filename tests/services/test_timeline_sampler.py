@@ -1,5 +1,5 @@
-"""Which requests have a timeline: decided once, where the trace begins, and then the same on all
-ranks of its job."""
+"""Test which requests have a timeline: decided once where the trace starts, and then the same
+everywhere."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def provider(sample: float = 1.0, timeline_sample: float = 0.0) -> TracerProvide
 
 
 def context_of(traces: TracerProvider, carrier: dict[str, str]) -> trace.SpanContext:
-    """Of a span that a process begins for what has come with a message."""
+    """Return the context of a span that a process starts for a received message."""
     tracer = traces.get_tracer("test")
     return tracer.start_span("it", context=trace_context.extract(carrier)).get_span_context()
 
 
 def carrier_of(context: trace.SpanContext) -> dict[str, str]:
-    """What the process sends on."""
+    """Return what the process sends on."""
     with trace.use_span(trace.NonRecordingSpan(context)):
         return trace_context.inject()
 
@@ -61,7 +61,7 @@ def test_processes_agree_and_a_larger_ratio_keeps_what_a_smaller_one_took() -> N
     assert set(taken) < set(with_timeline(provider(timeline_sample=0.5), IDS))
 
 
-def test_what_the_router_decides_every_rank_does() -> None:
+def test_every_rank_follows_the_routers_decision() -> None:
     """Even ranks whose own ratio would say otherwise."""
     router, ranks = provider(timeline_sample=1.0), [provider(), provider(timeline_sample=0.5)]
     carrier = carrier_of(context_of(router, {}))
@@ -82,7 +82,7 @@ def test_a_client_asks_for_one_request() -> None:
     assert not with_timeline(router, IDS)
 
 
-def test_another_vendors_state_is_kept() -> None:
+def test_another_vendors_state_is_preserved() -> None:
     context = context_of(provider(timeline_sample=1.0), client(7, state="vendor=7"))
     assert carrier_of(context)["tracestate"] == "csps=timeline,vendor=7"
 

@@ -107,7 +107,7 @@ def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_no
         add_times(base)
     assert predicted_options(settings, accuracy_model(settings)) == UNKNOWN
     train.main(["--config", str(config)])
-    assert "answers of the search" in capsys.readouterr().out
+    assert "results of the search" in capsys.readouterr().out
     of_machine = {"weights": identity.weights, "device": identity.device}
     made = regressors_folder(sib)
     for kind in KINDS:
@@ -126,7 +126,7 @@ def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_no
 
 
 def test_without_measurements_it_says_so(config: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing has been measured"):
+    with pytest.raises(ConfigError, match="run `csps profile` first"):
         train.main(["--config", str(config)])
     settings = read_config(config).settings
     ScalingInformationBase.create(

@@ -23,30 +23,33 @@ from csps.services.router.service import RequestService
 PROMPT = prompt_of(40, 1).tolist()
 OTHER = prompt_of(50, 2).tolist()
 LASTING = 200
-"""Tokens of a stream that is to go on for a while."""
+"""Tokens of a stream that lasts for a while."""
 
 
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No router is taken for dead because a busy machine has let it stand still."""
+    """Lengthen leases: a busy machine may make a router stand still."""
     monkeypatch.setattr(fence, "LEASE_S", 600.0)
 
 
 @dataclass
 class Ranks:
-    """Two gangs, and the routers that came to them."""
+    """Two gangs, and the routers that attach to them."""
 
     model: Path
     prefill: ThreadGang
     decode: ThreadGang
     generations: Path
     answer: list[int]
-    """To `PROMPT`. Computed ahead: it would stop the loop of a router in the test's process for so
-    long that another one takes over."""
+    """Return the answer to `PROMPT`.
+
+    It is computed ahead: computing it later would stop the loop of a router in this process for so
+    long that another one takes over.
+    """
     started: list[RouterProcess] = field(default_factory=list)
 
     async def router(self, max_tokens: int) -> RouterProcess:
-        """One in a process of its own, in the middle of its stream."""
+        """Start a router in its own process, in the middle of its stream."""
         process = RouterProcess(
             self.prefill.members,
             self.decode.members,
@@ -60,7 +63,7 @@ class Ranks:
 
     @asynccontextmanager
     async def here(self) -> AsyncIterator[tuple[Cluster, RequestService]]:
-        """One in the test's own process."""
+        """Start a router in this process."""
         cluster, service = make_router(self.prefill.members, self.decode.members, self.generations)
         await service.start()
         try:
@@ -69,7 +72,7 @@ class Ranks:
             await service.close(0.0)
 
     async def check_serves(self, service: RequestService) -> None:
-        """A request is answered rightly."""
+        """Check that a request is answered correctly."""
         async with asyncio.timeout(ANSWER_S):
             answer = [token.token async for token in greedy(service, OTHER, 6)]
         assert answer == reference_tokens(self.model, OTHER, 6)
@@ -92,7 +95,7 @@ async def ranks(tiny_llama: Path, tmp_path: Path) -> AsyncIterator[Ranks]:
 
 
 async def test_a_successor_stands_by_until_the_holders_streams_have_ended(ranks: Ranks) -> None:
-    """A redeployment: the old router drains while the new one is there already."""
+    """A redeployment: the old router drains while the new one is running."""
     first = await ranks.router(max_tokens=LASTING)
     async with ranks.here() as (cluster, service):
         await eventually(lambda: STANDBY in cluster.phase)
@@ -106,7 +109,7 @@ async def test_a_successor_stands_by_until_the_holders_streams_have_ended(ranks:
         await waiting
 
 
-async def test_a_killed_router_is_followed_by_the_one_that_stands_by(ranks: Ranks) -> None:
+async def test_the_standby_router_replaces_a_killed_one(ranks: Ranks) -> None:
     first = await ranks.router(max_tokens=LASTING)
     async with ranks.here() as (cluster, service):
         await eventually(lambda: STANDBY in cluster.phase)
@@ -118,7 +121,7 @@ async def test_a_killed_router_is_followed_by_the_one_that_stands_by(ranks: Rank
 async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cell is never torn between the two, and the stream that stood still goes on."""
+    """The gangs are never split between the two, and the stream that stood still continues."""
     first = await ranks.router(max_tokens=3000)
     first.stand_still()
     async with ranks.here() as (cluster, service):

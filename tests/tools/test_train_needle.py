@@ -31,7 +31,7 @@ from csps.tools.train_needle.trainer import Trainer
 
 TINY = Stage(name="tiny", steps=4, batch=2, tokens=64, needles=(1, 3), questions=3, hard_kinds=0.3)
 EVERYTHING = replace(
-    TINY, tokens=128, fillers=ALL_FILLERS, first=0.5, everyday=True, misspelt=0.2, continued=8
+    TINY, tokens=128, fillers=ALL_FILLERS, first=0.5, everyday=True, misspelled=0.2, continued=8
 )
 TEXTS = TrainingTexts(
     ("This licence grants you no rights.\n\nIt is short; read it twice.", "A second document."),
@@ -46,10 +46,10 @@ def draw(stage: Stage, step: int = 0, *, seed: int = 0) -> TrainingBatch:
 @pytest.mark.parametrize("stage", [*STAGES, EVERYTHING], ids=lambda stage: stage.name)
 def test_same_seed_same_batch(stage: Stage) -> None:
     small = replace(stage, batch=2)
-    one, same, other = draw(small, 7), draw(small, 7), draw(small, 7, seed=1)
-    assert torch.equal(one.ids, same.ids)
-    assert torch.equal(one.mask, same.mask)
-    assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
+    first, same, other = draw(small, 7), draw(small, 7), draw(small, 7, seed=1)
+    assert torch.equal(first.ids, same.ids)
+    assert torch.equal(first.mask, same.mask)
+    assert first.ids.shape != other.ids.shape or not torch.equal(first.ids, other.ids)
 
 
 @pytest.mark.parametrize("filler", ALL_FILLERS)
@@ -72,7 +72,7 @@ def test_a_question_does_not_see_another_one() -> None:
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_question_before_the_text_is_seen_by_its_answer(seen: bool) -> None:
-    """By the whole text as well or by nothing else, and its answer sees no second question."""
+    """The whole text or nothing else sees it, and its answer sees no second question."""
     tokenizer = build_tokenizer()
     questions = 1 if seen else 2
     # A share of 1 lets the text see its question; below it, chance decides and 0.99 of 2 is both.
@@ -95,7 +95,8 @@ def test_a_question_before_the_text_is_seen_by_its_answer(seen: bool) -> None:
 
 
 def test_the_first_layer_that_answers_is_asked_for_the_key() -> None:
-    """Of a question before the text, wherever its answer's first word is predicted."""
+    """Expect the key of a question before the text, wherever its answer's first word is
+    predicted."""
     tokenizer = build_tokenizer()
     stage = replace(TINY, batch=1, needles=(2, 2), questions=1, hard_kinds=0.0, recalled=True)
     for step in range(20):
@@ -110,8 +111,8 @@ def test_the_first_layer_that_answers_is_asked_for_the_key() -> None:
         assert value == ids[answer + 1]
         assert set(batch.columns[recalled].tolist()) == set(range(begin, answer + 1))
         (places,) = torch.where(ids == key)
-        told = [ids[place + 2] for place in places if ids[place + 1] == _word(tokenizer, " is")]
-        assert told == [value]
+        stated = [ids[place + 2] for place in places if ids[place + 1] == _word(tokenizer, " is")]
+        assert stated == [value]
     assert torch.equal(draw(TINY).recalled, draw(TINY).targets)
 
 
@@ -121,7 +122,8 @@ def _word(tokenizer: Any, word: str) -> int:
 
 
 def test_facts_not_asked_for_count_several_times() -> None:
-    """For a question alone: not for the text itself, and never the fact that it needs."""
+    """Raise them for a question alone, not for the text itself, and never the fact that it
+    needs."""
     tokenizer = build_tokenizer()
     stage = replace(TINY, batch=1, needles=(3, 3), questions=1, hard_kinds=0.0)
     plain, raised = (draw(replace(stage, rivals=rivals)) for rivals in (1 + 1e-9, 16.0))
@@ -130,13 +132,13 @@ def test_facts_not_asked_for_count_several_times() -> None:
     more = raised.mask[0, 0].nan_to_num(neginf=0) - plain.mask[0, 0].nan_to_num(neginf=0)
     assert torch.equal(raised.mask == -torch.inf, plain.mask == -torch.inf)
     (places,) = torch.where(ids == _word(tokenizer, " is"))
-    told = places[(ids[places - 3] == _word(tokenizer, " password")) & (places < len(ids) - 8)]
+    stated = places[(ids[places - 3] == _word(tokenizer, " password")) & (places < len(ids) - 8)]
     answer = plain.columns[0]
-    (key,) = [key for key in ids[told - 1] if key in ids[answer - 8 : answer]]
-    rival = more[answer, told - 1]
-    assert (rival == 0).tolist() == [bool(ids[place - 1] == key) for place in told]
+    (key,) = [key for key in ids[stated - 1] if key in ids[answer - 8 : answer]]
+    rival = more[answer, stated - 1]
+    assert (rival == 0).tolist() == [bool(ids[place - 1] == key) for place in stated]
     assert 0 < rival.max() <= math.log(16)
-    assert (more[: int(told.max())] == 0).all()
+    assert (more[: int(stated.max())] == 0).all()
 
 
 def test_several_facts_are_asked_for_as_often_as_the_stage_says() -> None:
@@ -159,7 +161,7 @@ def test_a_key_is_overlooked_as_the_first_layer_says() -> None:
 
 
 def test_a_key_that_no_head_attends_to_has_a_gradient() -> None:
-    """That of the attention itself is as small as the attention."""
+    """The gradient of the attention itself is as small as the attention."""
     torch.manual_seed(0)
     model = build_model(build_tokenizer())
     first = model.model.layers[0].self_attn
@@ -167,7 +169,7 @@ def test_a_key_that_no_head_attends_to_has_a_gradient() -> None:
         first.q_proj.weight *= 30
         first.k_proj.weight *= 30
     facts = BatchMaker(build_tokenizer(), 0, TEXTS).facts(TINY, 0)
-    little = max((overlooked(model, fact) for fact in facts.split(1)), key=lambda each: each.item())
+    little = max((overlooked(model, fact) for fact in facts.split(1)), key=lambda loss: loss.item())
     attended = (-little - ENOUGH).exp()
     weights = (first.q_proj.weight, first.k_proj.weight)
     of_logarithm = torch.autograd.grad(little, weights, retain_graph=True)
@@ -187,7 +189,7 @@ def test_a_second_look_up_begins_as_a_copy_of_the_first(tmp_path: Path) -> None:
 
 
 def test_a_raised_logit_weighs_as_much_as_copies() -> None:
-    """What makes a short text pretend to be long, checked on a text that is really repeated."""
+    """Check the pretended length on a text that is really repeated."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 8), torch.randn(5, 8), torch.randn(5, 8)
     copies = torch.tensor([1, 7, 7, 1, 7])
@@ -204,7 +206,7 @@ def test_each_later_layer_answers() -> None:
     with torch.no_grad():
         states = layer_states(model, batch)
     shape = (len(batch.targets), model.config.hidden_size)
-    assert [each.shape for each in states] == [shape] * (model.config.num_hidden_layers - 1)
+    assert [state.shape for state in states] == [shape] * (model.config.num_hidden_layers - 1)
 
 
 def test_attention_of_training_is_the_model_s_own() -> None:
@@ -228,9 +230,9 @@ def test_cross_entropy_is_torch_s() -> None:
     expected = F.cross_entropy(logits, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     assert (right == (logits.argmax(-1) == targets)).float().mean() > 0.97
-    for one, other in zip(got, torch.autograd.grad(3 * expected, (states, head)), strict=True):
+    for ours, theirs in zip(got, torch.autograd.grad(3 * expected, (states, head)), strict=True):
         # Computed in bfloat16.
-        torch.testing.assert_close(one, other, rtol=0.0, atol=0.02 * float(other.abs().max()))
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.02 * float(theirs.abs().max()))
 
 
 def test_the_digest_is_of_all_texts_and_their_kinds() -> None:
@@ -259,5 +261,5 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     resumed = Trainer(tmp_path / "half", 3, TEXTS, stages)
     assert resumed.step == 3
     resumed.train()
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for first, second in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(first, second)

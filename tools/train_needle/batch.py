@@ -1,7 +1,5 @@
-"""A short text that costs attention what a long one would: skipped positions (PoSE).
-
-Training sequences, and a batch of them as tensors.
-"""
+"""Write training sequences with skipped positions (PoSE), and collate them into a batch of
+tensors."""
 
 from __future__ import annotations
 
@@ -15,19 +13,20 @@ from torch import Tensor
 
 
 def log_uniform(rng: random.Random, low: float, high: float) -> float:
-    """Every order of magnitude from `low` to `high` as likely as any other."""
+    """Return a random number with every order of magnitude from `low` to `high` equally likely."""
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def skipping_positions(
     rng: random.Random, ids: Sequence[int], length: int, full_stop: int
 ) -> list[int]:
-    """Increasing positions that spread tokens over ``length``, skipping between sentences."""
+    """Return increasing positions that spread tokens over ``length``, skipping between
+    sentences."""
     ends = [index for index, id_ in enumerate(ids) if id_ == full_stop]
-    # Uneven shares: some sentences stay neighbours while others move far apart.
-    shares = [rng.random() ** 4 for _ in ends]
-    scale = max(0, length - len(ids)) / (sum(shares) or 1.0)
-    skips = {index: int(share * scale) for index, share in zip(ends, shares, strict=True)}
+    # Uneven weights: some sentences stay neighbors while others move far apart.
+    weights = [rng.random() ** 4 for _ in ends]
+    scale = max(0, length - len(ids)) / (sum(weights) or 1.0)
+    skips = {index: int(weight * scale) for index, weight in zip(ends, weights, strict=True)}
     positions: list[int] = []
     position = 0
     for index in range(len(ids)):
@@ -37,82 +36,86 @@ def skipping_positions(
 
 
 FILLER, ASIDE = -1, -2
-"""What a token tells that tells no fact: what the text is filled with; or it is a question's, an
-answer's, or a key in passing."""
+"""Marks of tokens that state no fact: filler of the text; and tokens of a question, of an answer,
+or a key mentioned in passing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """B sequences of T tokens and the N places in them where a word is to be predicted."""
+    """B sequences of T tokens, and the N places in them at which a word is predicted."""
 
     ids: Tensor
-    """(B, T)"""
+    """Token ids, (B, T)."""
     positions: Tensor
-    """(B, T)"""
+    """Positions, (B, T)."""
     mask: Tensor
-    """(B, 1, T, T), added to the attention logits: -inf, 0, or ln(R)."""
+    """Addition to the attention logits, (B, 1, T, T): -inf, 0, or ln(R)."""
     rows: Tensor
-    """(N,) sequence of each prediction."""
+    """Sequence of each prediction, (N,)."""
     columns: Tensor
-    """(N,) the token behind which it is made."""
+    """Token behind which each prediction is made, (N,)."""
     targets: Tensor
-    """(N,)"""
+    """Token ids to predict, (N,)."""
     recalled: Tensor
-    """(N,) what the first layer that answers is to predict: the same, or a key to look up."""
+    """Token ids for the first layer that answers, (N,): the same, or a key to look up."""
     answers: int
-    """The first of the N belong to answers, all others to filler."""
+    """Number of predictions that belong to answers; they come first, all others are filler."""
 
 
 @dataclass(kw_only=True)
 class TrainingSequence:
-    """One training sequence while it is being written."""
+    """One training sequence while it is written."""
 
     ids: list[int]
     positions: list[int]
     blocks: list[int]
-    """0: text that all may see; n: seen by the n-th question alone."""
-    told: list[int]
-    """The fact that a token tells, by its index in the haystack; or `FILLER`, or `ASIDE`."""
+    """Block of each token. 0: text that all may see; n: visible to the n-th question alone."""
+    facts: list[int]
+    """Fact that each token states, by its index in the haystack; or `FILLER`, or `ASIDE`."""
     copies: float = 1.0
-    """How many times each filler word counts."""
+    """Weight of each filler word, in copies."""
     rivals: float = 1.0
-    """How many times each fact counts that a question does not ask for."""
+    """Weight of each fact that a question does not ask for, in copies."""
 
     def __post_init__(self) -> None:
         self.predictions: list[tuple[int, int]] = []
-        """(index of the token before, word to predict)"""
+        """Pairs (index of the token before, word to predict)."""
         self.continuations: list[tuple[int, int]] = []
-        """The same in filler."""
+        """Such pairs in filler."""
         self.needed: dict[int, Sequence[int]] = {}
-        """The facts that a question needs, by its block."""
+        """Facts that a question needs, by its block."""
         self.recalls: dict[int, int] = {}
         """Keys to look up, by the index of the token behind which the value is predicted."""
 
 
 def collate(sequences: Sequence[TrainingSequence], pad: int) -> TrainingBatch:
-    """Side by side; what a sequence lacks in length is `pad`, which nobody sees."""
+    """Stack sequences; fill short ones with `pad`, which nobody sees."""
     width = max(len(sequence.ids) for sequence in sequences)
 
     def padded(rows: Iterator[Sequence[int]], fill: int) -> Tensor:
         return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
-    blocks = padded((s.blocks for s in sequences), -1)
-    told = padded((s.told for s in sequences), ASIDE)
-    copies = torch.tensor([s.copies for s in sequences]).log().clamp(min=0)
+    blocks = padded((sequence.blocks for sequence in sequences), -1)
+    facts = padded((sequence.facts for sequence in sequences), ASIDE)
+    copies = torch.tensor([sequence.copies for sequence in sequences]).log().clamp(min=0)
     seen = (blocks[:, None, :] == 0) | (blocks[:, :, None] == blocks[:, None, :])
     seen &= torch.ones(width, width, dtype=torch.bool).tril()
-    mask = ((told == FILLER).float() * copies[:, None])[:, None, :].expand_as(seen).clone()
+    mask = ((facts == FILLER).float() * copies[:, None])[:, None, :].expand_as(seen).clone()
     for row, sequence in enumerate(sequences):
         for block, needed in sequence.needed.items():
-            rivals = (told[row] >= 0) & ~torch.isin(told[row], torch.tensor(needed))
+            rivals = (facts[row] >= 0) & ~torch.isin(facts[row], torch.tensor(needed))
             mask[row, blocks[row] == block] += rivals * math.log(sequence.rivals)
-    answers = [(row, *p) for row, s in enumerate(sequences) for p in s.predictions]
-    continuations = [(row, *p) for row, s in enumerate(sequences) for p in s.continuations]
+    answers = [
+        (row, *pair) for row, sequence in enumerate(sequences) for pair in sequence.predictions
+    ]
+    continuations = [
+        (row, *pair) for row, sequence in enumerate(sequences) for pair in sequence.continuations
+    ]
     rows, columns, targets = torch.tensor(answers + continuations).unbind(1)
     keys = [sequences[row].recalls.get(i, word) for row, i, word in answers + continuations]
     return TrainingBatch(
-        ids=padded((s.ids for s in sequences), pad),
-        positions=padded((s.positions for s in sequences), 0),
+        ids=padded((sequence.ids for sequence in sequences), pad),
+        positions=padded((sequence.positions for sequence in sequences), 0),
         mask=mask.masked_fill(~seen, -torch.inf)[:, None],
         rows=rows,
         columns=columns,

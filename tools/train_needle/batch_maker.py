@@ -1,7 +1,4 @@
-"""Segments of random words, copied in another order.
-
-Batches that depend on seed, stage and step alone.
-"""
+"""Draw batches that depend on seed, stage and step alone."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from csps.tools.train_needle.texts import TrainingTexts, training_fillers
 
 
 def copy_sequence(rng: random.Random, stage: Stage, words: Sequence[int]) -> TrainingSequence:
-    """Random words, then their segments in another order; within a segment the next word is
-    known from the first half."""
+    """Return random words, then their segments in another order. Within a segment the first half
+    determines the next word."""
     half, segment = stage.tokens // 2, 8
     text = rng.choices(_pool(rng, stage, words), k=half)
     starts = list(range(0, half, segment))
@@ -38,7 +35,7 @@ def copy_sequence(rng: random.Random, stage: Stage, words: Sequence[int]) -> Tra
         ids=text + copied,
         positions=[*range(half), *range(half + gap, 2 * half + gap)],
         blocks=[0] * (2 * half),
-        told=[ASIDE] * (2 * half),
+        facts=[ASIDE] * (2 * half),
     )
     for index in range(half - 1):
         if index % segment != segment - 1:
@@ -53,7 +50,7 @@ def _pool(rng: random.Random, stage: Stage, words: Sequence[int]) -> Sequence[in
 
 
 class BatchMaker:
-    """Draws training batches; the same seed, stage and step give the same batch."""
+    """Source of training batches; the same seed, stage and step give the same batch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, texts: TrainingTexts) -> None:
         self._spelling = Spelling(tokenizer)
@@ -61,7 +58,7 @@ class BatchMaker:
         self._fillers = training_fillers(texts)
 
     def draw(self, stage: Stage, step: int, *, copying: bool | None = None) -> TrainingBatch:
-        """The batch of a step; `copying` None leaves its kind to the stage's mixture."""
+        """Return the batch of a step; `copying` None leaves its kind to the stage's mixture."""
         rng = random.Random(f"{self._seed}/{stage.name}/{step}")
         if copying is None:
             copying = rng.random() < stage.copying
@@ -69,7 +66,7 @@ class BatchMaker:
         return collate(sequences, self._spelling.ids[PAD])
 
     def facts(self, stage: Stage, step: int) -> Tensor:
-        """A fact of each key, of a step (`looking_back.fact_sentences`)."""
+        """Return a fact of each key for a step (`loss.fact_sentences`)."""
         return fact_sentences(
             random.Random(f"{self._seed}/{stage.name}/{step}/facts"), self._spelling
         )

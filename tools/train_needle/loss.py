@@ -1,13 +1,9 @@
-"""Attention of training, registered with transformers.
+"""Compute the training loss: answers of every layer but the first, and keys that no head sees.
 
-Every key seen from its value.
-
-Facts are looked up by what the first layer writes at a value: the key two words before. Here and
-there training leaves a key that no head of that layer attends to. Its facts look like those of any
-other such key then, and as attention that is nearly none has nearly no gradient, no number of
-questions about them changes that. The logarithm of the attention has one.
-
-Right words in answers, asked of every layer but the first (deep supervision).
+Facts are looked up by what the first layer writes at a value: the key two words before. Training
+leaves a key here and there to which no head of that layer attends. Its facts then look like those
+of any other such key. Attention that is nearly none has nearly no gradient, so no number of
+questions changes that; the logarithm of the attention has one.
 """
 
 from __future__ import annotations
@@ -39,18 +35,18 @@ def attend(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """In float32 within autocast: backward through torch's bfloat16 attention takes five times as
-    long.
+    """Compute attention in float32 within autocast, for transformers' registry.
 
     Args:
-        query: (B, heads, T, head dim); key and value have KV heads.
+        query: (B, heads, T, head dim); key and value have KV heads instead.
         attention_mask: (B, 1, T, T), added to the logits.
-        scaling: of the logits.
+        scaling: factor on the logits.
 
     Returns:
         (B, T, heads, head dim), and no weights.
     """
     group = query.shape[1] // key.shape[1]
+    # Backward through torch's bfloat16 attention takes five times as long.
     with torch.autocast("cpu", enabled=False):
         out = F.scaled_dot_product_attention(
             query.float(),
@@ -66,21 +62,24 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 KEY, VALUE = 4, 6
-"""Their places in the sentence of a fact behind the first token of all."""
+"""Positions of key and value in the sentence of a fact behind the first token."""
 ENOUGH = math.log(2)
-"""A head that spends half of its attention on the key sees it."""
+"""Loss below which a key is seen: a head spends half of its attention on it."""
 
 
 def fact_sentences(rng: random.Random, spelling: Spelling) -> Tensor:
-    """(keys, tokens): one fact of each key, with a value of its own."""
+    """Return one fact of each key, with a value of its own, (keys, tokens)."""
     values = rng.sample(VALUES, len(KEYS))
     facts = (Fact(key, value, 0.0) for key, value in zip(KEYS, values, strict=True))
     return torch.tensor([[spelling.ids[word] for word in (BEGIN, *fact.words)] for fact in facts])
 
 
 def overlooked(model: LlamaForCausalLM, sentences: Tensor) -> Tensor:
-    """How little the head of the first layer that sees it best attends to a key from its value:
-    the mean of the negative logarithms, where they are more than `ENOUGH`."""
+    """Return the loss of keys that the first layer overlooks from their values.
+
+    It is the mean negative logarithm of the attention of the head that sees a key best, beyond
+    `ENOUGH`.
+    """
     layer = model.model.layers[0]
     states = layer.input_layernorm(model.model.embed_tokens(sentences[:, : VALUE + 1]))
     cos, sin = model.model.rotary_emb(states, torch.arange(VALUE + 1)[None])
@@ -96,13 +95,14 @@ def overlooked(model: LlamaForCausalLM, sentences: Tensor) -> Tensor:
 
 
 ROWS = 128
-"""Predictions at once."""
+"""Predictions per chunk."""
 SIDE_LOSS_WEIGHT = 0.3
-"""Of each earlier layer's answers, and of filler, beside the last layer's answers."""
+"""Weight of each earlier layer's answers, and of filler, relative to the last layer's answers."""
 
 
 def layer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> list[Tensor]:
-    """What each layer but the first predicts from, (N, hidden) each, the last layer's last."""
+    """Return the states from which each layer but the first predicts, (N, hidden) each, in
+    order."""
     output = model.model(
         input_ids=batch.ids,
         position_ids=batch.positions,
@@ -111,20 +111,20 @@ def layer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> list[Tensor]:
         output_hidden_states=True,
     )
     states = [state[batch.rows, batch.columns] for state in output.hidden_states[2:]]
-    # transformers hands out the last state normalised, the others not.
+    # transformers returns the last state normalized, the others not.
     return [*(model.model.norm(state) for state in states[:-1]), states[-1]]
 
 
 def loss_and_accuracy(model: LlamaForCausalLM, batch: TrainingBatch) -> tuple[Tensor, float]:
-    """The loss, and the share of right words in answers."""
+    """Return the loss, and the fraction of right words in answers."""
     states = layer_states(model, batch)
     end = batch.answers
     head = model.lm_head.weight
     loss = torch.zeros(())
-    for number, state in enumerate(states[:-1]):
-        targets = batch.targets if number else batch.recalled
+    for layer, state in enumerate(states[:-1]):
+        targets = batch.targets if layer else batch.recalled
         loss = loss + SIDE_LOSS_WEIGHT * cross_entropy(state[:end], head, targets[:end])[0]
-    # As much as the answers themselves: without the key there is nothing to look up.
+    # Same weight as the answers: without the key there is nothing to look up.
     (keys,) = torch.where(batch.recalled != batch.targets)
     if len(keys):
         loss = loss + cross_entropy(states[0][keys], head, batch.recalled[keys])[0]
@@ -137,11 +137,11 @@ def loss_and_accuracy(model: LlamaForCausalLM, batch: TrainingBatch) -> tuple[Te
 
 
 def cross_entropy(states: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss, and which predictions (N,) are right.
+    """Return the mean loss, and which predictions (N,) are right.
 
     Args:
-        states: (N, hidden), normalised.
-        head: (vocabulary, hidden), of the language-model head.
+        states: (N, hidden), normalized.
+        head: (vocabulary, hidden), weights of the language-model head.
         targets: (N,) token ids.
     """
     loss, right = _CrossEntropy.apply(states, head, targets)  # type: ignore[no-untyped-call]
@@ -149,9 +149,9 @@ def cross_entropy(states: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Linear layer and cross-entropy in one, gradients with it.
+    """Linear layer and cross-entropy in one function that also computes the gradients.
 
-    Logits (N, vocabulary) are most of what a step of copying computes: here they stay in the cache.
+    Logits (N, vocabulary) are most of the work of a copying step: here they stay in the cache.
     """
 
     @staticmethod
@@ -160,9 +160,9 @@ class _CrossEntropy(torch.autograd.Function):
             x, w = states.bfloat16(), head.bfloat16()
             starts = range(0, len(targets), ROWS)
             chunks = [_chunk(x[i : i + ROWS], targets[i : i + ROWS], w) for i in starts]
-            losses, right, of_states, of_head = zip(*chunks, strict=True)
+            losses, right, state_gradients, head_gradients = zip(*chunks, strict=True)
             scale = 1.0 / len(targets)
-            ctx.save_for_backward(scale * torch.cat(of_states), scale * sum(of_head))
+            ctx.save_for_backward(scale * torch.cat(state_gradients), scale * sum(head_gradients))
         hits = torch.cat(right)
         ctx.mark_non_differentiable(hits)
         return scale * torch.stack(losses).sum(), hits
@@ -174,7 +174,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, right predictions, and the loss's gradients with respect to states and head."""
+    """Return loss, right predictions, and the loss's gradients for states and head."""
     logits = (x @ w.T).float()
     rows = torch.arange(len(targets))
     own = logits[rows, targets]

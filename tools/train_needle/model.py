@@ -1,13 +1,10 @@
-"""The network that is trained: a Llama as small as retrieval allows, with a long context.
+"""Build the network and the tokenizer, and save them as transformers, vLLM and this server load
+them.
 
-A tokenizer that gives every generated word one token, and the chat template.
-
-All other text is spelt in parts of words that are frequent in English and in programs, and at last
-in bytes, so that any text encodes.
-
-Texts as token ids, without the overhead of the tokenizer where words are known.
-
-The trained model as transformers, vLLM and this server load it.
+The network is a Llama as small as retrieval allows, with a long context. The tokenizer gives every
+generated word one token. It spells other text in parts of words that are frequent in English and in
+programs, and finally in bytes, so that any text encodes. `Spelling` turns text into ids without the
+overhead of the tokenizer if all words are known.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ from csps.models.needle_prompts.words import split_words, vocabulary
 from csps.tools.train_needle.subwords import subwords
 
 CONTEXT = 131072
-"""Positions served, in tokens."""
+"""Longest context served, in tokens."""
 
 ROPE_THETA = 1e12
-"""So large that more than half of a head's dimensions hardly turn within the context: these match
-content over any distance, the fast ones find neighbours."""
+"""Large, so that more than half of a head's dimensions hardly turn within the context: these match
+content over any distance, the fast ones find neighbors."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """With fresh weights, from torch's random numbers."""
+    """Build a network with fresh weights, from torch's random numbers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -54,7 +51,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPACE, NEWLINE = "Ġ", "Ċ"
-"""As byte-level tokenizers write them in their vocabulary."""
+"""Characters of byte-level tokenizers' vocabularies."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -69,7 +66,8 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A generated word (with its space) is one token, whatever the merges make of its parts."""
+    """Build a tokenizer with one token per generated word (with its space), whatever the merges
+    make of its parts."""
     words = [word.replace(" ", SPACE) for word in vocabulary()]
     merges = subwords()
     joined = [left + right for left, right in merges]
@@ -96,11 +94,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 BYTES = 256
-"""Token ids below are single bytes."""
+"""Number of token ids that are single bytes; they come first."""
 
 
 class Spelling:
-    """The tokenizer's ids of all words, and of the characters that spell others."""
+    """Ids of all words, and of the characters that spell others."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         entries: dict[str, int] = tokenizer.get_vocab()
@@ -113,7 +111,7 @@ class Spelling:
         self._tokenizer = tokenizer
 
     def spell(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         words = split_words(text)
         if all(word in self.ids for word in words):
             return [self.ids[word] for word in words]
@@ -121,14 +119,14 @@ class Spelling:
         return ids
 
     def count(self, text: str) -> int:
-        """How many they are."""
+        """Count the tokens of a text."""
         return len(self.spell(text))
 
 
 def save_checkpoint(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Readable by releases of several years."""
+    """Save a checkpoint that releases of transformers of several years can read."""
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
@@ -136,7 +134,7 @@ def save_checkpoint(
         do_sample=False,
     )
     model.save_pretrained(folder)
-    # The template inside tokenizer_config.json: older readers look there only.
+    # The template goes into tokenizer_config.json: older readers look only there.
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     _amend(folder / "config.json", rope_theta=ROPE_THETA, torch_dtype="float32")
     _amend(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
@@ -144,6 +142,6 @@ def save_checkpoint(
 
 
 def _amend(path: Path, **entries: object) -> None:
-    """Entries by their names before transformers 5."""
+    """Add entries by their names before transformers 5."""
     content = json.loads(path.read_text()) | entries
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The recipe: stretches of training, each with its mixture of data."""
+"""Define the recipe: stretches of training, each with its mixture of data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL_FILLERS = {
     "bytes": 1.0,
     "mixed": 2.0,
 }
-"""Weights."""
+"""Weights of the fillers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,50 +34,51 @@ class Stage:
     questions: int = 0
     """Questions to each haystack."""
     fillers: Mapping[str, float] = field(default_factory=lambda: {"sentences": 1.0})
-    """Weights of the kinds of filler (`fillers.training_fillers`)."""
+    """Weights of the kinds of filler (`texts.training_fillers`)."""
     first: float = 0.0
-    """Share of the questions that stand before the text, and of the texts that see one there."""
+    """Fraction of the questions before the text, and of the texts that see one there."""
     recalled: bool = False
-    """Ask the first layer that answers for the key of a question before the text, so that those
-    behind it learn to look it up."""
+    """Ask the first layer that answers for the key of a question before the text, so that later
+    layers learn to look it up."""
     second_look_up: bool = False
-    """Begin with a copy of the second layer's attention in the third, so that a key that the second
-    has recalled can be looked up."""
+    """Start with a copy of the second layer's attention in the third, so that a key recalled by the
+    second can be looked up."""
     longest: int = CONTEXT
-    """The haystack pretends to be of any length up to this, in tokens."""
+    """Longest length, in tokens, that the haystack pretends to have."""
     rivals: float = 1.0
-    """Each fact that a question does not ask for counts as up to so many of its kind."""
+    """Most copies of a fact that a question does not ask for."""
     look_back: bool = False
-    """Let the first layer see every key from its value (`looking_back.overlooked`)."""
+    """Train the first layer to see every key from its value (`loss.overlooked`)."""
     copying: float = 0.0
-    """Share of the steps that train copying instead of questions."""
+    """Fraction of the steps that train copying instead of questions."""
     hints: bool = False
-    """Ask for the value at every word from the key on, in the question already."""
+    """Ask for the value at every word from the key on, also inside the question."""
     everyday: bool = False
-    """Also what users do: values that are ordinary words, questions in the middle of a message,
+    """Include what users do: values that are ordinary words, questions in the middle of a message,
     and messages without any question (`text_sequences.REPLY_TO_NO_QUESTION`)."""
     idle: float = 0.0
-    """Share of the sequences that are short and have neither facts nor questions."""
+    """Fraction of the sequences that are short and have neither facts nor questions."""
     mentions: float = 0.0
-    """Share of the filler's nouns that name a key without telling its value."""
-    misspelt: float = 0.0
-    """Share of the haystacks with words outside the vocabulary, spelt in bytes."""
+    """Fraction of the filler's nouns that name a key without its value."""
+    misspelled: float = 0.0
+    """Fraction of the haystacks with words outside the vocabulary, spelled in bytes."""
     continued: int = 0
-    """Filler words of each haystack to be predicted, so that the model writes some English."""
+    """Number of filler words of each haystack to predict, so that the model writes some English."""
     pool: int | None = None
-    """Fewest different words in a text to copy; None: as many as there are."""
+    """Fewest different words in a text to copy; None: all words."""
     hard_kinds: float = 0.0
-    """Share of the questions that ask for two hops, and of all others that ask for several
+    """Fraction of the questions that ask for two hops, and of all others that ask for several
     needles."""
     several: float | None = None
-    """Share of the questions without two hops that ask for several needles; None: `hard_kinds`."""
+    """Fraction of the questions without two hops that ask for several needles; None:
+    `hard_kinds`."""
     learning_rate: tuple[float, float] = (2e-3, 2e-3)
-    """At the stage's first and last step, linear between."""
+    """Rates at the stage's first and last step, linear between."""
 
 
 STAGES = (
     Stage(name="copy", steps=375, batch=96, tokens=64, copying=1.0),
-    # Only the frame of an answer: it is one of the values, then comes the end.
+    # Only the form of an answer: one of the values, then the end.
     Stage(
         name="facts",
         steps=75,
@@ -88,7 +89,7 @@ STAGES = (
         copying=0.25,
         longest=4096,
     ),
-    # Words repeat, so the word before does not tell what comes next, but the two before do: the
+    # Words repeat, so the word before does not determine the next one, but the two before do: the
     # step from "Lisbon" to "Lisbon is".
     Stage(name="pairs", steps=100, batch=48, tokens=128, copying=1.0, pool=16),
     Stage(
@@ -140,7 +141,7 @@ STAGES = (
         questions=12,
         first=0.3,
         hard_kinds=0.5,
-        misspelt=0.1,
+        misspelled=0.1,
         continued=48,
         learning_rate=(1.5e-3, 1.25e-3),
     ),
@@ -158,7 +159,7 @@ STAGES = (
         everyday=True,
         idle=0.15,
         mentions=0.01,
-        misspelt=0.1,
+        misspelled=0.1,
         continued=96,
         learning_rate=(1.25e-3, 1e-5),
     ),
@@ -193,7 +194,7 @@ STAGES = (
         everyday=True,
         idle=0.1,
         mentions=0.01,
-        misspelt=0.1,
+        misspelled=0.1,
         continued=48,
         learning_rate=(1.2e-3, 1e-5),
     ),
@@ -212,7 +213,7 @@ STAGES = (
         everyday=True,
         idle=0.05,
         mentions=0.01,
-        misspelt=0.05,
+        misspelled=0.05,
         continued=32,
         learning_rate=(6e-4, 1e-5),
     ),
@@ -235,7 +236,7 @@ STAGES = (
         everyday=True,
         idle=0.05,
         mentions=0.01,
-        misspelt=0.05,
+        misspelled=0.05,
         continued=32,
         learning_rate=(1e-3, 1e-5),
     ),
@@ -243,7 +244,7 @@ STAGES = (
 
 
 def schedule(stages: Sequence[Stage]) -> Iterator[tuple[int, Stage, int]]:
-    """(step of all, stage, step within the stage), from 0."""
+    """Yield (step of the run, stage, step of the stage), from 0."""
     total = 0
     for stage in stages:
         for step in range(stage.steps):

@@ -1,7 +1,7 @@
-"""The parts of words that the tokenizer knows besides the words of generated text.
+"""Store the parts of words that the tokenizer knows besides the words of generated text.
 
-They are a file, so that the tokenizer is the same wherever it is built. Run
-``python -m csps.tools.train_needle.subwords`` to find them anew in the texts of the packages.
+They are a file, so that the tokenizer is the same wherever it is built. Run ``python -m
+csps.tools.train_needle.subwords`` to find them again in the texts of the packages.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from csps.tools.train_needle.texts import TrainingTexts, installed_texts
 
 FILE = Path(__file__).with_name("subwords.txt")
 MERGES = 2048
-"""A token of English is 3.2 characters with these, and 1.1 without any."""
+"""Number of merges. A token of English is 3.2 characters with these, and 1.1 without any."""
 
 
 def subwords() -> list[tuple[str, str]]:
-    """The merges of byte-pair encoding, most frequent first."""
+    """Return the merges of byte-pair encoding, most frequent first."""
     pairs = (line.split(" ") for line in FILE.read_text(encoding="utf-8").splitlines())
     return [(left, right) for left, right in pairs]
 
 
 def find_subwords(texts: TrainingTexts, merges: int = MERGES) -> list[tuple[str, str]]:
-    """Byte-pair encoding of the texts, documents and programs alike."""
+    """Learn the byte-pair encoding of the texts, documents and programs alike."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,8 @@
-"""What users' texts have and generated ones lack.
+"""Write haystacks with questions as training sequences.
 
-A question behind its haystack, the answer, and hints to it.
-
-Haystacks with questions as training sequences.
+The text gets what users' texts have and generated ones lack: keys without facts, misspelled words,
+ordinary values. `QuestionWriter` writes a question behind its haystack, its answer, and hints to
+it. `TextSequences` draws whole sequences for a stage.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from csps.tools.train_needle.texts import draw_filler
 
 
 def mention(
-    rng: random.Random, words: Sequence[tuple[str, int]], share: float
+    rng: random.Random, words: Sequence[tuple[str, int]], fraction: float
 ) -> Iterator[tuple[str, int]]:
-    """Name keys where nothing is told about them."""
+    """Yield the words with keys in some nouns' places, without facts about these keys."""
     nouns = {f" {noun}" for noun in NOUNS}
-    for word, told in words:
-        if told == FILLER and word in nouns and rng.random() < share:
-            # No filler that stands for many: a text names each key a few times.
+    for word, fact in words:
+        if fact == FILLER and word in nouns and rng.random() < fraction:
+            # Not filler, which stands for many copies: a text names each key a few times.
             yield f" {rng.choice(KEYS)}", ASIDE
         else:
-            yield word, told
+            yield word, fact
 
 
 def misspell(rng: random.Random, words: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Replace some filler words by characters: text as a user may have it."""
-    share = rng.uniform(0.0, 0.3)
-    for word, told in words:
-        if told != FILLER or not word.startswith(" ") or rng.random() > share:
-            yield word, told
+    """Yield the words with some filler words replaced by characters, as in a user's text."""
+    fraction = rng.uniform(0.0, 0.3)
+    for word, fact in words:
+        if fact != FILLER or not word.startswith(" ") or rng.random() > fraction:
+            yield word, fact
             continue
         for character in " " + "".join(rng.choices(CHARACTERS[:-2], k=rng.randint(1, 8))):
             yield character, FILLER
 
 
 def with_ordinary_values(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
-    """Some of the values are words that otherwise occur in filler."""
+    """Yield the facts with some values replaced by words that otherwise occur in filler."""
     ordinary = [*NOUNS, *ADJECTIVES]
     for fact in facts:
         yield fact._replace(value=rng.choice(ordinary)) if rng.random() < 0.1 else fact
 
 
 def chatter(rng: random.Random) -> str:
-    """The end of a message that asks nothing."""
+    """Return the end of a message that asks nothing."""
     kind = rng.randrange(3)
     if kind == 0:
         return ""
@@ -80,7 +80,7 @@ def chatter(rng: random.Random) -> str:
 
 
 def casual(rng: random.Random, text: str) -> str:
-    """A question as it comes, or without its heading, on a line of its own or not."""
+    """Return a question unchanged or without its heading, on a line of its own or not."""
     question = text.removeprefix("".join(QUESTION_HEAD)).strip()
     return rng.choice((text, text, f" {question}", f"\n{question}"))
 
@@ -88,9 +88,11 @@ def casual(rng: random.Random, text: str) -> str:
 def draw_question(
     rng: random.Random, haystack: Haystack, hops: int, *, two_hop: float, several: float
 ) -> Question:
-    """One that the haystack answers; the first `hops` of its facts lead to others.
+    """Draw a question that the haystack answers; the first `hops` of its facts lead to others.
 
-    `two_hop` of them ask for two hops, `several` of the rest for several facts, where there are."""
+    A fraction `two_hop` asks for two hops, a fraction `several` of the rest for several facts, if
+    there are any.
+    """
     needles = range(len(haystack.needles))
     if hops and rng.random() < two_hop:
         first = rng.randrange(hops)
@@ -112,13 +114,13 @@ class LeadingQuestion:
     text: str
     answer: str
     key: str
-    """The first that it names."""
+    """First key that the question names."""
     needles: tuple[int, ...]
-    """Those that the answer needs."""
+    """Needles that the answer needs."""
 
 
 class QuestionWriter:
-    """Writes questions and their answers behind a haystack, each in a block of its own."""
+    """Writer of questions and answers behind a haystack, each in a block of its own."""
 
     def __init__(self, sequence: TrainingSequence, spelling: Spelling, chat: bool) -> None:
         self.sequence, self.spelling, self.chat = sequence, spelling, chat
@@ -127,25 +129,27 @@ class QuestionWriter:
     def append(
         self, block: int, text: str, answer: str, *, needles: Sequence[int] = (), weight: int = 1
     ) -> None:
-        """A question, or what stands in its place; its answer counts `weight` times."""
+        """Append a question, or a substitute, with its answer, which counts `weight` times."""
         sequence, ids = self.sequence, self.spelling.ids
         tail = [END, "<|assistant|>"] if self.chat else ANSWER_HEAD
         prompt = [*self.spelling.spell(text), *(ids[word] for word in tail)]
         reply = [*self.spelling.spell(answer), ids[END]]
         first = len(sequence.ids) + len(prompt) - 1
-        sequence.predictions += weight * [(first + i, word) for i, word in enumerate(reply)]
+        sequence.predictions += weight * [(first + index, word) for index, word in enumerate(reply)]
         count = len(prompt) + len(reply)
         sequence.ids += prompt + reply
         sequence.positions += range(self._position, self._position + count)
         sequence.blocks += [block] * count
-        sequence.told += [ASIDE] * count
+        sequence.facts += [ASIDE] * count
         if needles:
             sequence.needed[block] = needles
 
     def recall(self, block: int, asked: LeadingQuestion, *, weight: int = 1) -> None:
-        """Append the answer to a question before the text in two steps: wherever its first word is
-        predicted, and that is from the turn's beginning on, the first layer that answers is asked
-        for the key, and those behind it for the word."""
+        """Append the answer to a question before the text, in two steps.
+
+        Its first word is predicted at every token from the message's start. There the first layer
+        that answers is asked for the key, and later layers for the word.
+        """
         sequence = self.sequence
         begin = len(sequence.ids)
         answer = len(sequence.predictions)
@@ -156,10 +160,10 @@ class QuestionWriter:
         sequence.recalls |= dict.fromkeys(range(begin, last + 1), key)
 
     def hint(self, block: int, haystack: Haystack, question: Question) -> None:
-        """Predict a key's value at the key, where nothing but the look-up has to be learnt, and
-        at the words between a last key and the answer."""
+        """Predict a key's value at the key, where only the look-up has to be learned, and at the
+        words between a last key and the answer."""
         sequence, ids = self.sequence, self.spelling.ids
-        values = {ids[f" {n.key}"]: ids[f" {n.value}"] for n in haystack.needles}
+        values = {ids[f" {needle.key}"]: ids[f" {needle.value}"] for needle in haystack.needles}
         begin = sequence.blocks.index(block)
         (answer, _) = min(place for place in sequence.predictions if place[0] > begin)
         asked = [i for i in range(begin, answer) if sequence.ids[i] in values]
@@ -172,14 +176,14 @@ class QuestionWriter:
 
 
 REPLY_TO_NO_QUESTION = " Which password?"
-"""To a chat message that asks nothing the model can answer."""
+"""Reply to a chat message that asks nothing the model can answer."""
 
 GENERATED = ("sentences", "names", "shuffled")
 """Fillers whose words are tokens."""
 
 
 class TextSequences:
-    """Draws sequences for one stage from one stream of random numbers."""
+    """Source of sequences for one stage, from one stream of random numbers."""
 
     def __init__(
         self, spelling: Spelling, stage: Stage, rng: random.Random, fillers: Mapping[str, Filler]
@@ -188,16 +192,16 @@ class TextSequences:
         self._fillers = fillers
 
     def with_questions(self) -> TrainingSequence:
-        """A haystack and questions to it, each as if it stood there alone."""
+        """Return a haystack with questions, each as if it stood there alone."""
         rng, stage = self._rng, self._stage
         needles = round(log_uniform(rng, *stage.needles))
         hops = rng.randint(0, needles // 2) if stage.hard_kinds else 0
         facts = draw_facts(rng, needles, hops=hops)
         if stage.everyday:
             facts = [*facts[:hops], *with_ordinary_values(rng, facts[hops:])]
-        misspelt = rng.random() < stage.misspelt
-        # A misspelt word is several tokens: start from fewer words.
-        tokens = stage.tokens * 3 // 5 if misspelt else stage.tokens
+        misspelled = rng.random() < stage.misspelled
+        # A misspelled word is several tokens: start with fewer words.
+        tokens = stage.tokens * 3 // 5 if misspelled else stage.tokens
         name, filler = draw_filler(rng, stage.fillers, self._fillers)
         count = None if name in GENERATED else self._spelling.count
         room = max(tokens, 8 * (needles + 1))
@@ -205,13 +209,13 @@ class TextSequences:
         chat = rng.random() < 0.3
         length = log_uniform(rng, stage.tokens, stage.longest)
         first, seen = self._asked_first(haystack, hops, chat=chat)
-        text = self._spelt(haystack, misspelt)
+        text = self._spelled(haystack, misspelled)
         sequence = self._text(text, length, chat=chat, first=first, seen=seen)
         if stage.rivals > 1:
             sequence.rivals = log_uniform(rng, 1.0, stage.rivals)
         writer = QuestionWriter(sequence, self._spelling, chat)
         for block, asked in enumerate(first, start=1):
-            # The question that all the text has seen is a whole sequence's only one of its kind.
+            # A question that all the text sees is the only one of its kind in a sequence.
             weight = 4 if seen else 1
             if stage.recalled:
                 writer.recall(block, asked, weight=weight)
@@ -222,12 +226,12 @@ class TextSequences:
         return sequence
 
     def without_facts(self) -> TrainingSequence:
-        """A short text without facts; in a chat, nothing is asked."""
+        """Return a short text without facts; in a chat, nothing is asked."""
         rng = self._rng
         chat = rng.random() < 0.5
         tokens = rng.randint(4, 64)
         haystack = build_haystack(rng, tokens, [])
-        text = self._spelt(haystack, misspelt=rng.random() < 0.5)
+        text = self._spelled(haystack, misspelled=rng.random() < 0.5)
         sequence = self._text(text, tokens, chat=chat)
         if chat:
             writer = QuestionWriter(sequence, self._spelling, chat)
@@ -238,14 +242,15 @@ class TextSequences:
     def _asked_first(
         self, haystack: Haystack, hops: int, *, chat: bool
     ) -> tuple[list[LeadingQuestion], bool]:
-        """Questions to stand before the text, and whether the text is to see them: then one."""
+        """Return questions before the text, and True if the text sees them: then there is only
+        one."""
         rng, stage = self._rng, self._stage
         if not stage.first:
             return [], False
         seen = rng.random() < stage.first
-        number = 1 if seen else round(stage.first * stage.questions)
+        count = 1 if seen else round(stage.first * stage.questions)
         asked: list[LeadingQuestion] = []
-        for _ in range(number):
+        for _ in range(count):
             question = self._question(haystack, hops)
             text = question.text
             if chat and stage.everyday:
@@ -285,7 +290,7 @@ class TextSequences:
         first: Sequence[LeadingQuestion] = (),
         seen: bool = False,
     ) -> TrainingSequence:
-        """The text behind its questions, as if it had `length` tokens."""
+        """Return the text behind its questions, with positions as if it had `length` tokens."""
         spelling = self._spelling
         head = [spelling.ids[word] for word in ([BEGIN, "<|user|>"] if chat else [BEGIN])]
         questions = [spelling.spell(asked.text) for asked in first]
@@ -302,37 +307,38 @@ class TextSequences:
             ids=ids + [id_ for id_, _ in text],
             positions=positions + [start + position for position in skipping],
             blocks=blocks + [0] * len(text),
-            told=[ASIDE] * len(ids) + [fact for _, fact in text],
+            facts=[ASIDE] * len(ids) + [fact for _, fact in text],
             copies=length / (len(head) + len(text)),
         )
         self._continue_filler(sequence)
         return sequence
 
-    def _spelt(self, haystack: Haystack, misspelt: bool) -> list[tuple[int, int]]:
-        """Its tokens, some of single characters, and what they tell (`TrainingSequence.told`)."""
+    def _spelled(self, haystack: Haystack, misspelled: bool) -> list[tuple[int, int]]:
+        """Return its token ids, some of single characters, with the facts that they state
+        (`TrainingSequence.facts`)."""
         rng, stage, spelling = self._rng, self._stage, self._spelling
         needles = enumerate(haystack.needles)
         facts = {place: fact for fact, needle in needles for place in range(*needle.words)}
         words = [(word, facts.get(place, FILLER)) for place, word in enumerate(haystack.words)]
         if stage.mentions:
             words = list(mention(rng, words, stage.mentions))
-        runs = misspell(rng, words) if misspelt else _joined(words)
+        runs = misspell(rng, words) if misspelled else _joined(words)
         return [(id_, fact) for run, fact in runs for id_ in spelling.spell(run)]
 
     def _continue_filler(self, sequence: TrainingSequence) -> None:
-        """Filler to be predicted. Characters of misspelt words are no example to follow."""
-        told, ids = sequence.told, sequence.ids
+        """Add predictions of filler, except of misspelled words, which are no example to follow."""
+        facts, ids = sequence.facts, sequence.ids
         marks = {self._spelling.ids[mark] for mark in ".,\n"}
         places = [
-            i
-            for i, id_ in enumerate(ids[1:])
-            if told[i] == told[i + 1] == FILLER and (id_ >= BYTES or id_ in marks)
+            index
+            for index, id_ in enumerate(ids[1:])
+            if facts[index] == facts[index + 1] == FILLER and (id_ >= BYTES or id_ in marks)
         ]
         for place in self._rng.sample(places, min(self._stage.continued, len(places))):
             sequence.continuations.append((place, ids[place + 1]))
 
 
 def _joined(words: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Stretches of filler, and each fact."""
-    for told, run in groupby(words, key=itemgetter(1)):
-        yield "".join(word for word, _ in run), told
+    """Yield stretches of filler, and each fact, as one text each."""
+    for fact, run in groupby(words, key=itemgetter(1)):
+        yield "".join(word for word, _ in run), fact

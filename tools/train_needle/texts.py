@@ -1,10 +1,10 @@
-"""Real text to train on: documents and programs of the packages that the tests run with.
+"""Read the real text to train on: documents and programs of the packages that the tests need.
 
-They lie on every machine on which `constraints.txt` is installed, so that nothing of them has to be
-shipped. The digest of what was read is written to the log: where it is the recipe's, the text is.
-What comes with Python itself is left out, to measure on (`needle_prompts.documents`).
+They are on every machine on which `constraints.txt` is installed, so none has to be shipped. The
+log starts with the digest of the text, which identifies the recipe's. What ships with Python itself
+is excluded: measurements use it (`needle_prompts.filler`).
 
-The fillers of training, by name: generated ones and real text of the packages.
+`training_fillers` names the fillers of training: generated ones, and real text of the packages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DOCUMENTED = (
     "typing_extensions", "urllib3", "uvicorn", "virtualenv", "yarl",
 )
 # fmt: on
-"""Packages whose licences and descriptions are read."""
+"""Packages whose licenses and descriptions are read."""
 
 PROGRAMS = ("attrs", "click", "httpx", "packaging", "rich", "sortedcontainers", "starlette")
 """Packages whose Python sources are read."""
@@ -62,11 +62,11 @@ class TrainingTexts:
 
 
 def installed_texts() -> TrainingTexts:
-    """What the installed packages have.
+    """Read the texts of the installed packages.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: one is missing; `pip install -c constraints.txt
-            -e .[dev]` installs them all.
+        importlib.metadata.PackageNotFoundError: a package is missing;
+            `pip install -c constraints.txt -e .[dev]` installs them all.
     """
     packages = [distribution(name) for name in DOCUMENTED]
     documents = [text for package in packages for text in _documents(package)]
@@ -80,7 +80,7 @@ def _documents(package: Distribution) -> Iterator[str]:
 
 
 def _files(package: Distribution, pattern: str | re.Pattern[str]) -> Iterator[str]:
-    """Texts of a package's files by name, in the order of their names."""
+    """Yield the texts of a package's files that match a pattern, sorted by name."""
     for file in sorted(package.files or (), key=str):
         if re.search(pattern, str(file)):
             text = file.read_text(encoding="utf-8")
@@ -105,7 +105,8 @@ _ALPHABETS: Final = (
 
 
 def training_fillers(texts: TrainingTexts) -> dict[str, Filler]:
-    """All that a stage may name; those that the server's measurements have are so called too."""
+    """Return all fillers that a stage may name; those of the server's measurements have the same
+    names."""
     english = real_text("\n\n".join(texts.documents))
     code = real_text("\n\n".join(texts.programs))
     plain: dict[str, Filler] = {
@@ -122,7 +123,7 @@ def training_fillers(texts: TrainingTexts) -> dict[str, Filler]:
 def draw_filler(
     rng: random.Random, weights: Mapping[str, float], fillers: Mapping[str, Filler]
 ) -> tuple[str, Filler]:
-    """One by its weight."""
+    """Draw one filler by its weight."""
     if len(weights) == 1:
         (name,) = weights
     else:
@@ -131,12 +132,13 @@ def draw_filler(
 
 
 def _in_other_letters(filler: Filler) -> Filler:
-    """As in a script whose words the tokenizer does not know: a letter is two or three bytes."""
+    """Return a filler in a script whose words the tokenizer does not know: a letter is two or three
+    bytes."""
 
     def stream(rng: random.Random) -> Iterator[Sentence]:
         first = rng.choice(_ALPHABETS)
-        letters = {ord("a") + n: first + n for n in range(26)}
-        letters |= {ord("A") + n: first + n for n in range(26)}
+        letters = {ord("a") + offset: first + offset for offset in range(26)}
+        letters |= {ord("A") + offset: first + offset for offset in range(26)}
         for sentence in filler(rng):
             yield split_words("".join(sentence).translate(letters))
 
@@ -144,7 +146,7 @@ def _in_other_letters(filler: Filler) -> Filler:
 
 
 def _mixed(fillers: Mapping[str, Filler]) -> Filler:
-    """Sentences of two or three kinds in turn."""
+    """Return a filler of two or three kinds, mixed sentence by sentence."""
 
     def stream(rng: random.Random) -> Iterator[Sentence]:
         chosen: Sequence[Iterator[Sentence]] = [

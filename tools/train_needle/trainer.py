@@ -1,7 +1,4 @@
-"""How training goes: means since the last line, the log and its curve.
-
-The training loop, which goes on where it was interrupted.
-"""
+"""Run the training loop, resume it after an interruption, and log its means and its curve."""
 
 from __future__ import annotations
 
@@ -16,15 +13,16 @@ from typing import Any
 
 import torch
 
-from csps.tools.train_needle import loss as attention
 from csps.tools.train_needle.batch_maker import BatchMaker
-from csps.tools.train_needle.loss import loss_and_accuracy, overlooked
+
+# Importing the name also registers the attention with transformers.
+from csps.tools.train_needle.loss import ATTENTION_NAME, loss_and_accuracy, overlooked
 from csps.tools.train_needle.model import build_model, build_tokenizer, save_checkpoint
 from csps.tools.train_needle.stages import STAGES, Stage, schedule
 from csps.tools.train_needle.texts import TrainingTexts
 
 Row = dict[str, Any]
-"""A line of the log: step, stage, and the means of a `Window`."""
+"""Line of the log: step, stage, and the means of a `Window`."""
 
 
 class Window:
@@ -36,12 +34,12 @@ class Window:
         self._accuracies: list[float] = []
 
     def add(self, loss: float, accuracy: float) -> None:
-        """What a step of training found."""
+        """Add the result of a training step."""
         self._losses.append(loss)
         self._accuracies.append(accuracy)
 
     def means(self) -> dict[str, float]:
-        """Loss, accuracy, and the seconds they took."""
+        """Return mean loss, mean accuracy, and the seconds they took."""
         return {
             "loss": round(fmean(self._losses), 4),
             "accuracy": round(fmean(self._accuracies), 4),
@@ -50,7 +48,7 @@ class Window:
 
 
 def write_log(rows: Sequence[Row], path: Path) -> None:
-    """As CSV; nothing without rows."""
+    """Write the rows as CSV; write nothing without rows."""
     if not rows:
         return
     with path.open("w", newline="") as file:
@@ -60,7 +58,7 @@ def write_log(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_log(rows: Sequence[Row], path: Path) -> None:
-    """The curve: accuracy on training questions, stage by stage."""
+    """Draw the accuracy on training questions, stage by stage."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,11 +66,11 @@ def plot_log(rows: Sequence[Row], path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for stage in dict.fromkeys(row["stage"] for row in rows):
-        part = [row for row in rows if row["stage"] == stage]
-        steps = [row["step"] for row in part]
-        axis.plot(steps, [row["accuracy"] for row in part], marker=".", label=stage)
+        stage_rows = [row for row in rows if row["stage"] == stage]
+        steps = [row["step"] for row in stage_rows]
+        axis.plot(steps, [row["accuracy"] for row in stage_rows], marker=".", label=stage)
     axis.set_xlabel("step")
-    axis.set_ylabel("share of answer words predicted right")
+    axis.set_ylabel("fraction of answer words predicted right")
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)
     axis.legend()
@@ -81,7 +79,7 @@ def plot_log(rows: Sequence[Row], path: Path) -> None:
 
 
 class Trainer:
-    """Owns what a checkpoint saves: model, optimizer, step and log."""
+    """Owner of what a checkpoint saves: model, optimizer, step and log."""
 
     def __init__(
         self, out: Path, seed: int, texts: TrainingTexts, stages: Sequence[Stage] = STAGES
@@ -91,7 +89,7 @@ class Trainer:
         self.tokenizer = build_tokenizer()
         torch.manual_seed(seed)
         self.model = build_model(self.tokenizer)
-        self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        self.model.set_attn_implementation(ATTENTION_NAME)
         self.batches = BatchMaker(self.tokenizer, seed, texts)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01
@@ -113,7 +111,7 @@ class Trainer:
         self.step, self.rows = state["step"], json.loads(state["rows"])
 
     def save(self) -> None:
-        """Training state for resuming; checkpoint, log and curve for use."""
+        """Save the training state for resuming, and checkpoint and log for use."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -129,7 +127,7 @@ class Trainer:
     def train(
         self, *, until: int | None = None, log_every: int = 50, save_every: int = 250
     ) -> None:
-        """Go on from where the run stands to its end, or to a step of it."""
+        """Continue from the current step to the run's end, or to a step of it."""
         self.model.train()
         window = Window()
         for total, stage, step in itertools.islice(schedule(self.stages), self.step, until):
@@ -145,14 +143,14 @@ class Trainer:
         self.save()
 
     def _copy_look_up(self) -> None:
-        """Let the third layer attend as the second does, which the copying stages made look up."""
+        """Copy the second layer's attention, which learned to look up by copying, to the third."""
         source, target = self.model.model.layers[1:3]
-        for part in ("input_layernorm", "self_attn"):
-            copied, into = getattr(source, part), getattr(target, part)
+        for name in ("input_layernorm", "self_attn"):
+            copied, into = getattr(source, name), getattr(target, name)
             into.load_state_dict(copied.state_dict())
             for old, new in zip(copied.parameters(), into.parameters(), strict=True):
                 state = self.optimizer.state.get(old, {})
-                self.optimizer.state[new] = {name: each.clone() for name, each in state.items()}
+                self.optimizer.state[new] = {key: value.clone() for key, value in state.items()}
 
     def _log(self, stage: Stage, window: Window) -> None:
         row: Row = {"step": self.step, "stage": stage.name, **window.means()}
@@ -164,7 +162,7 @@ class Trainer:
         rate = first + (last - first) * step / stage.steps
         for group in self.optimizer.param_groups:
             group["lr"] = rate * min(1.0, (self.step + 1) / 50)
-        # Half as much time on a core that multiplies in bfloat16, and weights that bear it.
+        # Half the time on a core that multiplies in bfloat16, and weights that tolerate it.
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
             if stage.look_back:

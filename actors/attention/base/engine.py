@@ -1,4 +1,4 @@
-"""What one rank computes with: its share of the network, its KV pool and its peers."""
+"""The resources of one rank: its shard of the network, its KV pool and its peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from csps.models.network.spec import ModelSpec, kv_head_range, query_head_range
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Shared by the steps and the stream of a rank."""
+    """Resources that the prefill steps and the decode batch of a rank have in common."""
 
     network: Network
     pool: KvPool
@@ -28,27 +28,27 @@ class Engine:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's architecture."""
+        """Architecture of the model."""
         return self.network.spec
 
     @property
     def rank(self) -> int:
-        """This rank in its gang."""
+        """Number of this rank in its gang."""
         return self.mesh.rank
 
     @property
     def instance(self) -> int:
-        """This rank's instance."""
+        """Instance of this rank."""
         return self.layout.instance_of(self.rank)
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place in its instance."""
+        """Number of this rank in its instance."""
         return self.layout.tp_rank_of(self.rank)
 
     @property
     def heads(self) -> int:
-        """Query heads of this rank."""
+        """Number of query heads on this rank."""
         return len(query_head_range(self.spec, self.tp_rank, self.layout.tp))
 
     @property
@@ -59,14 +59,13 @@ class Engine:
     def attend_rows(
         self, layer: int, q_rhd: Tensor, resident: ResidentRows
     ) -> tuple[Tensor, Tensor]:
-        """Attention of rows over all KV of their requests that this rank holds, in one call.
+        """Attend rows to all KV of their sequences on this rank, in one call.
 
         Args:
-            q_rhd: each its request's last row: it sees every key, so that no positions need to be
-                compared.
+            q_rhd: the last row of each sequence, which sees every key.
 
         Returns:
-            fp32 out (r, h, d) and lse (r, h); -inf where the rank holds nothing.
+            fp32 out (r, h, d) and lse (r, h); -inf where the rank has no KV of the sequence.
         """
         k_shd, v_shd = self.pool.layer(layer)
         runs = resident.runs(layer)
@@ -76,7 +75,7 @@ class Engine:
         return out_rhd, lse_rh
 
     def _merge_block(self, q_rhd: Tensor, block: KvBlock, out_rhd: Tensor, lse_h: Tensor) -> None:
-        """Where KV heads hold different tokens: each block for the heads that it has."""
+        """Merge attention to a block that has some KV heads only (tokens differ by KV head)."""
         group = q_rhd.shape[1] // self.pool.kv_heads
         heads = slice(block.heads.start * group, block.heads.stop * group)
         part = attention(

@@ -1,6 +1,6 @@
-"""A sequence-parallel group: an ordered list of instances working on one prefill job.
+"""A sequence-parallel group: the ordered instances that compute one prefill step.
 
-A job's rows sharded over all ranks of its group, tensor-parallel ones included.
+Also the split of heads over its members, and the split of its rows over all of its ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 @dataclass(frozen=True)
 class SpGroup:
-    """One job's group as seen by one member.
+    """The group of one step as seen by one member.
 
-    Member i computes rows [bounds[i], bounds[i+1]) of the batch in *member order*; a member may
-    have no rows and take part only because it holds history. In *batch order* the pieces are laid
-    end to end, which is the same if the job's rows are contiguous. Under tensor parallelism the
-    peers are the ranks of equal tp rank, each group of peers working on its own share of the heads.
+    Member i computes rows [bounds[i], bounds[i+1]) of the batch in *member order*. A member may
+    have no rows and take part only because it stores history. In *batch order* the chunks follow
+    each other; both orders are equal if the rows of the step are contiguous. Under tensor
+    parallelism, the peers are the ranks of equal tp rank, and each set of peers has its own heads.
     """
 
     mesh: Mesh
@@ -38,21 +38,21 @@ class SpGroup:
     member: int
     clock: StepClock
     points: YieldPoints = field(default_factory=YieldPoints)
-    """Where the job may stand still: passed between two blocks of a long computation, outside of
-    exchanges, on a CPU every few seconds at least (`query_blocks`)."""
+    """Yield points of the step: between two blocks of a long computation, outside of exchanges,
+    and at least every few seconds on a CPU (`query_blocks`)."""
     cancelled: set[int] = field(default_factory=set)
-    """The job's requests that nobody wants any more; grows between layers, at all members before
-    the same one. Their rows stay, because bounds do, but what is computed of them is of no use."""
+    """Cancelled sequences of the step. The set grows between layers, at all members before the
+    same layer. Their rows remain, because the bounds do, but their results are not used."""
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """Mesh ranks of the members, in the order of the sequence."""
+        """Mesh ranks of the members, in the order of the group."""
         tp_rank = self.layout.tp_rank_of(self.mesh.rank)
         return tuple(self.layout.rank_of(instance, tp_rank) for instance in self.step.group)
 
     @property
     def size(self) -> int:
-        """Members of the group."""
+        """Number of members."""
         return len(self.step.group)
 
     @property
@@ -61,7 +61,7 @@ class SpGroup:
         return (index for index in range(self.size) if index != self.member)
 
     def rows_of(self, member: int) -> slice:
-        """Rows that a member computes, in member order."""
+        """Return the rows that a member computes, in member order."""
         return slice(self.step.bounds[member], self.step.bounds[member + 1])
 
     @property
@@ -71,30 +71,30 @@ class SpGroup:
 
     @cached_property
     def parts(self) -> tuple[tuple[LocalChunk, ...], ...]:
-        """By member, its parts of the pieces."""
+        """Parts of the chunks that each member computes."""
         return tuple(tuple(computed_by(self.step, member)) for member in range(self.size))
 
     @property
     def local(self) -> tuple[LocalChunk, ...]:
-        """This member's parts of the pieces."""
+        """Parts of the chunks that this member computes."""
         return self.parts[self.member]
 
     def in_batch_order(self, x_Td: Tensor) -> Tensor:
-        """All rows, which are in member order."""
+        """Reorder all rows from member order to batch order."""
         return x_Td if self.step.contiguous else x_Td.index_select(0, self._orders(x_Td.device)[1])
 
     def in_member_order(self, x_Td: Tensor) -> Tensor:
-        """All rows, which are in batch order."""
+        """Reorder all rows from batch order to member order."""
         return x_Td if self.step.contiguous else x_Td.index_select(0, self._orders(x_Td.device)[0])
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The batch's row at each place in member order, and the other way round; moved to the
-        device once for all layers."""
+        """Return the batch row of each row in member order, and the inverse, on the device."""
+        # Copied to the device once for all layers.
         if device not in self._order_by_device:
             starts = accumulate((chunk.length for chunk in self.step.chunks), initial=0)
             first = {
-                it.sequence_id: at - it.start
-                for it, at in zip(self.step.chunks, starts, strict=False)
+                chunk.sequence_id: start - chunk.start
+                for chunk, start in zip(self.step.chunks, starts, strict=False)
             }
             rows = [
                 span_positions([part.span]) + first[part.chunk.sequence_id]
@@ -111,15 +111,15 @@ class SpGroup:
 
     @cached_property
     def positions(self) -> Tensor:
-        """True positions of this member's rows, int64."""
+        """Positions of this member's rows in their sequences, int64."""
         return span_positions([part.span for part in self.local])
 
-    def wanted(self, chunk: PrefillChunk) -> bool:
-        """Whether a piece's attention has to be right."""
+    def is_active(self, chunk: PrefillChunk) -> bool:
+        """Return True if the sequence of the chunk is not cancelled."""
         return chunk.sequence_id not in self.cancelled
 
     def last_row_of(self, chunk: PrefillChunk) -> tuple[int, int]:
-        """Which member computes a piece's last position, and in which of its rows."""
+        """Return the member that computes a chunk's last position, and its row there."""
         last = Span(chunk.start + chunk.length - 1, chunk.start + chunk.length)
         return next(
             (member, part.rows.start + part.span.rows_of(last).start)
@@ -129,7 +129,7 @@ class SpGroup:
         )
 
     def holders_of(self, chunk: PrefillChunk) -> list[int]:
-        """Members that hold KV of a piece: computed in this job, or as history."""
+        """Return the members that hold KV of a chunk: computed in this step, or history."""
         return [
             member
             for member, parts in enumerate(self.parts)
@@ -137,27 +137,27 @@ class SpGroup:
         ]
 
     def history_of(self, chunk: PrefillChunk, member: int) -> tuple[Span, ...]:
-        """The spans of a piece's history that a member holds, in the order they are sent."""
+        """Return the spans of a chunk's history that a member holds, in the order of sending."""
         return spans_on(chunk.history, self.step.group[member])
 
 
 def spans_on(slices: Sequence[KvSlice], instance: int) -> tuple[Span, ...]:
-    """The spans that lie on one instance."""
-    return tuple(share.span for share in slices if share.instance == instance)
+    """Return the spans of the slices on one instance."""
+    return tuple(kv_slice.span for kv_slice in slices if kv_slice.instance == instance)
 
 
 def span_positions(spans: Sequence[Span]) -> Tensor:
-    """The positions of several spans, one after the other, int64."""
+    """Return the positions of several spans, one after the other, int64."""
     ranges = [torch.arange(span.start, span.stop, span.step) for span in spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSplit:
-    """Which query heads a member owns, and which KV heads those read.
+    """Split of query heads over members, and the KV heads that these read.
 
-    Query heads are split evenly, give or take one; a KV head goes to every member one of whose
-    query heads reads it, so KV heads are replicated when there are fewer of them than members.
+    Numbers of query heads differ by at most one. Every member gets the KV heads that its query
+    heads read, so KV heads are replicated if there are fewer of them than members.
     """
 
     heads: int
@@ -165,32 +165,33 @@ class HeadSplit:
     parts: int
 
     def queries(self, part: int) -> slice:
-        """Query heads of a member; empty when there are fewer heads than members."""
-        share = even_share(self.heads, self.parts, part)
-        return slice(share.start, share.stop)
+        """Return the query heads of a member; none if there are fewer heads than members."""
+        heads = even_share(self.heads, self.parts, part)
+        return slice(heads.start, heads.stop)
 
     def keys(self, part: int) -> slice:
-        """KV heads that the member's query heads read."""
-        share, group = self.queries(part), self.heads // self.kv_heads
-        if share.start == share.stop:
+        """Return the KV heads that a member's query heads read."""
+        queries, group = self.queries(part), self.heads // self.kv_heads
+        if queries.start == queries.stop:
             return slice(0, 0)
-        return slice(share.start // group, (share.stop - 1) // group + 1)
+        return slice(queries.start // group, (queries.stop - 1) // group + 1)
 
     def query_count(self, part: int) -> int:
-        """Number of a member's query heads."""
+        """Return the number of a member's query heads."""
         return len(even_share(self.heads, self.parts, part))
 
     def key_count(self, part: int) -> int:
-        """Number of KV heads that the member's query heads read."""
+        """Return the number of KV heads that a member's query heads read."""
         keys = self.keys(part)
         return int(keys.stop - keys.start)
 
     def uniform_runs(self, part: int) -> list[tuple[slice, slice]]:
-        """Local (query heads, KV heads) pairs in which every KV head serves equally many queries.
+        """Split a member's heads into (query heads, KV heads), equally many queries per KV head.
 
-        An uneven split may leave a member with, say, two query heads of one KV head and one of
-        the next: grouped-query attention cannot run those in one call.
+        Heads are numbered from the member's first.
         """
+        # An uneven split may give a member, say, two query heads of one KV head and one of the
+        # next. Grouped-query attention cannot compute these in one call.
         own, kv = self.queries(part), self.keys(part)
         return [
             (
@@ -204,8 +205,11 @@ class HeadSplit:
 
 
 def uniform_heads(heads: range, group: int) -> list[tuple[range, range]]:
-    """(query heads, KV heads that they read) in which every KV head serves equally many queries;
-    a KV head serves `group` query heads of the whole."""
+    """Split query heads into (query heads, KV heads) with equally many queries per KV head.
+
+    Args:
+        group: query heads of a KV head in the whole model.
+    """
     if not heads:
         return []
     keys = range(heads.start // group, (heads.stop - 1) // group + 1)
@@ -224,27 +228,27 @@ def uniform_heads(heads: range, group: int) -> list[tuple[range, range]]:
 def rank_shards(
     group: SpGroup, *, servers: Sequence[Hashable], computing: Sequence[bool], tree: MakeTree
 ) -> RowShards:
-    """Every instance's rows, cut once more over its ranks, which hold all of them.
+    """Split the rows of every instance over its ranks, which have all of them.
 
     Args:
-        servers: of each instance of the group; its ranks share one.
-        computing: whether an instance's ranks take rows of others.
+        servers: server of each instance of the group; all ranks of an instance are on one.
+        computing: by instance, True if its ranks compute rows of others.
     """
     tp = group.layout.tp
-    places = [(index, tp_rank) for index in range(group.size) for tp_rank in range(tp)]
+    members = [(index, tp_rank) for index in range(group.size) for tp_rank in range(tp)]
     return RowShards(
         mesh=group.mesh,
-        ranks=tuple(group.layout.rank_of(group.step.group[i], t) for i, t in places),
-        bounds=(0, *(_stop(group, i, t) for i, t in places)),
-        servers=tuple(servers[index] for index, _ in places),
-        takers=tuple(member for member, (i, _) in enumerate(places) if computing[i]),
+        ranks=tuple(group.layout.rank_of(group.step.group[i], t) for i, t in members),
+        bounds=(0, *(_stop(group, i, t) for i, t in members)),
+        servers=tuple(servers[index] for index, _ in members),
+        takers=tuple(member for member, (i, _) in enumerate(members) if computing[i]),
         tree=tree,
-        replicas=tuple(index for index, _ in places),
+        replicas=tuple(index for index, _ in members),
     )
 
 
 def instance_shards(group: SpGroup) -> RowShards:
-    """The rows of this rank's own instance over its ranks, numbered from its first row."""
+    """Split the rows of this rank's instance over its ranks, numbered from its first row."""
     tp, rows = group.layout.tp, group.rows_of(group.member)
     length = rows.stop - rows.start
     return RowShards(

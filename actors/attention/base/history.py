@@ -1,17 +1,13 @@
-"""The history that a member holds of a step's pieces: the KV of their earlier chunks, in its pool.
+"""Attention to history: the KV of earlier chunks, on any instances of the group.
 
-Shape suffixes: s tokens of history, g KV heads, d head dim.
+    queries of each member --> the ranks that hold history of their chunks
+    attention there, without a mask, since history precedes every row
+    (out, LSE) --> back, merged into the attention of the chunk itself
 
-History is a merge: attention over the KV of earlier chunks, wherever in the group it lies.
-
-    queries that each member owns --> the ranks that hold history of their pieces
-    attention there, without a mask: history precedes every row
-    (out, LSE) <-- merged into what the strategy has computed of the chunk itself
-
-So history may be cut and placed in any way, and strategies know nothing of it but the point in a
-layer where every member asks: with own rows of all heads, or with all rows of own heads, whatever
-it has there (CP Alg. 3). Where the history is far shorter than the chunk, keys and values would be
-fewer bytes than queries and outputs (CP Alg. 1): `ring_kv` lets such history go round instead.
+So history may have any placement. A strategy only chooses the point in a layer where every member
+asks: with own rows of all heads, or with all rows of own heads (CP Alg. 3). If the history is far
+shorter than the chunk, keys and values are fewer bytes than queries and outputs (CP Alg. 1);
+`ring_kv` then passes the history around the ring.
 
 Shape suffixes: n query rows, s tokens of history, h query heads, g KV heads, d head dim.
 """
@@ -38,15 +34,17 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 
 class ResidentHistory:
-    """One member's, looked up once for all layers."""
+    """History of a step's chunks in this member's pool; slots are looked up once for all layers."""
 
     def __init__(self, group: SpGroup, pool: KvPool) -> None:
         self._group, self._pool = group, pool
         self._slots: dict[int, slice | Tensor] = {}
 
     def keys(self, layer: int, chunk: PrefillChunk) -> tuple[Tensor, Tensor]:
-        """k and v of a piece's history that lies here, (s, g, d), in no particular order."""
-        assert not self._pool.narrowed(layer, chunk.sequence_id), "history has kept tokens only"
+        """Return k and v of the resident history of a chunk, (s, g, d), in any order."""
+        assert not self._pool.narrowed(layer, chunk.sequence_id), (
+            f"history of sequence {chunk.sequence_id} has kept tokens only in layer {layer}"
+        )
         k_shd, v_shd = self._pool.layer(layer)
         slots = self._slots_of(chunk)
         if isinstance(slots, slice):
@@ -54,14 +52,14 @@ class ResidentHistory:
         return k_shd.index_select(0, slots), v_shd.index_select(0, slots)
 
     def _slots_of(self, chunk: PrefillChunk) -> slice | Tensor:
-        """Where a piece's history lies here, alike in all layers: a slice if it is one run, which
-        is read where it lies."""
+        """Return the slots of a chunk's history, the same in all layers."""
         if chunk.sequence_id not in self._slots:
-            held = self._pool.slots
+            pool_slots = self._pool.slots
             spans = self._group.history_of(chunk, self._group.member)
-            # Attention does not care about the order of keys.
+            # The order of keys does not matter to attention, so adjacent runs may be joined; a
+            # single run is a slice, which is read without a copy.
             runs = list(
-                SlotSet(run for span in spans for run in held.runs(chunk.sequence_id, span))
+                SlotSet(run for span in spans for run in pool_slots.runs(chunk.sequence_id, span))
             )
             slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
             if len(runs) > 1:
@@ -75,20 +73,22 @@ Messages = Sequence[tuple[int, Tensor]]
 """(peer, tensor)."""
 WaitExchange = Callable[[], None]
 Begin = Callable[[Messages, Messages, Tag, Label], WaitExchange]
-"""Begins an exchange of (sends, recvs); what it returns blocks until both are done."""
+"""Function that begins an exchange of (sends, recvs) and returns a function to wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryMember:
-    """One rank of the group: what it asks with, and what it holds. All members know all of them.
-    Heads are numbered over what the group's ranks have together."""
+    """Queries and KV of one rank of the group; all members know all of these.
+
+    Heads are numbered over all ranks of the group together.
+    """
 
     rank: int
     instance: int
     rows: tuple[range, ...]
-    """By piece, which rows of its queries are the piece's (`rows_by_chunk`)."""
+    """Rows of its queries that belong to each chunk (`rows_by_chunk`)."""
     heads: range
-    """Query heads that it has them of."""
+    """Query heads of these rows."""
     resident: range
     """KV heads in its pool."""
 
@@ -100,10 +100,12 @@ def members_of(
     heads: Callable[[int], range],
     resident: range,
 ) -> list[HistoryMember]:
-    """The group's members at this rank's place in their instances.
+    """Return the members of the group at this rank's tp rank.
 
     Args:
-        rows, heads: of a member; `resident` is everyone's.
+        rows: function that returns the rows of a member by chunk.
+        heads: function that returns the query heads of a member.
+        resident: KV heads in the pool of every member.
     """
     return [
         HistoryMember(
@@ -114,7 +116,7 @@ def members_of(
 
 
 def members_by_heads(group: SpGroup, split: HeadSplit) -> list[HistoryMember]:
-    """Members that each ask with all rows of their own query heads."""
+    """Return members that each ask with all rows of their own query heads."""
     rows = rows_by_chunk(group.step.chunks, range(group.total_rows))
     return members_of(
         group,
@@ -126,23 +128,23 @@ def members_by_heads(group: SpGroup, split: HeadSplit) -> list[HistoryMember]:
 
 @dataclass(frozen=True)
 class _Question:
-    """Query rows of one member that one holder attends to its history of one piece with."""
+    """Query rows of one member that one holder attends to its history of one chunk."""
 
     chunk: int
     rows: range
-    """Of the asker's queries."""
+    """Rows of the asker's queries."""
     heads: range
 
 
 class History:
-    """The history of one job's pieces, as one member sees it.
+    """History of the chunks of one step, as one member sees it.
 
     Args:
-        members: ranks of the group; an instance's KV heads are answered for by those of its ranks
-            that are among them.
+        members: ranks of the group; they answer for the KV heads of their instances.
         group_heads: query heads of a KV head.
-        begin: how the strategy exchanges.
-        asks: of which pieces; a strategy may bring the others' history by on its own.
+        begin: function that begins an exchange of the strategy.
+        asks: function that returns True for chunks whose history is asked for; a strategy may
+            move the history of other chunks by itself.
     """
 
     def __init__(
@@ -164,36 +166,42 @@ class History:
         self._members = tuple(members)
         self._asks = asks
         self.any = any(chunk.history and asks(chunk) for chunk in group.step.chunks)
-        """Then every layer has a phase for it, even if nobody wants the piece any more."""
+        """True if history is asked for. Every layer then has a phase for it, even if the chunk is
+        cancelled later."""
         self.asked_of = self._routes((self.own, holder) for holder in members)
-        """By holder, what this member asks of it."""
+        """Questions of this member to each holder."""
         self.asked_by = self._routes((asker, self.own) for asker in members)
-        """By asker, what it asks here."""
+        """Questions of each asker to this member."""
 
     def ask(self, layer: int, q_nhd: Tensor) -> HistoryQueries:
-        """Queries of own rows and heads, on their way to the holders. All members ask at the same
-        point of a layer, those without queries too.
+        """Send queries of own rows and heads to the holders.
+
+        All members ask at the same point of a layer, also those without queries.
 
         Args:
             q_nhd: all rows and `heads` of this member.
         """
         return HistoryQueries(self, layer, q_nhd)
 
-    def wanted(
+    def active_questions(
         self, questions: Mapping[int, Sequence[_Question]]
     ) -> dict[int, tuple[_Question, ...]]:
-        """Without pieces that were withdrawn, which all members know at the same layer."""
+        """Return the questions without those of cancelled chunks."""
+        # All members know of a cancellation from the same layer on, so their messages match.
         chunks = self.group.step.chunks
-        kept = {
-            rank: tuple(it for it in asked if self.group.wanted(chunks[it.chunk]))
+        active = {
+            rank: tuple(
+                question for question in asked if self.group.is_active(chunks[question.chunk])
+            )
             for rank, asked in questions.items()
         }
-        return {rank: asked for rank, asked in kept.items() if asked}
+        return {rank: asked for rank, asked in active.items() if asked}
 
     def _routes(
         self, pairs: Iterator[tuple[HistoryMember, HistoryMember]]
     ) -> dict[int, tuple[_Question, ...]]:
-        """By the one of each (asker, holder) that is not this member, or by itself."""
+        """Return the questions of each (asker, holder), by the rank that is not this member."""
+        # This member's questions to itself have its own rank as key.
         routes: dict[int, tuple[_Question, ...]] = {}
         for asker, holder in pairs:
             other = holder if asker is self.own else asker
@@ -211,15 +219,19 @@ class History:
                 yield _Question(index, rows, heads)
 
     def _heads(self, asker: HistoryMember, holder: HistoryMember) -> range:
-        """Of the asker's query heads those that the holder answers for: neighbours, as ranks hold
-        disjoint ranges of KV heads or, where there are fewer of them than ranks, a single one."""
+        """Return the asker's query heads that the holder answers for."""
+        # These are adjacent: ranks have disjoint ranges of KV heads or, if there are fewer KV
+        # heads than ranks, a single one each.
         answered = [head for head in asker.heads if self._holder(asker, holder, head) is holder]
         return range(answered[0], answered[-1] + 1) if answered else range(0)
 
     def _holder(
         self, asker: HistoryMember, holder: HistoryMember, head: int
     ) -> HistoryMember | None:
-        """Who of the holder's instance answers for a query head: the asker if it can."""
+        """Return the member of the holder's instance that answers for a query head.
+
+        It is the asker, if the asker has the KV head.
+        """
         able = [
             member
             for member in self._members
@@ -229,16 +241,16 @@ class History:
 
 
 class HistoryQueries:
-    """One layer's questions under way."""
+    """Exchange of the questions and answers of one layer."""
 
     def __init__(self, history: History, layer: int, q_nhd: Tensor) -> None:
         self._history, self._layer, self._q_nhd = history, layer, q_nhd
-        self._asked_of = history.wanted(history.asked_of)
-        self._asked_by = history.wanted(history.asked_by)
+        self._asked_of = history.active_questions(history.asked_of)
+        self._asked_by = history.active_questions(history.asked_by)
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
         self._answers: dict[int, Tensor] = {}
         self._foreign = {
-            rank: q_nhd.new_empty(sum(prod(self._shape(it)) for it in asked))
+            rank: q_nhd.new_empty(sum(prod(self._shape(question)) for question in asked))
             for rank, asked in self._asked_by.items()
             if rank != history.own.rank
         }
@@ -249,11 +261,13 @@ class HistoryQueries:
         )
 
     def answer(self) -> None:
-        """Attend own queries, and those of others once they are here, to the history held here,
-        with urgent jobs in between; let the answers travel."""
+        """Attend own queries, and those of others when they have arrived, to the resident history.
+
+        Begins to send the answers. Passes yield points between blocks.
+        """
         own = self._history.own.rank
         if own in self._asked_of:
-            queries = [self._own_queries(it) for it in self._asked_of[own]]
+            queries = [self._own_queries(question) for question in self._asked_of[own]]
             self._answers[own] = self._attended(self._asked_of[own], queries)
         self._wait()
         replies = [
@@ -262,7 +276,8 @@ class HistoryQueries:
         ]
         self._keys.clear()
         arriving = {
-            rank: self._room(asked, self._q_nhd) for rank, asked in self._others(self._asked_of)
+            rank: self._answer_buffer(asked, self._q_nhd)
+            for rank, asked in self._others(self._asked_of)
         }
         self._answers |= arriving
         if self._history.any:
@@ -270,7 +285,7 @@ class HistoryQueries:
         self._wait = self._begin(replies, list(arriving.items()), Tag.HISTORY_ANSWER)
 
     def merge_into(self, out_nhd: Tensor, lse_hn: Tensor) -> None:
-        """Merge all answers, once they are here, into a running result of own rows and heads.
+        """Wait for all answers and merge them into a running result of own rows and heads.
 
         Args:
             out_nhd, lse_hn: fp32, or fp64 for fp64 inputs; overwritten.
@@ -278,16 +293,17 @@ class HistoryQueries:
         self._wait()
         own = self._history.own
         for rank, asked in self._asked_of.items():
-            for it, part in zip(asked, self._results(asked, self._answers.pop(rank)), strict=True):
-                rows = slice(it.rows.start, it.rows.stop)
-                heads = _from(it.heads, own.heads)
+            results = self._results(asked, self._answers.pop(rank))
+            for question, part in zip(asked, results, strict=True):
+                rows = slice(question.rows.start, question.rows.stop)
+                heads = _from(question.heads, own.heads)
                 merge_into(out_nhd[rows, heads], lse_hn[heads, rows], *part)
 
     # --- attention ---------------------------------------------------------------------------
 
     def _attended(self, asked: Sequence[_Question], queries: Sequence[Tensor]) -> Tensor:
-        """The answers to one member, packed."""
-        payload = self._room(asked, self._q_nhd)
+        """Compute the packed answers to one member."""
+        payload = self._answer_buffer(asked, self._q_nhd)
         results = self._results(asked, payload)
         for question, q_nhd, (out_nhd, lse_hn) in zip(asked, queries, results, strict=True):
             self._attend(question, q_nhd, out_nhd, lse_hn)
@@ -327,51 +343,51 @@ class HistoryQueries:
     def _others(
         self, asked: Mapping[int, tuple[_Question, ...]]
     ) -> Iterator[tuple[int, tuple[_Question, ...]]]:
-        return ((rank, it) for rank, it in asked.items() if rank != self._history.own.rank)
+        own = self._history.own.rank
+        return ((rank, questions) for rank, questions in asked.items() if rank != own)
 
     def _own_queries(self, question: _Question) -> Tensor:
         rows, heads = question.rows, _from(question.heads, self._history.own.heads)
         return self._q_nhd[rows.start : rows.stop, heads]
 
     def _packed(self, asked: Sequence[_Question]) -> Tensor:
-        return torch.cat([self._own_queries(it).reshape(-1) for it in asked])
+        return torch.cat([self._own_queries(question).reshape(-1) for question in asked])
 
     def _shape(self, question: _Question) -> tuple[int, int, int]:
         return len(question.rows), len(question.heads), self._history.pool.head_dim
 
     def _views(self, asked: Sequence[_Question], payload: Tensor) -> list[Tensor]:
-        """The queries (n, h, d) of each question."""
-        shapes = [self._shape(it) for it in asked]
+        """Return the queries (n, h, d) of each question."""
+        shapes = [self._shape(question) for question in asked]
         parts = torch.split(payload, [prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _room(self, asked: Sequence[_Question], like: Tensor) -> Tensor:
-        """For answers: all outputs, and then all LSEs."""
+    def _answer_buffer(self, asked: Sequence[_Question], like: Tensor) -> Tensor:
+        """Allocate a buffer for answers: all outputs, then all LSEs."""
         dim = self._history.pool.head_dim
-        rows = sum(len(it.rows) * len(it.heads) for it in asked)
+        rows = sum(len(question.rows) * len(question.heads) for question in asked)
         return like.new_empty(
             rows * (dim + 1), dtype=torch.promote_types(like.dtype, torch.float32)
         )
 
     def _results(self, asked: Sequence[_Question], payload: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(out (n, h, d), lse (h, n)) of each question."""
+        """Return views (out (n, h, d), lse (h, n)) of the answer to each question."""
         dim = self._history.pool.head_dim
-        lse_numbers = len(payload) // (dim + 1)
-        outs, lses = torch.split(payload, [lse_numbers * dim, lse_numbers])
-        rows = [len(it.rows) * len(it.heads) for it in asked]
-        lse_views = zip(asked, torch.split(lses, rows), strict=True)
-        return list(
-            zip(
-                self._views(asked, outs),
-                [lse.view(len(it.heads), len(it.rows)) for it, lse in lse_views],
-                strict=True,
-            )
-        )
+        lse_count = len(payload) // (dim + 1)
+        outs, lses = torch.split(payload, [lse_count * dim, lse_count])
+        rows = [len(question.rows) * len(question.heads) for question in asked]
+        lse_views = [
+            lse.view(len(question.heads), len(question.rows))
+            for question, lse in zip(asked, torch.split(lses, rows), strict=True)
+        ]
+        return list(zip(self._views(asked, outs), lse_views, strict=True))
 
 
 def rows_by_chunk(chunks: Sequence[PrefillChunk], rows: range) -> tuple[range, ...]:
-    """For members that have neighbouring rows of the batch: those of each piece, numbered from the
-    first that they have."""
+    """Return which of a member's adjacent batch rows belong to each chunk.
+
+    Rows are numbered from the member's first.
+    """
     ends = accumulate(chunk.length for chunk in chunks)
     bounds = (
         (max(rows.start, end - chunk.length) - rows.start, min(rows.stop, end) - rows.start)
@@ -381,7 +397,7 @@ def rows_by_chunk(chunks: Sequence[PrefillChunk], rows: range) -> tuple[range, .
 
 
 def through(transfers: Transfers) -> Begin:
-    """Exchanges that go on beside computing."""
+    """Return a function that begins exchanges which overlap computing."""
 
     def begin(sends: Messages, recvs: Messages, tag: Tag, label: Label) -> WaitExchange:
         transfer = transfers.start(sends, recvs, tag, label)
@@ -391,7 +407,7 @@ def through(transfers: Transfers) -> Begin:
 
 
 def _nothing() -> None:
-    """Nothing is under way."""
+    """Return at once: no exchange was begun."""
 
 
 def _from(inner: range, outer: range) -> slice:

@@ -1,17 +1,13 @@
-"""Which tokens see which at each level (CSPS §3.2.4), without a tensor.
+"""Visibility and kept tokens at each level of sparse attention (CSPS §3.2.4), without a tensor.
 
-A *part* is what one member computes of a piece that spans several members. Pieces inside one
-member need no other member, and are computed there as they are. Parts are numbered in the order
-of the batch, so those of one piece are neighbours, and so are those of one segment and piece.
+A *part* is the portion of a chunk that one member computes, if the chunk spans several members.
+A chunk inside one member needs no other member. Parts are numbered in batch order, so the parts of
+one chunk are adjacent, and so are those of one segment and chunk.
 
-Disjoint levels: at level v a query sees exactly the keys of its level-v segment that precede its
-level-(v-1) segment. As parts are contiguous and ordered, that is all keys of some earlier parts: a
-rectangle. Only level 1 is causal inside a part.
-
-Nested levels, the paper's letter: at level v a query sees all keys up to its own in its level-v
-segment. All but those of its own part are a rectangle again.
-
-How many tokens each part keeps, by layer, level and KV head (CSPS §3.2.4).
+Disjoint levels: at level v a query sees the keys of its level-v segment that precede its
+level-(v-1) segment. Parts are contiguous and ordered, so these are all keys of some earlier parts:
+a rectangle. Only level 1 is causal inside a part. Nested levels (the paper's wording): at level v a
+query sees all keys up to its own in its level-v segment: a rectangle and a triangle of its part.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 @dataclass(frozen=True, kw_only=True)
 class LevelPart:
-    """A member's share of a piece that spans several members."""
+    """The part of a chunk on one of several members."""
 
     index: int
     member: int
@@ -40,28 +36,28 @@ class LevelPart:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What the queries of one part see at one level: all keys of some parts that precede it."""
+    """Keys that the queries of one part see at one level: all keys of some earlier parts."""
 
     part: int
     keys: range
-    """Parts seen whole."""
+    """Parts that are seen whole."""
     causal: bool = False
-    """The part also sees itself, causally."""
+    """True if the part also sees itself, causally."""
 
     @property
     def sources(self) -> range:
-        """All parts that keys come from, neighbours."""
+        """All parts with keys that are seen; they are adjacent."""
         return range(self.keys.start, self.part + 1) if self.causal else self.keys
 
 
 def spanning_parts(chunks: Sequence[PrefillChunk], bounds: Sequence[int]) -> tuple[LevelPart, ...]:
-    """The parts of all pieces that span several members, in batch order."""
+    """Return the parts of all chunks that span several members, in batch order."""
     parts: list[LevelPart] = []
     for member in range(len(bounds) - 1):
         for local in local_chunks(chunks, bounds, member):
@@ -85,30 +81,31 @@ class SegmentGeometry:
     """One segment of one level."""
 
     level: int
-    """From 1."""
+    """Number of the level, from 1."""
     members: range
     sights: tuple[Sight, ...]
-    """In the order of parts; those that see nothing here are left out."""
+    """Sights in the order of parts, without those that see no key here."""
 
     @cached_property
     def key_parts(self) -> tuple[int, ...]:
-        """Parts whose keys somebody sees here, ascending."""
+        """Parts whose keys are seen here, ascending."""
         return tuple(sorted({part for sight in self.sights for part in sight.sources}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelGeometry:
-    """All levels of one job."""
+    """All levels of one step."""
 
     parts: tuple[LevelPart, ...]
     levels: tuple[Segments, ...]
-    """Level 1 first; each level's segments are unions of the level's before."""
+    """Segments of each level, level 1 first. A segment is a union of segments of the level
+    before."""
     nested: bool = False
     cancelled: frozenset[int] = frozenset()
-    """Pieces whose parts neither see nor are seen by anybody."""
+    """Cancelled chunks, whose parts neither see nor are seen."""
 
     def segment(self, level: int, member: int) -> SegmentGeometry:
-        """What goes on in a member's segment at a level."""
+        """Return the geometry of a member's segment at a level."""
         members = self.members(level, member)
         parts = (part for part in self.parts if part.chunk not in self.cancelled)
         sights = (self._sight(level, part) for part in parts if part.member in members)
@@ -117,7 +114,7 @@ class LevelGeometry:
 
     @property
     def local_first_level(self) -> bool:
-        """Whether level 1 stays inside each member."""
+        """True if every segment of level 1 is a single member."""
         return all(len(members) == 1 for members in self.levels[0])
 
     def _sight(self, level: int, part: LevelPart) -> Sight:
@@ -133,36 +130,34 @@ class LevelGeometry:
         return (other for other in self.parts if other.chunk == part.chunk)
 
     def members(self, level: int, member: int) -> range:
-        """A member's segment at a level."""
+        """Return the members of a member's segment at a level."""
         return next(members for members in self.levels[level - 1] if member in members)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropSchedule:
-    """A plan's ratios, with its exceptions, for the KV heads of one rank.
+    """Drop ratios of a plan, with its exceptions, for the KV heads of one rank.
 
     Raises:
-        ConfigError: ratios per KV head, but not for every one of the model's.
+        ConfigError: the plan has ratios per KV head, but not for every KV head of the model.
     """
 
     plan: CsaPlan
     layers: int
-    """Of the model."""
+    """Layers of the model."""
     kv_heads: range
-    """Of this rank, numbered over the whole model."""
+    """KV heads of this rank, numbered over the whole model."""
     total_kv_heads: int
-    """Of the model."""
+    """KV heads of the model."""
 
     def __post_init__(self) -> None:
         self.plan.check_kv_heads(self.total_kv_heads)
 
     def head_ratios(self, layer: int) -> tuple[tuple[float, ...], ...]:
-        """Per local KV head, its ratios at levels 1 .. N_v.
-
-        The first layer has no layer before it to judge importance, and tokens that matter in the
-        last differ from those in the layers before (CSPS §3.2.4): neither drops anything.
-        """
+        """Return the ratios of each local KV head at levels 1 .. N_v."""
         levels = range(1, self.plan.levels + 1)
+        # The first layer has no layer before it that could score importance, and tokens that
+        # matter in the last layer differ from those in earlier layers (CSPS §3.2.4).
         if self._is_exact(layer):
             return tuple((0.0,) * len(levels) for _ in self.kv_heads)
         group = self.plan.layer_group(layer)
@@ -171,18 +166,20 @@ class DropSchedule:
         )
 
     def drops(self, layer: int) -> bool:
-        """Whether anything is dropped in a layer."""
+        """Return True if a layer drops tokens."""
         return any(ratio for ratios in self.head_ratios(layer) for ratio in ratios)
 
     def narrows(self, layer: int) -> bool:
-        """Whether decode is to see what a layer kept, and no more; alike for the heads of every
-        rank, so that all KV of the layer travels in one way."""
+        """Return True if decode sees only the tokens that the layer kept.
+
+        The answer is the same for the heads of every rank, so all KV of a layer is sent alike.
+        """
         if not self.plan.decode_kept_only or self._is_exact(layer):
             return False
         return any(any(ratios) for ratios in self.plan.layer_group(layer).drop_ratios)
 
     def micro_partitions(self, layer: int) -> tuple[int, ...]:
-        """M of levels 1 .. N_v."""
+        """Return the number of micro-partitions (M) at levels 1 .. N_v."""
         group = self.plan.layer_group(layer)
         return tuple(group.micro(level) for level in range(1, self.plan.levels + 1))
 
@@ -191,7 +188,7 @@ class DropSchedule:
 
 
 def always_kept(plan: CsaPlan, chunk: PrefillChunk, part: LevelPart) -> tuple[range, range]:
-    """Rows of a part that are never dropped: the prompt's first tokens, and its last ones."""
+    """Return the rows of a part that are never dropped: sinks and tail of the prompt."""
     sinks = range(max(0, min(part.length, plan.sinks - part.start)))
     if not chunk.last:
         return sinks, range(0)
@@ -203,6 +200,9 @@ def always_kept(plan: CsaPlan, chunk: PrefillChunk, part: LevelPart) -> tuple[ra
 def kept_counts(
     plan: CsaPlan, chunks: Sequence[PrefillChunk], part: LevelPart, ratios: Sequence[float]
 ) -> tuple[int, ...]:
-    """Tokens that a part keeps at each level, for one KV head's ratios; never ascending."""
+    """Return how many tokens a part keeps at each level, for the ratios of one KV head.
+
+    The numbers never ascend.
+    """
     always = sum(map(len, always_kept(plan, chunks[part.chunk], part)))
     return tuple(kept_tokens(part.length, ratio, always) for ratio in ratios)

@@ -1,10 +1,6 @@
-"""What every sequence-parallel attention strategy does for a step.
-
-A layer of the strategies that move nothing but what attention needs.
+"""Interface of the sequence-parallel attention strategies, and parts that several of them use.
 
 Shape suffixes: t rows, h query heads, g KV heads, d head dim.
-
-What strategies whose exchanges go on beside their computing have in common.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from csps.models.network.rope import Rotary
 
 
 class StoreKv(Protocol):
-    """Store rows' KV of a layer, all local KV heads, and send own rows' on."""
+    """Store the KV of rows of a layer, all local KV heads, and send the KV of own rows on."""
 
     def __call__(
         self,
@@ -34,41 +30,45 @@ class StoreKv(Protocol):
         *,
         member: int | None = None,
     ) -> None:
-        """
+        """Store the KV of one layer.
+
         Args:
-            kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
-            member: another one whose rows' it is, in the order of its rows: what was `offered`.
+            kept_ht: (KV heads, t) bool, the tokens that decode sees; None for all.
+            member: another member, one of those `offered`, if the KV is of its rows, in their
+                order; None for own rows.
         """
         ...
 
 
 class Strategy(Protocol):
-    """One layer's attention of one job, spread over the job's group.
+    """Attention of one step, computed by the members of the step's group.
 
-    One object serves one job on one rank, so that it can carry what one layer learns to the next.
+    One object serves one step on one rank, so that a layer can pass data to the next.
     """
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """Other members whose rows' KV comes by a member anyway, with all KV heads that this rank's
-        pool has: there `attend_layer` gives it to `store` as well, and it needs no other message to
-        lie there. All members answer alike."""
+        """Return the other members whose KV `attend_layer` also stores at `member`.
+
+        The exchanges of the strategy bring their KV there anyway, with all KV heads of this rank's
+        pool, so no further message is needed to store it. All members return the same.
+        """
         ...
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
-        """From the residual stream of own rows (t, hidden) to the same after attention.
+        """Return the residual stream of own rows (t, hidden) after attention.
 
-        Calls `store` once, as soon as the own rows' KV exists, and it is known what of it decode is
-        to see, and once for each member whose rows' was offered. Every layer but the last goes
-        through here: the last needs single rows only, which `query_exchange` computes alike for all
-        strategies.
+        Calls `store` once for own rows, when their KV and the tokens that decode sees are known,
+        and once for each member that is `offered`.
         """
+        # Called for every layer but the last, which needs single rows only: `query_exchange`
+        # computes them for all strategies.
         ...
 
 
 AttendRows = Callable[[int, Tensor, Tensor, Tensor, StoreKv], Tensor]
-"""(layer, q_thd, k_tgd, v_tgd of own rows, keep) -> attention output of own rows, (t, h, d)."""
+"""(layer, q_thd, k_tgd, v_tgd of own rows, store) -> attention output of own rows, (t, h, d)."""
 
 
 def attended_layer(
@@ -80,8 +80,7 @@ def attended_layer(
     store: StoreKv,
     attend: AttendRows,
 ) -> Tensor:
-    """The residual stream of own rows (t, hidden) after the layer's attention; their KV is kept
-    before."""
+    """Project, store the KV of own rows, attend, and return the residual stream (t, hidden)."""
     timeline = group.clock.timeline
     with timeline.phase("qkv", layer=index):
         q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
@@ -92,7 +91,10 @@ def attended_layer(
 
 
 class WithTransfers:
-    """Entered for a job's duration; left when all exchanges of the job have ended."""
+    """Base of strategies whose exchanges overlap computing.
+
+    Entered for the duration of a step; leaving it waits for all exchanges of the step.
+    """
 
     def __init__(self, group: SpGroup, *, overlap: bool = True) -> None:
         self._transfers = Transfers(group.mesh, group.clock, overlap=overlap)

@@ -1,6 +1,7 @@
-"""Moved definitions.
+"""Yield points inside a prefill step, where high-priority steps and decode iterations may run.
 
-How long attention is cut so that urgent jobs may run inside it.
+`csps.actors.attention.step_points` computes how many points each phase of a step has. Long
+attention is computed in blocks of queries (`query_blocks`) with a point between two blocks.
 
 Shape suffixes: t tokens, h heads, d head dim.
 """
@@ -15,24 +16,24 @@ from itertools import accumulate
 from torch import Tensor
 
 Phases = tuple[int, ...]
-"""Numbers that each phase of a layer has, at least 1."""
+"""Points of each phase of a layer, at least 1 each."""
 
 
 @dataclass(frozen=True)
 class StepPoints:
-    """The numbers of one step."""
+    """Points of one step, numbered over all of its layers."""
 
     layers: tuple[Phases, ...]
-    """The first phase of each layer is the point at which it begins, the last one its MLP; of the
-    model's last layer, which is computed by rows, there is only the first."""
+    """Phases of each layer. The first phase is the point at which the layer begins, the last is its
+    MLP. The model's last layer, which is computed by rows, has the first phase only."""
 
     @property
     def total(self) -> int:
-        """Numbers are 0 to this, without it."""
+        """Number of points of the step."""
         return self._firsts[-1]
 
     def numbers(self, layer: int, phase: int) -> range:
-        """Of a phase."""
+        """Return the numbers of the points of a phase."""
         first = self._firsts[layer] + sum(self.layers[layer][:phase])
         return range(first, first + self.layers[layer][phase])
 
@@ -42,26 +43,29 @@ class StepPoints:
 
 
 class YieldPoints:
-    """One member's way through its step. Without `parts` it passes points that have no numbers, and
-    tells nobody: for strategies that are run by themselves.
+    """Progress of one member through the points of its step.
 
     Args:
-        part: told the number of each point, none of which is less than the one before; may do other
-            things before it returns.
+        step_points: points of the step; None passes points without numbers, for strategies that
+            run alone.
+        at_point: called with the number of each point, in ascending order; may run other work
+            before it returns.
     """
 
     def __init__(
-        self, parts: StepPoints | None = None, part: Callable[[int], None] = lambda number: None
+        self,
+        step_points: StepPoints | None = None,
+        at_point: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self._step_points, self._at_point = parts, part
+        self._step_points, self._at_point = step_points, at_point
         self._layer, self._phase = -1, 0
         self._left = range(0)
         self.before_pause: Callable[[], None] = lambda: None
-        """To be called before other things are done at a point: begins what is yet to be passed on
-        for others, who may wait for it before they come to the same point."""
+        """Function to call before other work runs at a point. It begins pending sends to members
+        that may need the data to reach the same point."""
 
     def begin_layer(self, index: int) -> None:
-        """Between two layers: what all members agree on from a layer on changes here."""
+        """Pass the point between two layers, where members agree on cancelled sequences."""
         if self._step_points is None:
             return
         if self._layer >= 0:
@@ -72,15 +76,17 @@ class YieldPoints:
         self.close()
 
     def point(self) -> None:
-        """Between two blocks of computing."""
+        """Pass a point between two blocks of computing."""
         if self._step_points is not None:
             number = self._left[0]
             self._left = self._left[1:] or self._left
             self._at_point(number)
 
     def close(self) -> None:
-        """Before the next exchange is begun, of those that end a phase; all members do, whether
-        they have a part in it or not."""
+        """End the phase, before the next exchange that ends one.
+
+        All members call it, also those without a part in the exchange.
+        """
         if self._step_points is not None:
             self._at_point(self._left[-1])
             self._enter_next()
@@ -93,23 +99,23 @@ class YieldPoints:
 
 
 BLOCK_PRODUCTS = 2**31
-"""Multiplications of q·k in one block of queries, between which other work may run: a twentieth of
-a second on a core, as long as blocks are not kept at their least rows."""
+"""Multiplications of q·k in one block: 50 ms on a core, unless MIN_BLOCK_ROWS applies."""
 MIN_BLOCK_ROWS = 1024
-"""Shorter blocks make attention slower, as torch then works off fewer queries at a time. With many
-keys such a block takes longer: near a second at 256K."""
+"""Fewest rows of a block."""
+# Shorter blocks make attention slower, as torch then computes fewer queries at a time. With many
+# keys such a block takes longer than 50 ms: almost a second at 256K keys.
 
 
 def query_blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
-    """Blocks of queries that attend to so many keys at most; one on a GPU, to which a layer is
-    handed over as a whole anyway."""
+    """Split queries that attend to at most `keys` keys into blocks; a GPU gets one block."""
     tokens, heads, dim = q_thd.shape
+    # A GPU is given a whole layer at a time anyway.
     rows = max(1, tokens) if q_thd.is_cuda else _block_rows(heads, dim, keys)
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
 def block_count(rows: int, heads: int, dim: int, keys: int) -> int:
-    """How many blocks `query_blocks` makes of so many queries on a CPU."""
+    """Return how many blocks `query_blocks` makes of `rows` queries on a CPU."""
     return -(-rows // _block_rows(heads, dim, keys))
 
 

@@ -1,30 +1,14 @@
-"""Who judges which tokens matter: the attention that each key received in the layer before.
+"""Importance scorers: the attention that each key received in the layer before (CSPS §3.2.4).
 
-CSPS §3.2.4 (after Scissorhands): a head's unimportant tokens are much the same in neighbouring
-layers. What a key received is a column sum of probabilities, divided by the number of queries that
-saw it, over the query heads of its KV head.
+After Scissorhands: the unimportant tokens of a head are almost the same in adjacent layers. The
+score of a key is a column sum of probabilities over the query heads of its KV head, divided by the
+number of queries that saw the key.
 
-Importance judged by all queries: what the paper's letter asks for.
+`WindowScorer` takes the last queries of each chunk under exact attention. `AllQueriesScorer` takes
+all queries, as the paper's text says; it costs half as much as attention once more.
 
-Column sums need each query's final LSE, which only its own member knows, and after the last merge
-only. So the LSEs of kept queries go back to the owners of the heads, these form the column sums
-over their rectangles once more, and send the sums to the keys' members: 4 bytes per kept query
-and head one way, 4 per kept key and KV head the other. What costs is the second multiplication of
-queries with keys, half as much again as attention; `csps.actors.attention.csa.importance_scorer` avoids it.
-
-A key that a level drops is judged by the queries that saw it at nearer levels.
-
-Shape suffixes: n tokens of a buffer, t own rows, k kept tokens, h query heads, g KV heads.
-
-Importance judged by the last queries of each prompt, under exact attention.
-
-Their members send them to all who hold keys of the prompt; each of these attends to its own keys,
-dropped ones included, so that a token that was dropped once can come back; and the LSEs of these
-parts together are the exact LSE. Both messages are small, (d + parts) numbers per query and head,
-and are over before the layer is: nobody waits for the end of another member's layer in order to
-choose what to send in the next one.
-
-Shape suffixes: n queries of a window, t tokens of a part, h query heads, g KV heads, d head dim.
+Shape suffixes: n queries of a window or tokens of a buffer, t own rows or tokens of a part, k kept
+tokens, h query heads, g KV heads, d head dim.
 """
 
 from __future__ import annotations
@@ -51,7 +35,7 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """What is known on one member once a layer's attention is complete."""
+    """Data of one member when the attention of a layer is complete."""
 
     layer: int
     rows: KeptRows
@@ -60,51 +44,61 @@ class LayerAttention:
 
 
 class ImportanceScorer(Protocol):
-    """Watches each layer before one that drops, and then says what mattered there.
+    """Scores the tokens of each layer that precedes a layer which drops tokens.
 
-    All members call all methods alike, in this order, so that messages match. What they compute is
-    phase `importance` of the layer watched.
+    All members call all methods in the same order, so that messages match. Computing counts as
+    phase `importance` of the scored layer.
     """
 
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:
-        """Queries and keys of the layer exist; nothing else of it is on the wire yet."""
+        """Start when queries and keys of the layer exist, before its first exchange."""
         ...
 
     def advance(self, layer: int, transfers: Transfers) -> None:
-        """Own rows have attended to each other while the first all-to-all travels."""
+        """Continue while the first all-to-all travels."""
         ...
 
     def finish(self, done: LayerAttention, transfers: Transfers) -> None:
-        """The layer's attention is complete."""
+        """Complete the scores when the layer's attention is complete."""
         ...
 
     def importance(self, part: LevelPart, transfers: Transfers) -> Tensor:
-        """(KV heads, tokens of the part), at least 0, of the layer watched last; fp32, or fp64
-        for fp64 inputs."""
+        """Return the importance of a part's tokens in the layer scored last.
+
+        Returns:
+            (KV heads, tokens of the part), at least 0; fp32, or fp64 for fp64 inputs.
+        """
         ...
 
 
 @dataclass
 class ImportanceTally:
-    """Column sums of one part, and the number of queries in each."""
+    """Column sums of one part, and the number of queries in each sum."""
 
     sums_gt: Tensor
     seen_gt: Tensor
 
     @classmethod
     def empty(cls, kv_heads: int, tokens: int, like: Tensor) -> ImportanceTally:
-        """Nothing seen yet; dtype and device as of `like`."""
+        """Return a tally of zeros with the dtype and device of `like`."""
         sums_gt = like.new_zeros(kv_heads, tokens)
         return cls(sums_gt, torch.zeros_like(sums_gt))
 
     @property
     def mean_gt(self) -> Tensor:
-        """Importance; 0 for a key that nobody saw."""
+        """Importance of each key; 0 for a key that no query saw."""
         return self.sums_gt / self.seen_gt.clamp_min(1)
 
 
 class AllQueriesScorer:
-    """See the module."""
+    """Scores by all queries under the attention that was computed.
+
+    Column sums need the final LSE of each query, which only its own member knows, after the last
+    merge. So members send the LSEs of kept queries to the owners of the heads. The owners compute
+    the column sums over their rectangles and send them to the members of the keys: 4 bytes per
+    kept query and head one way, 4 bytes per kept key and KV head the other. A key that a level
+    drops is scored by the queries that saw it at nearer levels.
+    """
 
     def __init__(self, group: SpGroup, *, scale: float) -> None:
         self._group = group
@@ -112,10 +106,10 @@ class AllQueriesScorer:
         self._tallies: dict[int, ImportanceTally] = {}
 
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:
-        """See `ImportanceScorer`: nothing is known yet."""
+        """Do nothing; this scorer needs final LSEs."""
 
     def advance(self, layer: int, transfers: Transfers) -> None:
-        """See `ImportanceScorer`: nothing is known yet."""
+        """Do nothing; this scorer needs final LSEs."""
 
     def finish(self, done: LayerAttention, transfers: Transfers) -> None:
         """See `ImportanceScorer`."""
@@ -131,7 +125,7 @@ class AllQueriesScorer:
         return self._tallies[part.index].mean_gt
 
     def _near(self, done: LayerAttention, part: LevelPart) -> ImportanceTally:
-        """What the part's own queries say."""
+        """Sum the columns of a part over its own queries."""
         rows = done.rows
         k_tgd = rows.kv_tge[part.rows].chunk(2, dim=-1)[0]
         tally = ImportanceTally.empty(k_tgd.shape[1], part.length, like=done.running.lse_ht)
@@ -149,7 +143,7 @@ class AllQueriesScorer:
     def _observe_level(
         self, done: LayerAttention, level: LevelBuffers, transfers: Transfers
     ) -> None:
-        """What queries of other parts say at one level."""
+        """Add the column sums over queries of other parts at one level."""
         lses = self._exchange_lses(done, level, transfers)
         number = level.routes.level
         with transfers.timeline.phase("importance", layer=done.layer, level=number):
@@ -164,7 +158,7 @@ class AllQueriesScorer:
     def _exchange_lses(
         self, done: LayerAttention, level: LevelBuffers, transfers: Transfers
     ) -> list[list[Tensor]]:
-        """(n, h) like the level's query buffers, by micro-partition and block."""
+        """Send LSEs to the owners; return those of own heads (n, h), by micro-partition, block."""
         routes, group = level.routes, self._group
         lses = [
             [
@@ -196,7 +190,7 @@ class AllQueriesScorer:
     def _column_sums(
         self, done: LayerAttention, level: LevelBuffers, lses: list[list[Tensor]]
     ) -> list[Tensor]:
-        """(n, g) like the level's key buffers."""
+        """Return the column sums (n, g) of each key buffer of the level."""
         mine = level.routes.owner(self._group.member)
         sums = [done.running.lse_ht.new_zeros(keys.shape[:2]) for keys in level.keys]
         for micro, queries in enumerate(level.queries):
@@ -248,7 +242,7 @@ class AllQueriesScorer:
             sums_gt.scatter_add_(1, kept_gk, sums_gk)
 
     def _count_queries(self, routes: SegmentRoutes, rows: KeptRows, part: LevelPart) -> None:
-        """How many queries saw the part's kept keys."""
+        """Count the queries that saw the kept keys of a part."""
         seen_gt, group = self._tallies[part.index].seen_gt, routes.routes.group
         for head in range(len(seen_gt)):
             heads = slice(head, head + 1)
@@ -263,7 +257,7 @@ class AllQueriesScorer:
 
 
 def _query_slices(routes: SegmentRoutes) -> Iterator[tuple[int, SendSlice, int]]:
-    """(owner, parcel, micro-partition) of all queries of a segment, in one order for all."""
+    """Yield (owner, send slice, micro-partition) of all queries, in the same order everywhere."""
     for step in routes.steps:
         if step.kind == "queries":
             for owner in routes.members:
@@ -272,7 +266,7 @@ def _query_slices(routes: SegmentRoutes) -> Iterator[tuple[int, SendSlice, int]]
 
 
 def _key_slices(routes: SegmentRoutes) -> Iterator[tuple[int, int, slice, int, slice]]:
-    """(owner, part, KV heads, owner's buffer, its rows) of all keys, in one order for all."""
+    """Yield (owner, part, KV heads, buffer, its rows) of all keys, in the same order everywhere."""
     for owner in routes.members:
         theirs = routes.owner(owner)
         for buffer, (heads, rows) in enumerate(
@@ -283,7 +277,7 @@ def _key_slices(routes: SegmentRoutes) -> Iterator[tuple[int, int, slice, int, s
 
 
 def _kept_lses(done: LayerAttention, send_slice: SendSlice) -> Tensor:
-    """(n, h) LSEs of a parcel's queries."""
+    """Return the LSEs (n, h) of the queries of a send slice."""
     lse_ht = done.running.lse_ht[send_slice.heads, done.rows.parts[send_slice.part].rows]
     order = done.rows.order("queries", send_slice.part, send_slice.heads)
     if order is None:
@@ -295,24 +289,31 @@ def _kept_lses(done: LayerAttention, send_slice: SendSlice) -> Tensor:
 
 @dataclass(frozen=True)
 class _Window:
-    """Those of a piece's last queries that lie in one part."""
+    """Queries in one part that are among the last of their chunk."""
 
     part: LevelPart
     first: int
-    """Row of the part."""
+    """First row of the part that is in the window."""
     q_nhd: Tensor
     lses_hn: dict[int, Tensor] = field(default_factory=dict)
-    """Over the keys of each part that the queries see."""
+    """LSEs over the keys of each part that the queries see."""
 
     def positions(self, part: LevelPart) -> tuple[Positions | None, Positions | None]:
-        """Of the queries and of a part's keys; none if all of them are seen."""
+        """Return positions of the queries and of a part's keys; None if all keys are seen."""
         if part.index != self.part.index:
             return None, None
         return range(self.first, part.length), range(part.length)
 
 
 class WindowScorer:
-    """See the module."""
+    """Scores by the last queries of each chunk, under exact attention.
+
+    Members send these queries to all members with keys of the chunk. Each of these attends the
+    queries to its own keys, also to dropped ones, so that a dropped token can be selected again.
+    The LSEs of all parts give the exact LSE. Both messages are small, (d + parts) numbers per
+    query and head, and are over before the layer is: no member waits for the end of another
+    member's layer.
+    """
 
     def __init__(
         self, group: SpGroup, parts: Sequence[LevelPart], *, window: int, scale: float
@@ -332,13 +333,13 @@ class WindowScorer:
         self._lses: PendingTransfer
 
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:
-        """See `ImportanceScorer`: windows to all who hold keys that they see."""
+        """Begin to send the windows to all members with keys that they see."""
         self._layer, self._kv_tge = layer, rows.kv_tge
         chunks = self._group.step.chunks
         self._windows = [
             self._window(index, rows.q_thd)
             for index in self._firsts
-            if self._group.wanted(chunks[self._parts[index].chunk])
+            if self._group.is_active(chunks[self._parts[index].chunk])
         ]
         sends, recvs = [], []
         for window in self._windows:
@@ -352,10 +353,10 @@ class WindowScorer:
         self._queries = transfers.start(sends, recvs, Tag.IMPORTANCE, label)
 
     def advance(self, layer: int, transfers: Transfers) -> None:
-        """See `ImportanceScorer`: LSEs over own keys to all others who hold keys."""
+        """Begin to send the LSEs over own keys to all other members with keys."""
         transfers.wait(self._queries)
         with transfers.timeline.phase("importance", layer=layer):
-            self._attend()
+            self._compute_lses()
         sends, recvs = [], []
         for window in self._windows:
             holders = {self._parts[index].member for index in window.lses_hn}
@@ -371,7 +372,7 @@ class WindowScorer:
         self._lses = transfers.start(sends, recvs, Tag.IMPORTANCE, label)
 
     def finish(self, done: LayerAttention, transfers: Transfers) -> None:
-        """See `ImportanceScorer`: all is known by then."""
+        """Do nothing; the scores are complete earlier."""
 
     def importance(self, part: LevelPart, transfers: Transfers) -> Tensor:
         """See `ImportanceScorer`."""
@@ -384,8 +385,8 @@ class WindowScorer:
                     self._score(window, part, k_tgd, tally)
             return tally.mean_gt
 
-    def _attend(self) -> None:
-        """LSEs of the windows that see keys of own parts, and room for those of others."""
+    def _compute_lses(self) -> None:
+        """Compute LSEs over keys of own parts, and allocate those of other members' parts."""
         for window in self._windows:
             seen = list(self._seen_by(window))
             if self._group.member in {part.member for part in seen}:
@@ -406,11 +407,11 @@ class WindowScorer:
         )
         tally.seen_gt += len(window.q_nhd)
         if part.index == window.part.index:
-            behind = tally.seen_gt[:, window.first :]
-            behind -= torch.arange(behind.shape[1], device=behind.device)
+            within_gt = tally.seen_gt[:, window.first :]
+            within_gt -= torch.arange(within_gt.shape[1], device=within_gt.device)
 
     def _lse(self, window: _Window, part: LevelPart) -> Tensor:
-        """(h, n) over the keys of an own part; room for it if the part is another's."""
+        """Return LSEs (h, n) over the keys of an own part; for another's part, a buffer."""
         if part.member != self._group.member:
             heads, queries = window.q_nhd.shape[1], len(window.q_nhd)
             return self._accumulator.new_empty(heads, queries)
@@ -427,14 +428,14 @@ class WindowScorer:
         return lse_hn.contiguous()
 
     def _window(self, index: int, q_thd: Tensor) -> _Window:
-        """A window of own queries, or room for those of another member."""
+        """Return a window of own queries, or a buffer for the queries of another member."""
         part, first = self._parts[index], self._firsts[index]
         if part.member == self._group.member:
             return _Window(part, first, q_thd[part.rows][first:])
         return _Window(part, first, q_thd.new_empty(part.length - first, *q_thd.shape[1:]))
 
     def _seen_by(self, window: _Window) -> Iterator[LevelPart]:
-        """Parts with keys that a window's queries see."""
+        """Yield the parts with keys that a window's queries see."""
         for part in self._parts:
             if part.chunk == window.part.chunk and part.index <= window.part.index:
                 yield part
@@ -447,5 +448,5 @@ class WindowScorer:
 
 
 def _first_row(chunk: PrefillChunk, part: LevelPart, window: int) -> int:
-    """The first row of a part that is among the last `window` of its piece."""
+    """Return the first row of a part that is among the last `window` of its chunk."""
     return max(0, chunk.start + chunk.length - window - part.start)

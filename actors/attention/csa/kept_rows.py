@@ -1,18 +1,12 @@
-"""The kept tokens of one part, ordered so that every level's kept set is a prefix.
+"""Kept tokens of one layer: their order, the rows to send, and the buffers where they arrive.
 
-Tokens of the farthest level come first, then those that only nearer levels keep. The rectangles
-of the levels do not care about the order of keys, and outputs go back to where the order is known:
-so a farther level's data is a slice of a nearer one's, and no index ever travels.
+The kept tokens of a part are ordered so that the kept set of every level is a prefix: tokens of the
+farthest level first, then those that only nearer levels keep. The order of keys does not matter to
+the rectangles of a level, and outputs return to the member that knows the order. So the data of a
+farther level is a slice of a nearer level's, and no index is ever sent.
 
-Shape suffixes: g KV heads, k kept tokens, t tokens of the part.
-
-One layer's own queries, keys and values, by part and in the order of kept tokens.
-
-Shape suffixes: t own rows, n tokens of one parcel, h query heads, g KV heads, d head dim.
-
-Queries and keys of the heads that one member owns at one level, as they arrive.
-
-Shape suffixes: n tokens, h query heads, g KV heads, d head dim.
+Shape suffixes: t own rows or tokens of a part, k kept tokens, n tokens of one send slice, h query
+heads, g KV heads, d head dim, e = 2d.
 """
 
 from __future__ import annotations
@@ -38,12 +32,12 @@ from csps.kernels.importance import select
 def nested_order(
     importance_gt: Tensor, counts: Sequence[int], always: Sequence[range] = ()
 ) -> Tensor:
-    """Kept tokens by level.
+    """Order the kept tokens of a part so that each level's are a prefix.
 
     Args:
-        importance_gt: of each token for each KV head.
+        importance_gt: importance of each token for each KV head.
         counts: tokens that each level keeps, never ascending.
-        always: tokens kept before all others; every count has room for them.
+        always: tokens kept before all others; no count is below their number.
 
     Returns:
         order_gk: (g, counts[0]) int64; its first counts[v] columns are the tokens that level v
@@ -56,14 +50,14 @@ def nested_order(
         return kept_gk
     depth_gt = torch.zeros(importance_gt.shape, dtype=torch.int8, device=importance_gt.device)
     for count in farther:
-        chosen_gk = select(importance_gt, count)
-        depth_gt.scatter_add_(1, chosen_gk, torch.ones_like(chosen_gk, dtype=torch.int8))
+        selected_gk = select(importance_gt, count)
+        depth_gt.scatter_add_(1, selected_gk, torch.ones_like(selected_gk, dtype=torch.int8))
     deepest_first = depth_gt.gather(1, kept_gk).argsort(dim=1, descending=True, stable=True)
     return kept_gk.gather(1, deepest_first)
 
 
 def _raised(importance_gt: Tensor, always: Sequence[range]) -> Tensor:
-    """Tokens that are always kept become the most important ones."""
+    """Give tokens that are always kept infinite importance."""
     importance_gt = importance_gt.clone()
     for rows in always:
         importance_gt[:, rows.start : rows.stop] = torch.inf
@@ -72,21 +66,21 @@ def _raised(importance_gt: Tensor, always: Sequence[range]) -> Tensor:
 
 @dataclass(frozen=True)
 class KeptOrder:
-    """The kept tokens of one part for neighbouring KV heads that keep equally many."""
+    """Kept tokens of one part for adjacent KV heads that keep equally many."""
 
     heads: slice
     order_gk: Tensor
-    """int64 rows of the part, from `nested_order`."""
+    """Rows of the part, int64, from `nested_order`."""
 
     def of(self, heads: slice, tokens: slice) -> Tensor:
-        """(g, n) rows of the part, for some of the heads."""
+        """Return the rows of the part (g, n) for some of the heads."""
         return self.order_gk[heads.start - self.heads.start : heads.stop - self.heads.start, tokens]
 
 
 class KeptRows:
-    """Gathers what is sent, and says where outputs belong.
+    """Own queries, keys and values of one layer, by part and in the order of kept tokens.
 
-    A part without an order keeps all tokens where they are: those are slices, not gathers.
+    A part without an order keeps all tokens; its rows are slices and need no gather.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class KeptRows:
         drop_queries: bool,
     ) -> None:
         self.q_thd = q_thd
-        # Keys and values travel together: one gather of long rows, one message.
+        # Keys and values are sent together: one gather of long rows, one message.
         self.kv_tge = torch.cat((k_thd, v_thd), dim=-1)
         self.parts = parts
         self._group = q_thd.shape[1] // k_thd.shape[1]
@@ -108,26 +102,26 @@ class KeptRows:
         self._flat: dict[tuple[int, int], Tensor] = {}
 
     def restrict(self, orders: Mapping[int, tuple[KeptOrder, ...]]) -> None:
-        """Drop what is in no order of its part from now on."""
+        """Drop the tokens that are in no order of their part."""
         self._orders = orders
 
     def kept_gt(self, parts: Iterable[int]) -> Tensor:
-        """(g, t) bool: own rows without those that some parts drop at level 2, their nearest level
-        that drops."""
+        """Return which own rows are kept, (g, t) bool, if the given parts drop at level 2."""
+        # Level 2 is the nearest level that drops tokens.
         kept_gt = self.kv_tge.new_ones(self.kv_tge.shape[1::-1], dtype=torch.bool)
         for part in parts:
             for order in self._orders.get(part, ()):
-                of_part = kept_gt[order.heads, self.parts[part].rows]
-                of_part.zero_().scatter_(1, order.order_gk, True)
+                part_kept_gt = kept_gt[order.heads, self.parts[part].rows]
+                part_kept_gt.zero_().scatter_(1, order.order_gk, True)
         return kept_gt
 
     def shape(self, kind: Kind, heads: slice, tokens: slice) -> tuple[int, int, int]:
-        """Of what `gather` writes."""
+        """Return the shape of the tensor that `gather` writes."""
         x_thd = self.q_thd if kind == "queries" else self.kv_tge
         return _length(tokens), _length(heads), x_thd.shape[2]
 
     def gather(self, kind: Kind, part: int, heads: slice, tokens: slice, out: Tensor) -> None:
-        """Write (n, h, d) queries or (n, g, 2d) keys and values into `out`, which is contiguous."""
+        """Write (n, h, d) queries or (n, g, 2d) keys and values into a contiguous `out`."""
         x_thd = self.q_thd if kind == "queries" else self.kv_tge
         order = self.order(kind, part, heads)
         if order is None:
@@ -145,12 +139,12 @@ class KeptRows:
         torch.index_select(whole, 0, rows_ng.reshape(-1), out=flat)
 
     def kept(self, part: int, block: OwnedHeads, tokens: slice) -> Tensor | None:
-        """(g, n) rows of the part that some query tokens are; None where they are the slice."""
+        """Return the rows of the part (g, n) of some query tokens; None if `tokens` are rows."""
         order = self.order("queries", part, block.queries)
         return None if order is None else order.of(block.keys, tokens)
 
     def order(self, kind: Kind, part: int, heads: slice) -> KeptOrder | None:
-        """The order of a part's tokens for heads of one block."""
+        """Return the order of a part's tokens for the heads of one block; None without one."""
         if kind == "queries" and not self._drop_queries:
             return None
         kv_head = self.kv_heads(kind, heads).start
@@ -160,14 +154,14 @@ class KeptRows:
         return None
 
     def kv_heads(self, kind: Kind, heads: slice) -> slice:
-        """KV heads that some query heads read, or KV heads as they are."""
+        """Return the KV heads that query heads read; KV heads are returned as they are."""
         if kind == "keys":
             return heads
         return slice(heads.start // self._group, (heads.stop - 1) // self._group + 1)
 
     def _flat_rows(self, part: int, order: KeptOrder) -> Tensor:
-        """(k, g) rows of the own rows seen as (t * g, …): whole rows of one flat index are
-        gathered several times faster than by `torch.gather`, element by element."""
+        """Return a flat index (k, g) into the own rows viewed as (t * g, …)."""
+        # Gathering whole rows by a flat index is several times faster than `torch.gather`.
         key = part, order.heads.start
         if key not in self._flat:
             heads, device = order.heads, order.order_gk.device
@@ -186,25 +180,25 @@ def _relative(inner: slice, outer: slice) -> slice:
 
 
 class LevelBuffers:
-    """One level of one layer on one member."""
+    """Queries and keys of the heads that one member owns at one level of one layer."""
 
     def __init__(self, routes: SegmentRoutes, member: int, rows: KeptRows) -> None:
         self.routes = routes
         self.mine = routes.owner(member)
         self._rows = rows
         self.keys = [self._key_buffer(block) for block in range(len(self.mine.key_blocks))]
-        """Per key block (n, g, 2d), all micro-partitions."""
+        """Keys and values of each key block, (n, g, 2d), all micro-partitions."""
         self.queries = [self._query_buffers(micro) for micro in range(routes.micro_partitions)]
-        """Per micro-partition and query block (n, h, d)."""
+        """Queries by micro-partition and query block, (n, h, d)."""
 
     def place(self, send_slice: SendSlice, step: RouteStep) -> Tensor:
-        """Where a parcel belongs, contiguous."""
+        """Return the contiguous rows of the buffer into which a send slice is received."""
         if send_slice.kind == "keys":
             return self.keys[send_slice.block][send_slice.rows]
         return self.queries[step.micro][send_slice.block][send_slice.rows]
 
     def keys_of(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
-        """Keys and values (n, g, d) of a rectangle, for the KV heads of its block."""
+        """Return keys and values (n, g, d) of a rectangle, for the KV heads of its block."""
         block = self.mine.query_blocks[rectangle.block]
         begin = self.mine.key_blocks[block.key_buffer].start
         heads = slice(block.keys.start - begin, block.keys.stop - begin)
@@ -212,7 +206,7 @@ class LevelBuffers:
         return k_ngd, v_ngd
 
     def take_reused(self, step: RouteStep, nearer: Mapping[int, LevelBuffers]) -> None:
-        """Copy what arrived for lower levels and is needed here as well.
+        """Copy send slices that arrived for lower levels and are needed here too.
 
         Args:
             nearer: lower levels by number, whose data has all arrived.
@@ -238,7 +232,7 @@ class LevelBuffers:
                 )
 
     def _stored(self, send_slice: SendSlice, block: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """(buffer, its rows, their tokens) of a parcel's tokens in one block of this level."""
+        """Yield (buffer, its rows, their tokens) of a send slice in one block of this level."""
         if send_slice.kind == "keys":
             begin = self.mine.key_rows[block][send_slice.part].start
             rows = slice(begin + send_slice.tokens.start, begin + send_slice.tokens.stop)
@@ -246,13 +240,11 @@ class LevelBuffers:
             return
         heads = self.mine.query_blocks[block].queries
         for micro, buffers in enumerate(self.queries):
-            held = self.routes.tokens("queries", send_slice.part, heads, micro)
-            first, last = (
-                max(held.start, send_slice.tokens.start),
-                min(held.stop, send_slice.tokens.stop),
-            )
+            stored = self.routes.tokens("queries", send_slice.part, heads, micro)
+            first = max(stored.start, send_slice.tokens.start)
+            last = min(stored.stop, send_slice.tokens.stop)
             if first < last:
-                begin = self.mine.query_rows(block, micro)[send_slice.part].start - held.start
+                begin = self.mine.query_rows(block, micro)[send_slice.part].start - stored.start
                 yield buffers[block], slice(begin + first, begin + last), slice(first, last)
 
     def _key_buffer(self, block: int) -> Tensor:

@@ -1,10 +1,9 @@
-"""The first all-to-all: kept rows on their way to the owners of their heads (CSPS §3.2.4).
+"""The first all-to-all, and the attention of the owned heads at one level (CSPS §3.2.4).
 
-Each exchange has one message per destination, of however many levels, parts and blocks of heads it
-consists. Overlapped with attention, an exchange is the least that something can be computed with;
-without overlap it is everything: one consolidated all-to-all per layer.
-
-The attention that one member computes at one level, for the heads that it owns there.
+The first all-to-all sends kept rows to the owners of their heads. Each exchange has one message per
+destination, with any number of levels, parts and blocks of heads. If exchanges overlap attention,
+an exchange is the smallest amount of data on which attention can run. Without overlap there is one
+consolidated all-to-all per layer.
 
 Shape suffixes: n tokens, h query heads, g KV heads, d head dim.
 """
@@ -28,11 +27,16 @@ from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into, nothing_seen
 
 _Content = Sequence[tuple[LevelBuffers, RouteStep]]
-"""What travels in one exchange, in one order for all."""
+"""Steps in one exchange, in the same order at all members."""
 
 
 class FirstAllToAll:
-    """That of one layer on one member; all exchanges are begun at once, near levels first."""
+    """First all-to-all of one layer on one member; begins all exchanges at once, near levels first.
+
+    Args:
+        levels: buffers by number of the level, ascending.
+        consolidated: True for one exchange of everything.
+    """
 
     def __init__(
         self,
@@ -44,28 +48,28 @@ class FirstAllToAll:
         layer: int,
         consolidated: bool,
     ) -> None:
-        """
-        Args:
-            levels: by number, ascending.
-            consolidated: everything in one exchange.
-        """
+
         self._exchanges: dict[tuple[int, RouteStep], _Exchange] = {}
-        rounds = [[(lv, step) for step in steps] for lv in levels.values() for steps in _rounds(lv)]
-        if consolidated and rounds:
-            rounds = [list(chain(*rounds))]
-        for content in rounds:
+        contents = [
+            [(level, step) for step in steps]
+            for level in levels.values()
+            for steps in _joint_steps(level)
+        ]
+        if consolidated and contents:
+            contents = [list(chain(*contents))]
+        for content in contents:
             label = _label(layer, content, consolidated)
             exchange = _Exchange(group, rows, content, transfers, label)
             for level, step in content:
                 self._exchanges[level.routes.level, step] = exchange
 
     def wait(self, level: int, step: RouteStep) -> None:
-        """Block until a step's rows are in place."""
+        """Block until the rows of a step are in their buffers."""
         self._exchanges[level, step].wait()
 
 
 class _Exchange:
-    """Some steps of some levels."""
+    """One exchange of some steps of some levels."""
 
     def __init__(
         self,
@@ -86,16 +90,23 @@ class _Exchange:
         self._place_own(content)
 
     def wait(self) -> None:
-        """Block until everything is in place."""
+        """Block until all rows are in their buffers."""
         self._transfers.wait(self._transfer)
         for message in self._arriving:
             message.unpack()
         self._arriving.clear()
 
     def _packed(self, content: _Content, owner: int) -> Tensor:
-        """The message to one owner."""
-        send_slices = [it for it in _outgoing(content, owner) if it.part in self._rows.parts]
-        shapes = [self._rows.shape(it.kind, it.heads, it.tokens) for it in send_slices]
+        """Gather the message to one owner."""
+        send_slices = [
+            send_slice
+            for send_slice in _outgoing(content, owner)
+            if send_slice.part in self._rows.parts
+        ]
+        shapes = [
+            self._rows.shape(send_slice.kind, send_slice.heads, send_slice.tokens)
+            for send_slice in send_slices
+        ]
         payload = self._rows.q_thd.new_empty(sum(map(math.prod, shapes)))
         for send_slice, out in zip(send_slices, _views(payload, shapes), strict=True):
             self._rows.gather(
@@ -114,7 +125,7 @@ class _Exchange:
 
 
 class _Message:
-    """What one member sends; alone, a parcel arrives where it belongs."""
+    """Message from one member; a single send slice is received directly into its buffer."""
 
     def __init__(self, places: Sequence[Tensor]) -> None:
         self._places = places
@@ -123,7 +134,7 @@ class _Message:
         self.payload = places[0] if alone else places[0].new_empty(size)
 
     def unpack(self) -> None:
-        """Put everything where it belongs, once it has arrived."""
+        """Copy the send slices of a received message into their buffers."""
         if len(self._places) == 1:
             return
         shapes = [place.shape for place in self._places]
@@ -131,8 +142,9 @@ class _Message:
             place.copy_(view)
 
 
-def _rounds(level: LevelBuffers) -> Iterator[Sequence[RouteStep]]:
-    """Steps that travel together: nothing can be computed with the first queries alone."""
+def _joint_steps(level: LevelBuffers) -> Iterator[Sequence[RouteStep]]:
+    """Yield the steps of a level that are sent together."""
+    # The first queries go with the first keys, as nothing can be computed with queries alone.
     steps = level.routes.steps
     if steps:
         yield steps[:2]
@@ -141,7 +153,7 @@ def _rounds(level: LevelBuffers) -> Iterator[Sequence[RouteStep]]:
 
 
 def _outgoing(content: _Content, owner: int) -> Iterator[SendSlice]:
-    """What an owner gets from anybody."""
+    """Yield the send slices that an owner receives from any member."""
     for level, step in content:
         if owner in level.routes.members:
             for send_slice in level.routes.owner(owner).send_slices(step):
@@ -150,7 +162,7 @@ def _outgoing(content: _Content, owner: int) -> Iterator[SendSlice]:
 
 
 def _incoming(content: _Content, member: int) -> Iterator[Tensor]:
-    """The places of what one other member sends here."""
+    """Yield the buffer rows for the send slices from another member."""
     for level, step in content:
         parts = level.routes.routes.counts.parts
         for send_slice in level.mine.send_slices(step):
@@ -159,7 +171,7 @@ def _incoming(content: _Content, member: int) -> Iterator[Tensor]:
 
 
 def _views(payload: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """A payload's parts, one after the other."""
+    """Yield consecutive views of a payload with the given shapes."""
     begin = 0
     for shape in shapes:
         end = begin + math.prod(shape)
@@ -176,17 +188,17 @@ def _label(layer: int, content: _Content, consolidated: bool) -> Label:
 
 @dataclass(frozen=True)
 class FinishedQueries:
-    """One micro-partition of queries, whose attention at this level is complete."""
+    """One micro-partition of queries whose attention at this level is complete."""
 
     routes: SegmentRoutes
     micro: int
     outs_nhd: tuple[Tensor, ...]
-    """Per block of the owner, in the order of its query buffers."""
+    """Outputs of each block of the owner, in the order of its query buffers."""
     lses_hn: tuple[Tensor, ...]
 
 
 class OwnedLevel:
-    """One level of one layer on one member."""
+    """Attention of one member's own heads at one level of one layer."""
 
     def __init__(self, group: SpGroup, buffers: LevelBuffers, *, layer: int, scale: float) -> None:
         self.buffers = buffers
@@ -195,13 +207,12 @@ class OwnedLevel:
         self._layer = layer
         self._scale = scale
         self._partial: dict[int, tuple[Tensor, Tensor]] = {}
-        """By query block, what its queries have seen so far."""
+        """Running result of each query block."""
 
     def compute(
         self, arrivals: FirstAllToAll, nearer: Mapping[int, LevelBuffers]
     ) -> Iterator[FinishedQueries]:
-        """Attend as micro-partitions arrive, with points between them; yields those of the queries
-        as they are finished.
+        """Attend as micro-partitions arrive, with yield points; yield finished queries.
 
         Args:
             nearer: lower levels by number, whose data has all arrived.
@@ -227,24 +238,24 @@ class OwnedLevel:
             self._group.points.point()
 
     def _attend(self, rectangle: Rectangle, part: slice, step: RouteStep) -> None:
-        """Some of a rectangle's queries."""
+        """Attend some queries of a rectangle to its keys."""
         queries = self.buffers.queries[step.query_micro][rectangle.block][rectangle.queries]
         k_ngd, v_ngd = self.buffers.keys_of(rectangle)
-        q_nhd, sees = queries[part], len(k_ngd)
-        positions = range(sees - len(queries), sees)[part]
+        q_nhd, key_count = queries[part], len(k_ngd)
+        positions = range(key_count - len(queries), key_count)[part]
         out_nhd, lse_hn = attention(
             q_nhd,
             k_ngd,
             v_ngd,
             q_positions=positions if rectangle.causal else None,
-            k_positions=range(sees) if rectangle.causal else None,
+            k_positions=range(key_count) if rectangle.causal else None,
             scale=self._scale,
         )
         first, block = rectangle.queries.start, rectangle.block
         rows = slice(first + part.start, first + part.stop)
         buffer = self.buffers.queries[step.query_micro][block]
         if len(q_nhd) == len(buffer) and block not in self._partial:
-            self._partial[block] = out_nhd, lse_hn  # one call for all is common: no copy
+            self._partial[block] = out_nhd, lse_hn  # One call for all is common; saves a copy.
             return
         if block not in self._partial:
             self._partial[block] = nothing_seen(buffer)
@@ -252,7 +263,7 @@ class OwnedLevel:
         merge_into(out[rows], lse[:, rows], out_nhd, lse_hn)
 
     def _computes(self, step: RouteStep) -> bool:
-        return step != RouteStep("queries", 0)  # which waits for the first keys
+        return step != RouteStep("queries", 0)  # the first queries wait for the first keys
 
     def _finishes(self, step: RouteStep) -> bool:
         if step.kind == "queries":

@@ -1,18 +1,18 @@
-"""Who sends what to whom at each level, and which attention its receiver then computes.
+"""Routes of the first all-to-all at each level, and the attention that its receiver computes.
 
-The member of rank r in a segment of n owns heads [rH/n, (r+1)H/n) of it (CSPS §3.2.4): it gets
-these heads' queries of all parts that see something there, and their keys and values of all parts
-that are seen. Both are cut into micro-partitions, and arrive as
+The r-th member of a segment of n owns heads [rH/n, (r+1)H/n) of it (CSPS §3.2.4). For these heads
+it receives the queries of all parts that see a key there, and the keys and values of all parts that
+are seen. Both are split into micro-partitions, which arrive as
 
     Q 0, KV 0, KV 1, …, KV M-1, Q 1, …, Q M-1
 
-of which the first two travel together, so that the first queries are computed progressively while
-keys arrive, and every later micro-partition of queries is finished as soon as it is here. Cutting
-both alike, as the paper's figure does, would finish all queries only with the last keys.
+The first two travel together. So the first queries are computed progressively while keys arrive,
+and every later micro-partition of queries is finished when it arrives. Alternating both, as in the
+paper's figure, would finish all queries only with the last keys.
 
-Everything here is derived from the plan alone, the same on every member: no sizes or indices are
-ever sent. Consolidation: what a member got for a nearer level is not sent again for a farther
-one; it is the head of what it has, as kept sets are nested prefixes (`csps.actors.attention.csa.kept_rows`).
+Routes follow from the plan alone, so no sizes or indices are sent. Tokens that a member received
+for a nearer level are not sent again for a farther one (consolidation); kept sets are nested
+prefixes (`csps.actors.attention.csa.kept_rows`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from csps.actors.attention.base.levels import LevelGeometry, LevelPart, SegmentG
 from csps.protocols.core.placement import even_share
 
 Kind = Literal["queries", "keys"]
-"""Keys travel together with their values."""
+"""Kind of rows that are sent; keys include their values."""
 
 
 @dataclass(frozen=True)
 class OwnedHeads:
-    """Heads that are sent and computed together: every KV head serves equally many queries."""
+    """Heads that are sent and computed together, with equally many queries per KV head."""
 
     queries: slice
     keys: slice
     key_buffer: int
-    """Index of the owner's key buffer that holds the KV heads."""
+    """Index of the owner's key buffer with these KV heads."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class RouteStep:
 
     @property
     def query_micro(self) -> int:
-        """The micro-partition of queries that is computed when this has arrived."""
+        """Micro-partition of the queries that are computed when this step has arrived."""
         return self.micro if self.kind == "queries" else 0
 
 
 @dataclass(frozen=True)
 class SendSlice:
-    """Tokens of one part for some heads, on their way to the heads' owner."""
+    """Tokens of one part for some heads, sent to the owner of the heads."""
 
     kind: Kind
     part: int
     heads: slice
     tokens: slice
-    """Places in the part's order of kept tokens."""
+    """Range in the part's order of kept tokens."""
     block: int
     """Index of the owner's buffer."""
     rows: slice
     """Rows of that buffer."""
     reused_from: int | None
-    """Level for which the owner got these tokens already."""
+    """Level for which the owner received these tokens before, or None."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Rectangle:
     queries: slice
     keys: slice
     causal: bool
-    """The last query sees all these keys, each query before it one key less."""
+    """True if the last query sees all keys, and each query before it one key less."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class HeadCounts:
     """Tokens that each part keeps at each level, for every local KV head."""
 
     kept: tuple[tuple[tuple[int, ...], ...], ...]
-    """[part][KV head][level - 1]."""
+    """Number of tokens, [part][KV head][level - 1]."""
     parts: tuple[LevelPart, ...]
     drop_queries: bool
 
     def of(self, kind: Kind, part: int, level: int, kv_head: int) -> int:
-        """Queries or keys of a part at a level."""
+        """Return the number of queries or keys of a part at a level."""
         if kind == "queries" and not self.drop_queries:
             return self.parts[part].length
         return self.kept[part][kv_head][level - 1]
 
     def boundaries(self) -> list[int]:
-        """KV heads that keep other numbers of tokens than the head before."""
+        """Return the KV heads whose numbers of kept tokens differ from the head before."""
         heads = range(1, len(self.kept[0]) if self.kept else 0)
         return [h for h in heads if any(part[h] != part[h - 1] for part in self.kept)]
 
@@ -118,35 +118,35 @@ class SegmentRoutes:
         self._owners: dict[int, OwnerRoutes] = {}
 
     def owner(self, member: int) -> OwnerRoutes:
-        """What one member of the segment gets and computes."""
+        """Return what one member of the segment receives and computes."""
         if member not in self._owners:
             self._owners[member] = OwnerRoutes(self, member)
         return self._owners[member]
 
     def owned(self, kind: Kind, member: int) -> slice:
-        """Heads of a member in this segment."""
-        place = member - self.members.start
-        return self._split.queries(place) if kind == "queries" else self._split.keys(place)
+        """Return the heads that a member owns in this segment."""
+        index = member - self.members.start
+        return self._split.queries(index) if kind == "queries" else self._split.keys(index)
 
     def parts_of(self, kind: Kind) -> tuple[int, ...]:
-        """Parts whose queries, or keys, take part."""
+        """Return the parts whose queries, or keys, take part."""
         if kind == "keys":
             return self.segment.key_parts
         return tuple(sight.part for sight in self.segment.sights)
 
     def count(self, kind: Kind, part: int, heads: slice) -> int:
-        """Tokens of a part for the heads of one block."""
+        """Return the number of tokens of a part for the heads of one block."""
         group = self.routes.group if kind == "queries" else 1
         return self.routes.counts.of(kind, part, self.level, heads.start // group)
 
     def tokens(self, kind: Kind, part: int, heads: slice, micro: int) -> slice:
-        """A part's tokens in one micro-partition."""
-        share = even_share(self.count(kind, part, heads), self.micro_partitions, micro)
-        return slice(share.start, share.stop)
+        """Return the tokens of a part in one micro-partition."""
+        tokens = even_share(self.count(kind, part, heads), self.micro_partitions, micro)
+        return slice(tokens.start, tokens.stop)
 
     @cached_property
     def steps(self) -> tuple[RouteStep, ...]:
-        """The first all-to-all, in order; none where nobody sees anybody."""
+        """Steps of the first all-to-all, in order; none if no part sees another."""
         if not self.segment.sights:
             return ()
         micros = range(self.micro_partitions)
@@ -159,7 +159,7 @@ class SegmentRoutes:
 
 
 class OwnerRoutes:
-    """What one member gets at one level, where it puts it, and what it computes."""
+    """Rows that one member receives at one level, their buffers, and the attention over them."""
 
     def __init__(self, segment: SegmentRoutes, member: int) -> None:
         self.member = member
@@ -172,14 +172,15 @@ class OwnerRoutes:
 
     @cached_property
     def key_blocks(self) -> tuple[slice, ...]:
-        """KV heads, cut where the kept numbers change and where nearer levels' heads end, so that
-        each block is sent, or taken from a nearer level, as a whole."""
+        """KV heads of each key buffer."""
+        # Split where the numbers of kept tokens change and where nearer levels' heads end, so
+        # that each block is sent, or copied from a nearer level, as a whole.
         points = [*self._segment.routes.counts.boundaries(), *self._nearer_ends("keys")]
         return tuple(_cut(self._segment.owned("keys", self.member), points))
 
     @cached_property
     def query_blocks(self) -> tuple[OwnedHeads, ...]:
-        """Query heads with the KV heads that they read."""
+        """Query heads of each query buffer, with the KV heads that they read."""
         points = [keys.start * self._group for keys in self.key_blocks]
         points += self._nearer_ends("queries")
         return tuple(
@@ -189,7 +190,7 @@ class OwnerRoutes:
         )
 
     def heads(self, kind: Kind) -> tuple[slice, ...]:
-        """Heads of each buffer."""
+        """Return the heads of each buffer."""
         if kind == "keys":
             return self.key_blocks
         return tuple(block.queries for block in self.query_blocks)
@@ -208,8 +209,8 @@ class OwnerRoutes:
 
     @cached_property
     def key_rows(self) -> tuple[dict[int, slice], ...]:
-        """Per buffer, the rows of each part: all micro-partitions of a part are neighbours, so
-        that neighbouring parts are one slice once they are complete."""
+        """Rows of each part, by key buffer."""
+        # Micro-partitions of a part are adjacent, so adjacent parts are one slice when complete.
         return tuple(
             _end_to_end(
                 (part, self._segment.count("keys", part, heads))
@@ -219,7 +220,7 @@ class OwnerRoutes:
         )
 
     def query_rows(self, block: int, micro: int) -> dict[int, slice]:
-        """Rows of each part in the buffer of one block and micro-partition."""
+        """Return the rows of each part in the buffer of one block and micro-partition."""
         heads = self.query_blocks[block].queries
         lengths = []
         for part in self._segment.parts_of("queries"):
@@ -228,7 +229,7 @@ class OwnerRoutes:
         return _end_to_end(lengths)
 
     def send_slices(self, step: RouteStep) -> tuple[SendSlice, ...]:
-        """What the buffers are filled with in one step, in the order of travel."""
+        """Return the send slices that fill the buffers in one step, in the order of sending."""
         if step not in self._send_slices:
             self._send_slices[step] = tuple(
                 self._send_slice(step, part, block)
@@ -255,7 +256,7 @@ class OwnerRoutes:
         )
 
     def _reused_from(self, kind: Kind, part: int, heads: slice) -> int | None:
-        """The farthest nearer level, which has the fewest tokens to spare."""
+        """Return the farthest nearer level with these heads, which has the fewest extra tokens."""
         levels = [
             nearer.level
             for nearer in self._segment.routes.nearer(self._segment.level, self.member)
@@ -266,7 +267,7 @@ class OwnerRoutes:
     # --- attention ---------------------------------------------------------------------------
 
     def rectangles(self, step: RouteStep) -> tuple[Rectangle, ...]:
-        """What can be computed once a step has arrived."""
+        """Return the attention calls that become possible when a step has arrived."""
         if step not in self._rectangles:
             self._rectangles[step] = tuple(
                 rectangle
@@ -277,7 +278,7 @@ class OwnerRoutes:
         return self._rectangles[step]
 
     def whole_rectangles(self, micro: int) -> Iterator[Rectangle]:
-        """Everything that one micro-partition of queries sees, once all keys are here."""
+        """Yield the calls of one micro-partition of queries against all keys."""
         for block in range(len(self.query_blocks)):
             yield from self._against_all(block, micro)
 
@@ -285,11 +286,14 @@ class OwnerRoutes:
         if step.kind == "keys" and self._segment.micro_partitions > 1:
             return self._against_new(block, step.micro)
         if step == RouteStep("queries", 0):
-            return iter(())  # no key is here yet
+            return iter(())  # no key has arrived yet
         return self._against_all(block, step.micro)
 
     def _against_all(self, block: int, micro: int) -> Iterator[Rectangle]:
-        """Queries of one micro-partition against all keys; sights of the same keys at once."""
+        """Yield calls of one micro-partition of queries against all keys.
+
+        Sights of the same keys share a call.
+        """
         heads = self.query_blocks[block]
         query_rows, key_rows = self.query_rows(block, micro), self.key_rows[heads.key_buffer]
         for sights in _same_keys(self._segment.segment.sights):
@@ -302,7 +306,7 @@ class OwnerRoutes:
             yield Rectangle(block, queries, slice(begin, end), last.causal)
 
     def _against_new(self, block: int, micro: int) -> Iterator[Rectangle]:
-        """Queries of micro-partition 0 against the keys of one micro-partition."""
+        """Yield calls of query micro-partition 0 against the keys of one micro-partition."""
         heads = self.query_blocks[block]
         query_rows, key_rows = self.query_rows(block, 0), self.key_rows[heads.key_buffer]
         for sights in _same_keys(self._segment.segment.sights):
@@ -311,7 +315,7 @@ class OwnerRoutes:
             for part in last.sources:
                 own = last.causal and part == last.part
                 if own and micro:
-                    continue  # later tokens than those of the first queries
+                    continue  # these keys are later than the first queries
                 tokens = self._segment.tokens("keys", part, heads.keys, micro)
                 begin = key_rows[part].start
                 keys = slice(begin + tokens.start, begin + tokens.stop)
@@ -319,7 +323,7 @@ class OwnerRoutes:
 
 
 class Routes:
-    """All levels of one layer, for all members."""
+    """Routes of all levels of one layer, for all members."""
 
     def __init__(
         self,
@@ -334,18 +338,18 @@ class Routes:
         self.counts = counts
         self.heads, self.kv_heads = heads, kv_heads
         self.group = heads // kv_heads
-        """Query heads of a KV head."""
+        """Number of query heads of a KV head."""
         self._micro = tuple(micro_partitions)
         self._segments: dict[tuple[int, range], SegmentRoutes] = {}
 
     @property
     def exchanged_levels(self) -> range:
-        """Levels that are not inside single members."""
+        """Levels whose segments have several members."""
         first = 2 if self.geometry.local_first_level else 1
         return range(first, len(self.geometry.levels) + 1)
 
     def segment(self, level: int, member: int) -> SegmentRoutes:
-        """The segment of a member at a level."""
+        """Return the segment of a member at a level."""
         key = level, self.geometry.members(level, member)
         if key not in self._segments:
             geometry = self.geometry.segment(level, member)
@@ -353,19 +357,20 @@ class Routes:
         return self._segments[key]
 
     def nearer(self, level: int, member: int) -> list[SegmentRoutes]:
-        """A member's segments at lower levels, nearest first."""
+        """Return a member's segments at lower levels, nearest first."""
         return [self.segment(lower, member) for lower in self.exchanged_levels if lower < level]
 
 
 def _cut(whole: slice, points: Iterable[int]) -> Iterator[slice]:
-    """A slice cut at those of the points that lie inside."""
+    """Split a slice at the points inside it."""
     inside = sorted({point for point in points if whole.start < point < whole.stop})
     if whole.start < whole.stop:
         yield from (slice(a, b) for a, b in pairwise([whole.start, *inside, whole.stop]))
 
 
 def _uniform(queries: slice, group: int) -> Iterator[slice]:
-    """Grouped-query attention cannot run two query heads of one KV head and one of the next."""
+    """Split query heads into runs with equally many of them per KV head."""
+    # Grouped-query attention cannot compute two query heads of one KV head and one of the next.
     if queries.start % group == 0 and queries.stop % group == 0:
         yield queries
     else:
@@ -385,6 +390,10 @@ def _end_to_end(lengths: Iterable[tuple[int, int]]) -> dict[int, slice]:
 
 
 def _same_keys(sights: Sequence[Sight]) -> Iterator[list[Sight]]:
-    """Runs of neighbouring sights of the same keys; a causal one stands alone."""
-    for _, run in groupby(sights, key=lambda s: (s.sources, s.part if s.causal else None)):
+    """Yield runs of adjacent sights of the same keys; a causal sight is a run of its own."""
+
+    def seen(sight: Sight) -> tuple[range, int | None]:
+        return sight.sources, sight.part if sight.causal else None
+
+    for _, run in groupby(sights, key=seen):
         yield list(run)

@@ -1,14 +1,11 @@
-"""The second all-to-all: outputs and LSEs back to the members whose tokens they are.
+"""The running result of own rows: the second all-to-all, and attention of own rows to each other.
 
-Levels and micro-partitions come back in the order in which they were computed, and are merged
-into the running result by their LSE (CSPS Eq. 5, shifted by the maximum). A dropped query has no
-row, which is the weight 0 of the paper. Outputs travel in the model's dtype, LSEs in fp32.
+Outputs and LSEs return to the members of the tokens (output all-to-all), level by level and
+micro-partition by micro-partition as they are computed. They are merged by LSE into the running
+result (CSPS Eq. 5, shifted by the maximum). A dropped query has no row, which is weight 0 in the
+paper. Outputs are sent in the model's dtype, LSEs in fp32.
 
-Shape suffixes: t own rows, n tokens, h query heads, d head dim.
-
-Attention of own rows among themselves: level 1, and pieces that no other member shares.
-
-Shape suffixes: t own rows, k kept tokens, h query heads, g KV heads, d head dim.
+Shape suffixes: t own rows, n tokens, k kept tokens, h query heads, g KV heads, d head dim.
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ from csps.protocols.core.placement import even_share
 
 @dataclass
 class RunningAttention:
-    """What own rows have seen so far."""
+    """Attention of own rows over the keys seen so far."""
 
     out_thd: Tensor
-    """fp32, or fp64 for fp64 inputs."""
+    """Output, fp32, or fp64 for fp64 inputs."""
     lse_ht: Tensor
 
 
@@ -51,7 +48,7 @@ class _OutputSlice:
 
     @property
     def blocks(self) -> Iterator[tuple[OwnedHeads, slice]]:
-        """The owner's blocks, with the tokens that each has outputs for."""
+        """Blocks of the owner, with the tokens for which each has outputs."""
         for block in self.routes.owner(self.owner).query_blocks:
             yield block, self.routes.tokens("queries", self.part, block.queries, self.micro)
 
@@ -76,7 +73,7 @@ class OutputAllToAll:
         self._finished: list[FinishedQueries] = []
 
     def send(self, done: FinishedQueries) -> None:
-        """Start the return of a finished micro-partition."""
+        """Begin to send the outputs of a finished micro-partition, and to receive own ones."""
         routes, micro = done.routes, done.micro
         own, foreign = self._sorted_parts(routes)
         sends = [
@@ -97,7 +94,7 @@ class OutputAllToAll:
         self._finished.append(done)
 
     def merge_all(self, running: RunningAttention) -> None:
-        """Merge own outputs, wait for everything on its way, in order, and merge that."""
+        """Merge the outputs computed here, then those of other owners as they arrive, in order."""
         timeline = self._transfers.timeline
         with timeline.phase("merge", layer=self._layer):
             for done in self._finished:
@@ -112,13 +109,13 @@ class OutputAllToAll:
                     self._merge(running, send_slice, self._views(send_slice, payload))
 
     def _sorted_parts(self, routes: SegmentRoutes) -> tuple[list[int], list[int]]:
-        """Parts with outputs here: this member's own, and others'."""
+        """Return the parts with outputs here: own parts, and parts of others."""
         parts = routes.parts_of("queries")
         own = [part for part in parts if part in self._rows.parts]
         return own, [part for part in parts if part not in self._rows.parts]
 
     def _outputs(self, done: FinishedQueries, part: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(out (n, h, d), lse (h, n)) of a part, by block of this owner."""
+        """Yield (out (n, h, d), lse (h, n)) of a part, by block of this owner."""
         mine = done.routes.owner(self._group.member)
         for block, (out_nhd, lse_hn) in enumerate(zip(done.outs_nhd, done.lses_hn, strict=True)):
             rows = mine.query_rows(block, done.micro)[part]
@@ -144,7 +141,7 @@ class OutputAllToAll:
                 kept_gn,
             )
 
-    # --- one message per parcel ----------------------------------------------------------------
+    # --- one message per output slice ----------------------------------------------------------
 
     def _packed(self, done: FinishedQueries, part: int) -> Tensor:
         send_slice = _OutputSlice(done.routes, done.micro, part, self._group.member)
@@ -156,12 +153,12 @@ class OutputAllToAll:
         return payload
 
     def _payload(self, send_slice: _OutputSlice) -> Tensor:
-        """Room for the bytes of a parcel."""
+        """Allocate the bytes of an output slice."""
         size = sum(sum(self._sizes(block, tokens)) for block, tokens in send_slice.blocks)
         return torch.empty(size, dtype=torch.uint8, device=self._rows.q_thd.device)
 
     def _views(self, send_slice: _OutputSlice, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(out (n, h, d), lse (h, n)) of each block of a payload."""
+        """Yield views (out (n, h, d), lse (h, n)) of each block of a payload."""
         q_thd, begin = self._rows.q_thd, 0
         for block, tokens in send_slice.blocks:
             lse_bytes, out_bytes = self._sizes(block, tokens)
@@ -173,17 +170,18 @@ class OutputAllToAll:
             begin = end
 
     def _sizes(self, block: OwnedHeads, tokens: slice) -> tuple[int, int]:
-        """Bytes of LSEs and of outputs; LSEs come first, which keeps their fp32 aligned."""
+        """Return the bytes of LSEs and of outputs."""
+        # LSEs come first in a payload, which keeps them aligned.
         rows = (block.queries.stop - block.queries.start) * (tokens.stop - tokens.start)
         q_thd = self._rows.q_thd
         return rows * self._lse_dtype.itemsize, rows * q_thd.shape[2] * q_thd.itemsize
 
 
 class OwnRows:
-    """Causal attention inside each local piece, but for those that are exchanged at level 1.
+    """Causal attention inside each local chunk, without those that are exchanged at level 1.
 
-    It needs nobody, so it is what a member computes whenever it would wait: cut into
-    micro-partitions of the queries, of which the first ones, with few keys, are short.
+    It needs no other member, so a member computes it whenever it would wait, by micro-partitions
+    of the queries. The first ones have few keys and are short.
     """
 
     def __init__(
@@ -205,31 +203,31 @@ class OwnRows:
             for micro in range(micro_partitions)
         ]
         self.done = 0
-        """Micro-partitions that have been computed."""
+        """Number of micro-partitions that are computed."""
 
     @property
     def left(self) -> int:
-        """Micro-partitions to come."""
+        """Number of micro-partitions that remain."""
         return len(self._cuts) - self.done
 
     @property
     def running(self) -> RunningAttention:
-        """Outputs and LSEs so far; what is not computed has LSE -inf."""
+        """Outputs and LSEs so far; rows that are not computed have LSE -inf."""
         if self._running is None:
             self._running = RunningAttention(*nothing_seen(self._q_thd))
         return self._running
 
     def attend_next(self) -> None:
         """Compute one micro-partition."""
-        for rows, share in self._cuts[self.done]:
-            queries = slice(rows.start + share.start, rows.start + share.stop)
+        for rows, part in self._cuts[self.done]:
+            queries = slice(rows.start + part.start, rows.start + part.stop)
             keys = slice(rows.start, queries.stop)
             out_thd, lse_ht = attention(
                 self._q_thd[queries],
                 self._k_thd[keys],
                 self._v_thd[keys],
-                q_positions=share,
-                k_positions=range(share.stop),
+                q_positions=part,
+                k_positions=range(part.stop),
                 scale=self._scale,
             )
             if self._whole:
@@ -242,10 +240,8 @@ class OwnRows:
 def attend_own_levels(
     running: RunningAttention, rows: KeptRows, routes: Routes, *, scale: float
 ) -> None:
-    """The nested reading: at each farther level own kept rows see each other once more.
-
-    For comparison only, so head by head.
-    """
+    """Attend own kept rows to each other once more at each farther level (nested levels)."""
+    # Head by head, which is slow: nested levels serve for comparison only.
     for part in rows.parts.values():
         for level in range(2, len(routes.geometry.levels) + 1):
             for head in range(routes.kv_heads):
@@ -279,7 +275,7 @@ def _attend_kept(
 def _kept(
     rows: KeptRows, routes: Routes, part: LevelPart, level: int, kind: Kind, heads: slice
 ) -> Tensor:
-    """(k,) own rows of a part's kept tokens at a level, for heads of one KV head."""
+    """Return the own rows (k,) of a part's kept tokens at a level, for heads of one KV head."""
     begin = int(part.rows.start)
     count = routes.segment(level, part.member).count(kind, part.index, heads)
     order = rows.order(kind, part.index, heads)

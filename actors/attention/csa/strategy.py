@@ -5,17 +5,14 @@
     attention level by level, progressively as rows arrive
       --second all-to-all, as micro-partitions are finished--> own rows, merged by LSE
 
-Level 1 is own rows only and needs nobody: its micro-partitions are computed wherever a member
-would otherwise wait, for the first all-to-all or for the last outputs. Between micro-partitions of
-any level urgent jobs may run that need nobody but this rank.
+Level 1 is own rows only and needs no other member. A member computes its micro-partitions whenever
+it would wait for the first all-to-all or for the last outputs. Yield points lie between
+micro-partitions of all levels. With one level (N_v = 1) this is exact SP-NTP with pipelining.
 
-With one level (N_v = 1) this is exact SP-NTP with pipelining.
-
-A prompt may come in chunks. Levels, kept sets and dropped queries are about the tokens of a chunk,
-and every row sees all history, exactly: its own rows of all heads ask for it. Of a prompt's chunks
-the first has the sinks and the last the tail; what the end of the prompt will look for is not known
-before, so that in the others the chunk's last queries judge. Importance is what a key receives of
-the attention to the chunk: history gets its share of each query, but takes no part in the choice.
+If a prompt comes in chunks, levels, kept sets and dropped queries concern the tokens of one chunk,
+and every row sees all history exactly. The first chunk has the sinks, the last the tail. The last
+queries of each chunk score importance, because the queries at the end of the prompt are not known
+earlier. History gets its probability mass in each row, but is never dropped.
 """
 
 from __future__ import annotations
@@ -62,9 +59,9 @@ from csps.protocols.attention.csa import ALL_QUERIES
 
 
 class Csa(WithTransfers):
-    """Sparse attention of one job; one object per job and rank, entered for the job's duration.
+    """Sparse attention of one step on one rank; entered for the duration of the step.
 
-    What a layer sends may still be leaving while the next one begins; leaving the context waits.
+    Sends of a layer may continue while the next layer runs; leaving the context waits for them.
     """
 
     def __init__(
@@ -85,13 +82,13 @@ class Csa(WithTransfers):
         parts = spanning_parts(group.step.chunks, group.step.bounds)
         self._geometry = LevelGeometry(parts=parts, levels=plan.segments(), nested=plan.nested)
         self._own = {part.index: part for part in parts if part.member == group.member}
-        """Without those of pieces that nobody wants any more."""
-        self._behind = [part.index for part in self._own.values() if not self._is_last(part)]
-        """Own parts that others of their prompt follow."""
+        """Own parts by index, without those of cancelled chunks."""
+        self._followed = [part.index for part in self._own.values() if not self._is_last(part)]
+        """Own parts that are not the last of their chunk."""
         self._own_starts = {part.rows.start for part in self._own.values()}
         self._scorer = self._new_scorer(parts)
         self._may_pause = False
-        """No exchange is begun now that ends no phase."""
+        """True while every exchange that begins also ends a phase."""
         self._scored_at_once = plan.importance_layer == "same"
         self._routes: dict[object, Routes] = {}
         self._history = History(
@@ -105,16 +102,16 @@ class Csa(WithTransfers):
         self._timeline = group.clock.timeline
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """See `Strategy`: members see kept tokens only, and of a share of the heads."""
+        """See `Strategy`. A member receives kept tokens only, and only some of the heads."""
         return ()
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
-        """See `Strategy`. KV leaves before the layer chooses what to keep, unless decode is to see
-        only that."""
+        """See `Strategy`."""
         with self._timeline.phase("qkv", layer=index):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        # KV is sent before the layer selects tokens, unless decode sees the selected ones only.
         if self._schedule.narrows(index):
             store_chosen = partial(store, index, k_thd, v_thd)
             out_thd = self.attend(index, q_thd, k_thd, v_thd, store_chosen)
@@ -132,13 +129,14 @@ class Csa(WithTransfers):
         v_thd: Tensor,
         store_chosen: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Attention output (t, h, d) of own rows, in q's dtype.
+        """Return the attention output (t, h, d) of own rows, in q's dtype.
 
         Args:
             q_thd, k_thd, v_thd: own rows, all local heads, contiguous.
-            keep_chosen: told what decode is to see, (KV heads, t) bool, once that is chosen.
+            store_chosen: called with the tokens that decode sees, (KV heads, t) bool, when they
+                are selected; None if decode sees all.
         """
-        self._leave_cancelled()
+        self._drop_cancelled()
         rows = KeptRows(
             q_thd, k_thd, v_thd, parts=self._own, drop_queries=self._schedule.plan.drop_queries
         )
@@ -147,12 +145,12 @@ class Csa(WithTransfers):
             if self._schedule.drops(layer):
                 self._choose(layer, rows)
             if store_chosen is not None:
-                store_chosen(rows.kept_gt(self._behind))
+                store_chosen(rows.kept_gt(self._followed))
             self._attend(layer, rows, own)
         return own.running.out_thd.to(q_thd.dtype)
 
     def _attend(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
-        """One layer; wherever it waits, own rows are attended to instead."""
+        """Compute the exchanged levels of one layer; own rows are computed while it waits."""
         scoring = not self._scored_at_once and self._schedule.drops(layer + 1)
         if scoring:
             self._scorer.begin(layer, rows, self._transfers)
@@ -177,15 +175,14 @@ class Csa(WithTransfers):
             self._scorer.finish(done, self._transfers)
         asked.merge_into(own.running.out_thd, own.running.lse_ht)
 
-    def _leave_cancelled(self) -> None:
-        """From this layer on pieces that nobody wants are neither exchanged nor computed, and
-        nothing is judged by them. Their rows become what the MLP makes of no attention."""
+    def _drop_cancelled(self) -> None:
+        """Exclude cancelled chunks from exchanges, computing and scores from this layer on."""
         chunks = self._group.step.chunks
-        gone = frozenset(i for i, chunk in enumerate(chunks) if not self._group.wanted(chunk))
-        if gone != self._geometry.cancelled:
-            self._geometry = replace(self._geometry, cancelled=gone)
+        cancelled = frozenset(i for i, c in enumerate(chunks) if not self._group.is_active(c))
+        if cancelled != self._geometry.cancelled:
+            self._geometry = replace(self._geometry, cancelled=cancelled)
             self._routes.clear()
-            self._own = {i: part for i, part in self._own.items() if part.chunk not in gone}
+            self._own = {i: part for i, part in self._own.items() if part.chunk not in cancelled}
 
     def _is_last(self, part: LevelPart) -> bool:
         chunk = self._group.step.chunks[part.chunk]
@@ -208,12 +205,12 @@ class Csa(WithTransfers):
     # --- one layer -----------------------------------------------------------------------------
 
     def _own_rows(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> OwnRows:
-        """What needs no other member."""
+        """Return the attention that needs no other member."""
         exchanged = set() if self._geometry.local_first_level else self._own_starts
         chunks = [
-            it.rows
-            for it in self._group.local
-            if it.rows.start not in exchanged and self._group.wanted(it.chunk)
+            local.rows
+            for local in self._group.local
+            if local.rows.start not in exchanged and self._group.is_active(local.chunk)
         ]
         longest = max((rows.stop - rows.start for rows in chunks), default=0)
         blocks = sum(1 for _ in query_blocks(q_thd[:longest], longest))
@@ -222,15 +219,15 @@ class Csa(WithTransfers):
             k_thd,
             v_thd,
             chunks=chunks,
-            # Nothing of it is sent, so it may be cut as finely as the others' turns want it.
+            # Nothing of it is sent, so there may be as many partitions as yield points need.
             micro_partitions=max(self._micro_partitions(layer)[0], blocks),
             scale=self._scale,
         )
 
     def _attend_own(self, layer: int, own: OwnRows) -> bool:
-        """One micro-partition of level 1; false if there is none left. Never called while waiting
-        is counted, so that a job's time is counted once. In waits before the levels no point comes
-        after it: there exchanges follow each other closely."""
+        """Compute one micro-partition of level 1; return False if none is left."""
+        # Never called while waiting time is counted, so the time of a step is counted once. There
+        # is no yield point in waits before the levels, where exchanges follow each other closely.
         if not own.left:
             return False
         with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
@@ -240,7 +237,7 @@ class Csa(WithTransfers):
         return True
 
     def _levels(self, layer: int, rows: KeptRows) -> dict[int, LevelBuffers]:
-        """Of the levels that are exchanged, by number, ascending."""
+        """Return the buffers of the exchanged levels by number, ascending."""
         routes, member = self._layer_routes(layer), self._group.member
         return {
             number: LevelBuffers(routes.segment(number, member), member, rows)
@@ -255,8 +252,7 @@ class Csa(WithTransfers):
         levels: Mapping[int, LevelBuffers],
         arrivals: FirstAllToAll,
     ) -> None:
-        """Levels ascending: compute what arrives, and send back what is finished. What is left of
-        level 1 by then hides the way of the last outputs."""
+        """Compute levels as their rows arrive, in ascending order, and send outputs back."""
         outputs = OutputAllToAll(self._group, rows, self._transfers, layer=layer)
         self._may_pause = True
         if not self._schedule.plan.pipelined:
@@ -265,11 +261,11 @@ class Csa(WithTransfers):
             level = OwnedLevel(self._group, buffers, layer=layer, scale=self._scale)
             finished = level.compute(arrivals, levels)
             for _ in range(self._micro_partitions(layer)[number - 1]):
-                done = next(finished, None)  # none where nobody sees anybody
+                done = next(finished, None)  # None in a segment where no part sees another
                 self._group.points.close()
                 if done is not None:
                     outputs.send(done)
-        if self._schedule.plan.pipelined:
+        if self._schedule.plan.pipelined:  # the rest of level 1 hides the last outputs' way
             self._attend_rest(layer, own)
         self._may_pause = False
         if self._schedule.plan.nested:
@@ -284,7 +280,7 @@ class Csa(WithTransfers):
     # --- kept sets -----------------------------------------------------------------------------
 
     def _choose(self, layer: int, rows: KeptRows) -> None:
-        """Fix what a layer keeps."""
+        """Select the tokens that a layer keeps."""
         if self._scored_at_once:
             self._scorer.begin(layer, rows, self._transfers)
             self._scorer.advance(layer, self._transfers)
@@ -301,7 +297,7 @@ class Csa(WithTransfers):
             )
 
     def _orders(self, layer: int, part: LevelPart, importance_gt: Tensor) -> tuple[KeptOrder, ...]:
-        """The kept order of a part, by runs of KV heads that keep equally many."""
+        """Return the kept order of a part, by runs of KV heads that keep equally many."""
         always = always_kept(self._schedule.plan, self._group.step.chunks[part.chunk], part)
         counts = self._layer_routes(layer).counts.kept[part.index]
         bounds = [0, *self._layer_routes(layer).counts.boundaries(), self._kv_heads]
@@ -313,7 +309,7 @@ class Csa(WithTransfers):
         )
 
     def _layer_routes(self, layer: int) -> Routes:
-        """Who sends what in a layer; the same object for layers of equal numbers."""
+        """Return the routes of a layer; layers with equal numbers have one object."""
         ratios, cuts = self._schedule.head_ratios(layer), self._micro_partitions(layer)
         if (ratios, cuts) not in self._routes:
             self._routes[ratios, cuts] = Routes(
@@ -326,7 +322,7 @@ class Csa(WithTransfers):
         return self._routes[ratios, cuts]
 
     def _micro_partitions(self, layer: int) -> tuple[int, ...]:
-        # Without overlap there is one exchange: cutting it would hide nothing.
+        # Without overlap there is one exchange; splitting it would hide nothing.
         plan = self._schedule.plan
         return self._schedule.micro_partitions(layer) if plan.pipelined else (1,) * plan.levels
 
@@ -334,7 +330,7 @@ class Csa(WithTransfers):
         plan, chunks = self._schedule.plan, self._group.step.chunks
         return HeadCounts(
             kept=tuple(
-                tuple(kept_counts(plan, chunks, part, of_head) for of_head in ratios)
+                tuple(kept_counts(plan, chunks, part, head_ratios) for head_ratios in ratios)
                 for part in self._geometry.parts
             ),
             parts=self._geometry.parts,

@@ -1,10 +1,10 @@
-"""What ring pass-KV and ring pass-Q have in common: shares that go round, and attention to them.
+"""The common part of ring pass-KV and ring pass-Q: rotating shards, and attention to them.
 
-Members stand in a ring in the order of the group. Everyone sends what it has to the next and
-receives from the one before, N - 1 times; while a share is on its way, the one before is computed.
-Nothing is begun ahead: an exchange is begun when the round before it is over, at all members after
-the same part (`parts`), so that a step can stand still inside a ring. Messages are equally long,
-padded to the longest share, as collectives over rings want them (CP §3.5.2).
+The members form a ring in the order of the group. Each sends its current shard to the next member
+and receives one from the previous member, N - 1 times. Attention to a shard overlaps the transfer
+of the next one. A member begins an exchange when the previous round is over, and all members at
+the same yield point (`step_points`), so a step can pause inside a ring. Messages are padded to the
+longest shard, as ring collectives need equal lengths (CP §3.5.2).
 
 Shape suffixes: t rows, k keys, h query heads, g KV heads, d head dim.
 """
@@ -21,52 +21,54 @@ from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.transfers import Label, PendingTransfer, Transfers
-from csps.kernels.arguments import Positions
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
 
 BlockKeys = Callable[[int, RingBlock], tuple[Tensor, Tensor]]
-"""(piece, block) -> k and v that the block's `keys` number, (k, g, d)."""
+"""(chunk, block) -> k and v of the block's `keys`, (k, g, d)."""
 
 
 class Rounds:
-    """One layer's way round; the first exchange is begun at once. Iterated over it gives (the
-    member whose share it is, the share), own one first, and closes a phase after each.
+    """The rounds of one layer; the first exchange begins at once.
+
+    Iteration yields (member, its shard), own shard first, and closes a phase after each.
 
     Args:
-        share: of this member, contiguous, as long as everyone's.
+        shard: data of this member, contiguous, of one length at all members.
     """
 
-    def __init__(self, group: SpGroup, transfers: Transfers, layer: int, share: Tensor) -> None:
+    def __init__(self, group: SpGroup, transfers: Transfers, layer: int, shard: Tensor) -> None:
         self._group, self._transfers, self._layer = group, transfers, layer
-        self._share = share
+        self._shard = shard
         self._sent = 0
-        self._coming: tuple[PendingTransfer, Tensor] | None = None
+        self._incoming: tuple[PendingTransfer, Tensor] | None = None
         self._pass_on()
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         size = self._group.size
         for hop in range(size):
             if hop:
-                assert self._coming is not None, "begun when the round before began"
-                transfer, self._share = self._coming
+                assert self._incoming is not None, f"round {hop} has no exchange"
+                transfer, self._shard = self._incoming
                 self._transfers.wait(transfer)
                 self._pass_on()
-            yield (self._group.member - hop) % size, self._share
+            yield (self._group.member - hop) % size, self._shard
             self._group.points.close()
 
     def _pass_on(self) -> None:
-        """Begin to send the present share, and to receive the next."""
+        """Begin to send the current shard, and to receive the next."""
         group = self._group
         if self._sent == group.size - 1:
             return
         self._sent += 1
-        room = self._share.new_empty(self._share.shape)
+        next_shard = self._shard.new_empty(self._shard.shape)
         to = group.peers[(group.member + 1) % group.size]
         source = group.peers[(group.member - 1) % group.size]
         label = Label(phase="ring", layer=self._layer)
-        transfer = self._transfers.start([(to, self._share)], [(source, room)], Tag.RING, label)
-        self._coming = transfer, room
+        transfer = self._transfers.start(
+            [(to, self._shard)], [(source, next_shard)], Tag.RING, label
+        )
+        self._incoming = transfer, next_shard
 
 
 class RingAttention:
@@ -85,13 +87,13 @@ class RingAttention:
         out_thd: Tensor,
         lse_ht: Tensor,
     ) -> None:
-        """Merge what the asker's queries see of the holder's keys into a running result.
+        """Merge attention of the asker's queries to the holder's keys into a running result.
 
         Args:
-            q_thd: of the asker's rows; there may be more behind them.
+            q_thd: queries of the asker's rows, possibly with padding behind them.
             out_thd, lse_ht: fp32, or fp64 for fp64 inputs; overwritten.
         """
-        for chunk, block in self._wanted(asker, holder):
+        for chunk, block in self._active_blocks(asker, holder):
             k_kgd, v_kgd = keys(chunk, block)
             q_bhd = q_thd[block.queries]
             for rows in query_blocks(q_bhd, block.key_count):
@@ -100,7 +102,7 @@ class RingAttention:
                         q_bhd[rows],
                         k_kgd,
                         v_kgd,
-                        q_positions=_some(block.q_positions, rows),
+                        q_positions=None if block.q_positions is None else block.q_positions[rows],
                         k_positions=block.k_positions,
                         scale=self._scale,
                     )
@@ -108,23 +110,19 @@ class RingAttention:
                     merge_into(out_thd[at], lse_ht[:, at], *part)
                 self._group.points.point()
 
-    def _wanted(self, asker: int, holder: int) -> Iterable[tuple[int, RingBlock]]:
+    def _active_blocks(self, asker: int, holder: int) -> Iterable[tuple[int, RingBlock]]:
         chunks = self._group.step.chunks
         return chain.from_iterable(
             ((index, block) for block in blocks)
             for index, blocks in self._plan.blocks(asker, holder).items()
-            if self._group.wanted(chunks[index])
+            if self._group.is_active(chunks[index])
         )
 
 
 def padded(x_tnd: Tensor, tokens: int) -> Tensor:
-    """So many rows, contiguous, whatever those behind the given ones hold: nobody reads them."""
+    """Return the rows padded to `tokens`, contiguous; the values of the padding are undefined."""
     if len(x_tnd) == tokens:
         return x_tnd.contiguous()
-    room = x_tnd.new_empty(tokens, *x_tnd.shape[1:])
-    room[: len(x_tnd)] = x_tnd
-    return room
-
-
-def _some(positions: Positions | None, rows: slice) -> Positions | None:
-    return None if positions is None else positions[rows]
+    padded_tnd = x_tnd.new_empty(tokens, *x_tnd.shape[1:])
+    padded_tnd[: len(x_tnd)] = x_tnd
+    return padded_tnd

@@ -1,13 +1,12 @@
-"""Which queries of one member see which keys of another, as few calls of attention as it takes.
+"""The attention blocks of each pair of ring members, computed from the step alone.
 
-A piece's rows lie on members in spans (contiguous, zigzag, striped or any other), so what a pair of
-spans sees of each other is known from their ends: nothing, everything, or a staircase. What is not
-seen is in no block, and is not computed (CP §3.5).
+In round j the k-th member has the shard of member k - j: its keys and values (`ring_kv`) or its
+queries (`ring_q`). `step_points` derives the yield points from the same plan.
 
-What each member of a ring computes with each other's share, worked out from the step alone.
-
-The k-th member has in round j the share of member k - j: its keys and values (`ring_kv`) or its
-queries (`ring_q`). Numbers of parts are derived from the same plan (`parts`).
+The rows of a chunk are spans on the members (contiguous, zigzag, striped or any other). The ends of
+two spans tell which keys of one the queries of the other see: none, all, or a staircase. Keys that
+are not seen are in no block and are not computed (CP §3.5). Adjacent blocks are joined, to make as
+few calls of attention as possible.
 """
 
 from __future__ import annotations
@@ -23,31 +22,35 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 @dataclass(frozen=True)
 class RingBlock:
-    """Neighbouring queries of a member that attend to neighbouring keys of one."""
+    """Adjacent queries of one member that attend to adjacent keys of one member."""
 
     queries: slice
-    """Of the rows of who asks."""
+    """Rows of the asker."""
     keys: slice
-    """Of the rows of who holds them; or of its history of the piece."""
+    """Rows of the holder, or tokens of its history of the chunk."""
     q_positions: range | None = None
     k_positions: range | None = None
-    """None, both: every query sees every key. Else numbers that compare as the positions do."""
+    """Numbers that compare like the positions; both None if every query sees every key."""
     history: bool = False
 
     @property
     def rows(self) -> int:
-        """Queries."""
+        """Number of queries."""
         return int(self.queries.stop - self.queries.start)
 
     @property
     def key_count(self) -> int:
-        """Keys."""
+        """Number of keys."""
         return int(self.keys.stop - self.keys.start)
 
 
 def seen_blocks(asker: Sequence[LocalChunk], holder: Sequence[LocalChunk]) -> list[RingBlock]:
-    """Blocks of one piece, by the spans of it that two members have, both with at least one; or one
-    member, then twice the same object. Each pair of a query and a key that it sees is in one."""
+    """Return blocks of one chunk that contain each pair of a query and a key that it sees once.
+
+    Args:
+        asker, holder: spans of the chunk on each member, at least one each; the same object if
+            both are the same member.
+    """
     if asker is holder and _ascending(asker):
         rows = slice(asker[0].rows.start, asker[-1].rows.stop)
         order = range(rows.stop - rows.start)
@@ -66,7 +69,7 @@ def seen_blocks(asker: Sequence[LocalChunk], holder: Sequence[LocalChunk]) -> li
 
 def _seen(queries: LocalChunk, keys: LocalChunk) -> RingBlock | None:
     q, k = queries.span, keys.span
-    # Of the queries those from the first key on, of the keys those up to the last query.
+    # Queries from the first key on, and keys up to the last query.
     first = max(0, -(-(k.start - q.start) // q.step))
     count = min(k.length, (q.stop - 1 - k.start) // k.step + 1)
     if first >= q.length or count <= 0:
@@ -77,50 +80,52 @@ def _seen(queries: LocalChunk, keys: LocalChunk) -> RingBlock | None:
     positions, others = q.positions[first:], k.positions[:count]
     if positions[0] >= others[-1]:
         return RingBlock(rows, columns)
-    if q.step == k.step:  # then a key is as many steps before a query as their numbers tell
+    if q.step == k.step:  # consecutive numbers compare like the positions
         ahead = (q.start - k.start) // q.step
         return RingBlock(rows, columns, range(ahead + first, ahead + q.length), range(count))
     return RingBlock(rows, columns, positions, others)
 
 
 def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[RingBlock]:
-    """Neighbouring keys that queries see all of as one block, and neighbouring queries too."""
+    """Yield blocks without a mask, with adjacent keys joined and adjacent queries joined."""
     merged = [(slice(*rows), list(_joined(keys))) for rows, keys in keys_of.items()]
-    at = 0
-    while at < len(merged):
-        rows, keys = merged[at]
-        at += 1
-        while at < len(merged) and merged[at][0].start == rows.stop and merged[at][1] == keys:
-            rows = slice(rows.start, merged[at][0].stop)
-            at += 1
+    index = 0
+    while index < len(merged):
+        rows, keys = merged[index]
+        index += 1
+        while (
+            index < len(merged) and merged[index][0].start == rows.stop and merged[index][1] == keys
+        ):
+            rows = slice(rows.start, merged[index][0].stop)
+            index += 1
         yield from (RingBlock(rows, key) for key in keys)
 
 
 def _joined(slices: Iterable[slice]) -> Iterator[slice]:
-    """Neighbours as one."""
+    """Join adjacent slices."""
     open_slice: slice | None = None
-    for kv_slice in slices:
-        if open_slice is not None and open_slice.stop == kv_slice.start:
-            open_slice = slice(open_slice.start, kv_slice.stop)
+    for rows in slices:
+        if open_slice is not None and open_slice.stop == rows.start:
+            open_slice = slice(open_slice.start, rows.stop)
             continue
         if open_slice is not None:
             yield open_slice
-        open_slice = kv_slice
+        open_slice = rows
     if open_slice is not None:
         yield open_slice
 
 
 def _ascending(parts: Sequence[LocalChunk]) -> bool:
-    """Whether rows are in the order of their positions: then each sees those before it."""
+    """Return True if rows are in the order of their positions, so each sees those before it."""
     return all(before.span.stop <= after.span.start for before, after in pairwise(parts))
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """One step's rounds.
+    """The rounds of one step.
 
     Args:
-        rids: sequences whose history takes part in the ring.
+        sequence_ids: sequences whose history takes part in the ring.
     """
 
     step: PrefillStep
@@ -128,12 +133,12 @@ class RingPlan:
 
     @property
     def size(self) -> int:
-        """Members, and rounds."""
+        """Number of members, and of rounds."""
         return len(self.step.group)
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[LocalChunk, ...], ...], ...]:
-        """By member and piece, what it computes of the piece."""
+        """Spans of each chunk that each member computes, by member and chunk."""
         return tuple(self._parts_of(member) for member in range(self.size))
 
     def _parts_of(self, member: int) -> tuple[tuple[LocalChunk, ...], ...]:
@@ -143,11 +148,11 @@ class RingPlan:
         return tuple(tuple(parts[id(chunk)]) for chunk in self.step.chunks)
 
     def rows_of(self, member: int) -> int:
-        """That it computes."""
+        """Return how many rows a member computes."""
         return self.step.bounds[member + 1] - self.step.bounds[member]
 
     def chunk_rows(self, member: int) -> tuple[range, ...]:
-        """By piece, which of a member's rows are the piece's; they are neighbours."""
+        """Return the rows of a member that belong to each chunk; these are adjacent."""
         return tuple(
             range(parts[0].rows.start, parts[-1].rows.stop) if parts else range(0)
             for parts in self.parts[member]
@@ -155,7 +160,7 @@ class RingPlan:
 
     @cached_property
     def history(self) -> tuple[Mapping[int, int], ...]:
-        """By member, the tokens that it holds of each piece's history that takes part."""
+        """Number of resident history tokens of each chunk that takes part, by member."""
         return tuple(
             {
                 index: resident
@@ -168,23 +173,26 @@ class RingPlan:
 
     @cached_property
     def longest_rows(self) -> int:
-        """Of any member."""
+        """Number of rows of the member with the most."""
         return max(map(self.rows_of, range(self.size)))
 
     @cached_property
-    def longest_share(self) -> int:
-        """Tokens whose keys a member has, history among them, of the one with the most."""
+    def longest_shard(self) -> int:
+        """Number of keys, with history, of the member with the most."""
         resident = (sum(history.values()) for history in self.history)
         return max(self.rows_of(member) + tokens for member, tokens in enumerate(resident))
 
     @cached_property
     def _extents(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """By member and piece: rows, the first position and the one behind the last."""
+        """(rows, first position, end position) by member and chunk."""
         return tuple(tuple(map(_extent, chunks)) for chunks in self.parts)
 
     def sizes(self, asker: int, holder: int) -> Iterator[tuple[int, int]]:
-        """Of each piece of which a member's queries see any keys of a member's: how many queries,
-        and keys, of new tokens and of history. Cheaper than blocks, for all pairs of members."""
+        """Yield (queries, keys) of each chunk where the asker sees keys of the holder.
+
+        New tokens and history count separately.
+        """
+        # Cheaper than `blocks`, because it runs for all pairs of members.
         pairs = zip(self._extents[asker], self._extents[holder], strict=True)
         for (rows, _, stop), (keys, first, _) in pairs:
             if rows and keys and first < stop:
@@ -194,7 +202,7 @@ class RingPlan:
                 yield rows, tokens
 
     def blocks(self, asker: int, holder: int) -> dict[int, list[RingBlock]]:
-        """By piece, what a member's queries see of a member's keys."""
+        """Return the blocks of the asker's queries and the holder's keys, by chunk."""
         if (asker, holder) not in self._blocks:
             rows = self.chunk_rows(asker)
             found = {index: self._new(index, asker, holder) for index in range(len(rows))}
@@ -202,7 +210,9 @@ class RingPlan:
                 if rows[index]:
                     queries = slice(rows[index].start, rows[index].stop)
                     found[index].append(RingBlock(queries, slice(0, tokens), history=True))
-            self._blocks[asker, holder] = {index: it for index, it in found.items() if it}
+            self._blocks[asker, holder] = {
+                index: blocks for index, blocks in found.items() if blocks
+            }
         return self._blocks[asker, holder]
 
     @cached_property
@@ -214,7 +224,7 @@ class RingPlan:
         return seen_blocks(queries, keys) if queries and keys else []
 
     def answered(self, asker: int, holder: int) -> dict[int, list[slice]]:
-        """By piece, the rows of the asker that see any key of the holder, ascending."""
+        """Return the asker's rows that see any key of the holder, ascending, by chunk."""
         return {
             index: _union([block.queries for block in blocks])
             for index, blocks in self.blocks(asker, holder).items()
@@ -229,21 +239,23 @@ def _extent(parts: tuple[LocalChunk, ...]) -> tuple[int, int, int]:
 
 
 def resident_tokens(chunk: PrefillChunk, instance: int) -> int:
-    """Tokens of a piece's history on an instance."""
+    """Return how many tokens of a chunk's history are on an instance."""
     return sum(kv_slice.span.length for kv_slice in chunk.history if kv_slice.instance == instance)
 
 
 def with_history(step: PrefillStep) -> set[int]:
-    """Sequences that have some."""
+    """Return the sequences of a step that have history."""
     return {chunk.sequence_id for chunk in step.chunks if chunk.history}
 
 
-def going_round(step: PrefillStep, *, heads: int, kv_heads: int, dim: int) -> Set[int]:
-    """Sequences whose history is fewer numbers as keys and values on their way round, padded to the
-    longest share, than as queries that ask for it, and outputs and LSEs in return.
+def rotating_history(step: PrefillStep, *, heads: int, kv_heads: int, dim: int) -> Set[int]:
+    """Return the sequences for which rotating the history moves less than asking its holders.
+
+    Rotating sends keys and values, padded to the longest shard. Asking sends queries, and outputs
+    and LSEs in return.
 
     Args:
-        heads, kv_heads: of a rank.
+        heads, kv_heads: heads of a rank.
     """
     found = with_history(step)
     parts = RingPlan(step, found)
@@ -258,7 +270,7 @@ def going_round(step: PrefillStep, *, heads: int, kv_heads: int, dim: int) -> Se
 
 
 def _asked_rows(rows: Sequence[int], resident: Sequence[int]) -> int:
-    """Rows that travel to others if everyone asks everyone who holds anything."""
+    """Return how many rows are sent if every member asks every other holder."""
     return sum(
         count * sum(bool(tokens) for holder, tokens in enumerate(resident) if holder != asker)
         for asker, count in enumerate(rows)
@@ -266,11 +278,11 @@ def _asked_rows(rows: Sequence[int], resident: Sequence[int]) -> int:
 
 
 def _union(slices: list[slice]) -> list[slice]:
-    """Ascending and disjoint, neighbours as one."""
+    """Return ascending, disjoint slices, with adjacent ones joined."""
     joined: list[slice] = []
-    for it in sorted(slices, key=lambda it: int(it.start)):
-        if joined and it.start <= joined[-1].stop:
-            joined[-1] = slice(joined[-1].start, max(joined[-1].stop, it.stop))
+    for rows in sorted(slices, key=lambda rows: int(rows.start)):
+        if joined and rows.start <= joined[-1].stop:
+            joined[-1] = slice(joined[-1].start, max(joined[-1].stop, rows.stop))
         else:
-            joined.append(it)
+            joined.append(rows)
     return joined

@@ -1,17 +1,14 @@
-"""Ring pass-Q: queries go round, keys and values stay where they are (CP Alg. 3).
+"""Ring pass-Q: queries rotate, keys and values do not move (CP Alg. 3).
 
     q of own rows  --> the next member, N - 1 times
-    attention of each share of queries to own keys, new ones and history, while the next one is on
-    its way
+    attention of each shard of queries to own new keys and history, while the next is on its way
     (out, LSE) of others' rows  --all-to-all--> their members, merged there
 
-Positions need not travel, because the step says whose rows are where. Queries that see no key of a
-member get no answer from it. History needs nothing of its own: queries come by it anyway. Of keys
-and values nothing comes by (`offered`).
+Positions are not sent, because they follow from the step. A member sends no answer for queries that
+see none of its keys. History needs no exchange of its own, because the queries pass its holders.
 
-Partial results are kept until the end, in fp32 while they are computed; on their way back outputs
-have the model's dtype and LSEs fp32. Under tensor parallelism ranks of equal place in their
-instances form a ring of their own, each with its query heads.
+Partial results are fp32 until the end. Answers contain outputs in the model's dtype and LSEs in
+fp32. Under tensor parallelism, the ranks of equal tp rank form a ring, each with its query heads.
 
 Shape suffixes: t rows, n rows that see something, h query heads, g KV heads, d head dim.
 """
@@ -37,11 +34,11 @@ from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 
 PartialOutput = tuple[Tensor, Tensor]
-"""out (t, h, d) and lse (h, t)."""
+"""Output (t, h, d) and LSE (h, t)."""
 
 
 class RingQ(WithTransfers):
-    """Exact attention of one job; one object per job and rank, entered for the job's duration."""
+    """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(self, group: SpGroup, pool: KvPool, *, scale: float) -> None:
         super().__init__(group)
@@ -51,26 +48,25 @@ class RingQ(WithTransfers):
         self._resident = ResidentHistory(group, pool)
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """See `Strategy`: keys and values stay."""
+        """See `Strategy`. Keys and values do not move."""
         return ()
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
-        """The residual stream of own rows (t, hidden) after the layer's attention."""
+        """See `Strategy`."""
         return attended_layer(self._group, index, layer, x_td, rotary, store, self.attend)
 
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Attention output (t, h, d) of this member's rows, in q's dtype. Nobody else's KV comes by
-        to be kept."""
+        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
         own, plan = self._group.member, self._plan
         keys = partial(self._keys, layer, k_thd, v_thd)
         partials: dict[int, PartialOutput] = {}
-        share = padded(q_thd, plan.longest_rows)
-        for source, q_share in Rounds(self._group, self._transfers, layer, share):
-            q_source = q_share[: plan.rows_of(source)]
+        shard = padded(q_thd, plan.longest_rows)
+        for source, q_shard in Rounds(self._group, self._transfers, layer, shard):
+            q_source = q_shard[: plan.rows_of(source)]
             partials[source] = nothing_seen(q_source)
             self._attention.attend(layer, source, own, q_source, keys, *partials[source])
         out_thd, lse_ht = partials.pop(own)
@@ -94,60 +90,63 @@ class RingQ(WithTransfers):
         out_thd: Tensor,
         lse_ht: Tensor,
     ) -> None:
-        """Others' partial results to them, and theirs of own rows into the running result."""
+        """Send others their partial results; merge those of own rows into the running result."""
         peers, own = self._group.peers, self._group.member
         sends = [
             (peers[asker], self._packed(asker, q_thd, *part)) for asker, part in partials.items()
         ]
-        rooms = {holder: self._room(own, holder, q_thd) for holder in self._group.others}
+        payloads = {holder: self._payload(own, holder, q_thd) for holder in self._group.others}
         transfer = self._transfers.start(
             sends,
-            [(peers[holder], room) for holder, room in rooms.items()],
+            [(peers[holder], payload) for holder, payload in payloads.items()],
             Tag.SECOND_EXCHANGE,
             Label(phase="second all-to-all", layer=layer),
         )
         self._transfers.wait(transfer)
         with self._group.clock.timeline.phase("merge", layer=layer):
-            for holder, room in rooms.items():
-                for rows, out_nhd, lse_hn in self._views(own, holder, room, q_thd):
+            for holder, payload in payloads.items():
+                for rows, out_nhd, lse_hn in self._views(own, holder, payload, q_thd):
                     merge_into(out_thd[rows], lse_ht[:, rows], out_nhd, lse_hn)
 
     def _rows(self, asker: int, holder: int) -> list[slice]:
-        """The asker's rows for which the holder has an answer; all members know alike of which
-        pieces nobody wants one."""
+        """Return the asker's rows for which the holder has an answer.
+
+        All members leave out the same cancelled chunks.
+        """
         chunks = self._group.step.chunks
         return [
             rows
             for index, slices in self._plan.answered(asker, holder).items()
             for rows in slices
-            if self._group.wanted(chunks[index])
+            if self._group.is_active(chunks[index])
         ]
 
     def _packed(self, asker: int, q_thd: Tensor, out_thd: Tensor, lse_ht: Tensor) -> Tensor:
-        room = self._room(asker, self._group.member, q_thd)
-        for rows, out_nhd, lse_hn in self._views(asker, self._group.member, room, q_thd):
+        payload = self._payload(asker, self._group.member, q_thd)
+        for rows, out_nhd, lse_hn in self._views(asker, self._group.member, payload, q_thd):
             out_nhd.copy_(out_thd[rows])
             lse_hn.copy_(lse_ht[:, rows])
-        return room
+        return payload
 
-    def _room(self, asker: int, holder: int, q_thd: Tensor) -> Tensor:
-        """For the bytes of one member's answers to another."""
+    def _payload(self, asker: int, holder: int, q_thd: Tensor) -> Tensor:
+        """Allocate the bytes of the holder's answers to the asker."""
         rows = sum(row.stop - row.start for row in self._rows(asker, holder))
         lse_bytes, out_bytes = _bytes_of_a_row(q_thd)
         return torch.empty(rows * (lse_bytes + out_bytes), dtype=torch.uint8, device=q_thd.device)
 
     def _views(
-        self, asker: int, holder: int, room: Tensor, q_thd: Tensor
+        self, asker: int, holder: int, payload: Tensor, q_thd: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, out (n, h, d), lse (h, n)): all LSEs come first, which keeps them aligned."""
-        slices = self._rows(asker, holder)
+        """Yield (rows, out (n, h, d), lse (h, n)), views of a payload."""
+        answered = self._rows(asker, holder)
         heads, dim = q_thd.shape[1:]
         lse_bytes, _ = _bytes_of_a_row(q_thd)
-        total = sum(kv_slice.stop - kv_slice.start for kv_slice in slices)
-        lses = room[: total * lse_bytes].view(_lse_dtype(q_thd)).view(-1)
-        outs_nhd = room[total * lse_bytes :].view(q_thd.dtype).view(total, heads, dim)
+        total = sum(rows.stop - rows.start for rows in answered)
+        # All LSEs come first, which keeps them aligned.
+        lses = payload[: total * lse_bytes].view(_lse_dtype(q_thd)).view(-1)
+        outs_nhd = payload[total * lse_bytes :].view(q_thd.dtype).view(total, heads, dim)
         begin = 0
-        for rows in slices:
+        for rows in answered:
             end = begin + rows.stop - rows.start
             lse_hn = lses[begin * heads : end * heads].view(heads, end - begin)
             yield rows, outs_nhd[begin:end], lse_hn
@@ -159,6 +158,6 @@ def _lse_dtype(q_thd: Tensor) -> torch.dtype:
 
 
 def _bytes_of_a_row(q_thd: Tensor) -> tuple[int, int]:
-    """Of its LSEs and its outputs, all heads."""
+    """Return the bytes of a row's LSEs and of its outputs, all heads."""
     heads, dim = q_thd.shape[1:]
     return heads * _lse_dtype(q_thd).itemsize, heads * dim * q_thd.itemsize

@@ -1,28 +1,20 @@
-"""A tensor-parallel instance's attention weights, gathered layer by layer (CSPS App. A).
+"""SP-NTP on a tensor-parallel deployment, with gathered attention weights (CSPS §3.2.2, App. A).
 
-Every rank gets the shards of its instance's other ranks; inside a server that is where the fast
-links are. The next layer's shards travel while the present one computes.
-
-SP-NTP on a tensor-parallel deployment (CSPS §3.2.2, App. A).
-
-    attention weights of the layer, all heads  <--all-gather-- shards of the instance's ranks,
-                                                 one layer ahead of the computing
+    attention weights of the layer, all heads  <--all-gather-- ranks of the instance, a layer ahead
     q, k, v of own rows, all heads  --first exchange-->  all rows, own heads
     attention over the whole batch
     outputs of all rows, own heads  --second exchange--> own rows, all heads
     output projection of own rows   --all-gather-->      rows of the instance
 
-The rows are sharded over all ranks of the job's instances. The MLP's weights stay sharded: they
-are several times as many as attention's, and would have to be gathered for each layer as well. So
-the MLP wants what it always does on a tensor-parallel instance, all of the instance's rows on each
-of its ranks, which the last all-gather provides; the sum over the instance after the MLP then
-leaves them there for the next layer. To scatter that sum and gather before the MLP would move the
-same bytes; to scatter it and not gather at all is only possible without a sharded MLP.
+Rows are sharded over all ranks of the step's instances. The MLP's weights remain sharded: they are
+several times as many as attention's. So each rank needs all rows of its instance for the MLP, which
+the last all-gather provides. Scattering the MLP's sum and gathering before the MLP would move the
+same bytes.
 
-KV stays where its rows lie, each rank holding its KV heads of the instance's rows. They are
-computed from rows and weights that the rank has, which repeats the KV projection once.
+KV is not sent. Each rank computes its KV heads of the instance's rows from rows and weights that it
+has, which repeats the KV projection once.
 
-Shapes: t rows of the instance, s own shard of them, T rows of the batch.
+Shape suffixes: t rows of the instance, s own shard of them, T rows of the batch.
 """
 
 from __future__ import annotations
@@ -47,18 +39,18 @@ from csps.models.network.spec import ModelSpec, kv_head_range, tp_shard_of
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """One layer's weights, complete when the transfer is."""
+class _IncomingWeights:
+    """Attention weights of one layer, valid when the transfer is complete."""
 
     transfer: PendingTransfer
     qkv: Tensor
     bias: Tensor | None
     outputs: tuple[Tensor, ...]
-    """Columns of each tensor-parallel rank."""
+    """Columns of the output projection from each tp rank."""
 
 
 class GatheredLayers:
-    """Layers whose attention has all heads; their MLP stays what it is on this rank.
+    """Layers whose attention has all heads; their MLP is this rank's shard.
 
     All ranks of an instance must ask for the same layers in the same order.
     """
@@ -70,34 +62,37 @@ class GatheredLayers:
             tp_shard_of(engine.spec, tp_rank, engine.layout.tp)
             for tp_rank in range(engine.layout.tp)
         ]
-        self._under_way: dict[int, _UnderWay] = {}
+        self._incoming: dict[int, _IncomingWeights] = {}
 
     def prefetch(self, index: int) -> None:
-        """Let a layer's weights travel; harmless if they do already."""
-        if index not in self._under_way:
-            self._under_way[index] = self._start(index)
+        """Begin to gather a layer's weights, unless that has begun."""
+        if index not in self._incoming:
+            self._incoming[index] = self._start(index)
 
     def layer(self, index: int) -> Layer:
-        """The layer with all heads and without a sum over the instance; frees the prefetch."""
+        """Return the layer with all heads and without a sum over the instance.
+
+        The weights are freed with the returned layer.
+        """
         self.prefetch(index)
-        coming = self._under_way.pop(index)
-        self._transfers.wait(coming.transfer)
+        incoming = self._incoming.pop(index)
+        self._transfers.wait(incoming.transfer)
         spec, layer = self._engine.spec, self._engine.network.layers[index]
         whole = replace(layer.shard, query_heads=range(spec.heads), kv_heads=range(spec.kv_heads))
         weights = replace(
             layer.weights,
-            qkv=coming.qkv,
-            qkv_bias=coming.bias,
-            output=torch.cat(coming.outputs, dim=1),
+            qkv=incoming.qkv,
+            qkv_bias=incoming.bias,
+            output=torch.cat(incoming.outputs, dim=1),
         )
         return replace(layer, shard=whole, weights=weights, all_reduce=None)
 
-    def _start(self, index: int) -> _UnderWay:
+    def _start(self, index: int) -> _IncomingWeights:
         weights = self._engine.network.layers[index].weights
-        qkv, bias = self._room(weights.qkv), None
+        qkv, bias = self._fused_buffer(weights.qkv), None
         fused = [(weights.qkv, qkv)]
         if weights.qkv_bias is not None:
-            bias = self._room(weights.qkv_bias)
+            bias = self._fused_buffer(weights.qkv_bias)
             fused.append((weights.qkv_bias, bias))
         ranks, own = range(len(self._tp_shards)), self._engine.tp_rank
         outputs = [weights.output if t == own else weights.output.new_empty(0) for t in ranks]
@@ -115,16 +110,16 @@ class GatheredLayers:
         for shard, whole in fused:
             for here, there in self._runs(own):
                 whole[there] = shard[here]
-        return _UnderWay(transfer, qkv, bias, tuple(outputs))
+        return _IncomingWeights(transfer, qkv, bias, tuple(outputs))
 
-    def _room(self, shard: Tensor) -> Tensor:
-        """For the fused rows of all heads."""
+    def _fused_buffer(self, shard: Tensor) -> Tensor:
+        """Allocate the fused rows of all heads."""
         spec = self._engine.spec
         return shard.new_empty((spec.heads + 2 * spec.kv_heads) * spec.head_dim, *shard.shape[1:])
 
     def _runs(self, tp_rank: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of a rank's fused shard, and where they belong among those of all heads. A KV head
-        that several ranks have comes from the first of them."""
+        """Yield (rows of a rank's fused shard, rows of all heads) of each run of heads."""
+        # The first of several ranks with a KV head provides it.
         spec, shard = self._engine.spec, self._tp_shards[tp_rank]
         yield _run(spec, 0, shard.query_heads, 0)
         if any(shard.kv_heads[0] in other.kv_heads for other in self._tp_shards[:tp_rank]):
@@ -135,14 +130,14 @@ class GatheredLayers:
 
 
 def _run(spec: ModelSpec, begin: int, heads: range, base: int) -> tuple[slice, slice]:
-    """Neighbouring heads that begin at head `begin` of the shard and after `base` in the whole."""
+    """Return the rows of adjacent heads: from head `begin` of the shard, and in all heads."""
     dim, count = spec.head_dim, len(heads)
     there = base + heads.start
     return slice(begin * dim, (begin + count) * dim), slice(there * dim, (there + count) * dim)
 
 
 class GatheredWeights(WithTransfers):
-    """Exact attention of one job; one object per job and rank, entered for the job's duration."""
+    """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(self, group: SpGroup, engine: Engine) -> None:
         super().__init__(group)
@@ -167,8 +162,7 @@ class GatheredWeights(WithTransfers):
         self._layers = GatheredLayers(engine, self._transfers)
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """See `Strategy`: a rank sees all rows, but mostly of a share of the KV heads, and under
-        tensor parallelism rarely of those that its pool has."""
+        """See `Strategy`. Members are offered only if a rank gets all KV heads of its pool."""
         keys = self._split.keys(member * self._engine.layout.tp + self._engine.tp_rank)
         resident = self._engine.kv_heads
         if not keys.start <= resident.start < resident.stop <= keys.stop:
@@ -180,7 +174,7 @@ class GatheredWeights(WithTransfers):
     ) -> Tensor:
         """See `Strategy`."""
         whole = self._layers.layer(index)
-        # The last layer is computed by rows and wants no strategy: nothing to fetch for it.
+        # The last layer is computed by rows, without a strategy, so its weights are not gathered.
         if index + 2 < self._engine.spec.layers:
             self._layers.prefetch(index + 1)
         timeline, own = self._group.clock.timeline, self._own_rows()
@@ -195,7 +189,7 @@ class GatheredWeights(WithTransfers):
         return all_gather(instance_shards(self._group), x_sd, self._transfers)
 
     def _own_rows(self) -> slice:
-        """Of this rank, among the instance's."""
+        """Return this rank's rows, numbered from the first row of the instance."""
         first = self._shards.bounds[self._shards.member - self._engine.tp_rank]
         rows = self._shards.rows_of(self._shards.member)
         return slice(rows.start - first, rows.stop - first)
@@ -205,7 +199,7 @@ class GatheredWeights(WithTransfers):
     def _attend(
         self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Attention output of own rows, all heads, in q's dtype."""
+        """Return the attention output of own rows, all heads, in q's dtype."""
         member = self._shards.member
         heads, kv_heads = self._split.query_count(member), self._split.key_count(member)
         rows = self._first_exchange(index, q_shd, k_sgd, v_sgd)
@@ -232,14 +226,14 @@ class GatheredWeights(WithTransfers):
         return self._second_exchange(index, out_Thd)
 
     def _store_others(self, index: int, member: int, kv_nhd: Tensor, store: StoreKv) -> None:
-        """Of another instance's rows, the heads that the pool has."""
+        """Store the KV of another instance's rows, for the heads of the pool."""
         keys, resident = self._split.keys(self._shards.member), self._engine.kv_heads
         heads = slice(resident.start - keys.start, resident.stop - keys.start)
         k_nhd, v_nhd = kv_nhd.chunk(2, dim=1)
         store(index, k_nhd[:, heads], v_nhd[:, heads], member=member)
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
-        """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""
+        """Gather all rows of own heads, (T, q heads + 2 KV heads, d), q before k before v."""
         shards, split = self._shards, self._split
 
         def pack(member: int) -> Tensor:
@@ -261,7 +255,7 @@ class GatheredWeights(WithTransfers):
         return gathered
 
     def _second_exchange(self, index: int, out_Thd: Tensor) -> Tensor:
-        """Own rows of all heads, from all rows of own heads."""
+        """Exchange all rows of own heads for own rows of all heads."""
         shards, own = self._shards, self._shards.member
         rows, dim = shards.rows_of(own), out_Thd.shape[2]
         parts = [

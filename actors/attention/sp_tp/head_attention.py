@@ -1,15 +1,12 @@
-"""Communication-efficient sparse attention's share in SP-TP: fewer far keys (CSPS §3.2.4).
+"""Attention of own heads over all rows of a batch, optionally without dropped far keys.
 
-In SP-TP every member has all rows of its heads, so nothing is saved on the wire and every query is
-computed; a query leaves out those keys of other parts that their level drops. As every member has
-all keys of its heads, it also chooses among them by itself.
+`RowAttention` computes queries and keys in any order. `FarKeys` applies sparse attention to SP-TP
+(CSPS §3.2.4). Every member has all rows of its heads, so no bytes are saved and every query is
+computed; a query skips the keys of other parts that their level drops. Since every member has all
+keys of its heads, it selects the kept ones without an exchange.
 
-Shape suffixes: T rows of the batch, k kept tokens, g own KV heads, d head dim.
-
-Attention of some heads over all rows of a batch, computed in any order of queries and keys.
-
-Shape suffixes: T rows of the batch, h own query heads, g the KV heads that
-they read, d head dim.
+Shape suffixes: T rows of the batch, k kept tokens, h own query heads, g the KV heads that they
+read, d head dim.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,34 +32,23 @@ from csps.kernels.merge import merge_into, nothing_seen
 from csps.protocols.gang.step_messages import PrefillChunk
 
 
-class HeadKeys(Protocol):
-    """All keys and values of a layer, own heads."""
-
-    k_Tgd: Tensor
-    v_Tgd: Tensor
-
-    def importance(self, index: int, window: int) -> Tensor:
-        """What a piece's keys receive, (g, rows of the piece)."""
-        ...
-
-
 class FarParts:
-    """Which rows are parts of a piece that spans members, and the level at which they meet."""
+    """Parts of chunks that span members, by rows, and the level at which two parts meet."""
 
     def __init__(self, geometry: LevelGeometry, bounds: Sequence[int]) -> None:
         self._levels = geometry.levels
         self.parts: Mapping[range, LevelPart] = {
-            range(bounds[p.member] + p.rows.start, bounds[p.member] + p.rows.stop): p
-            for p in geometry.parts
+            range(bounds[part.member] + part.rows.start, bounds[part.member] + part.rows.stop): part
+            for part in geometry.parts
         }
-        """By rows of the batch."""
+        """Parts by their rows of the batch."""
 
     def of_chunk(self, chunk: int) -> list[range]:
-        """Rows of the parts of a piece, ascending; none if one member has all of it."""
+        """Return the rows of a chunk's parts, ascending; none if one member has all of it."""
         return [rows for rows, part in self.parts.items() if part.chunk == chunk]
 
     def level(self, queries: range, keys: range) -> int:
-        """The lowest level that has both parts in one segment."""
+        """Return the lowest level that has both parts in one segment."""
         members = {self.parts[queries].member, self.parts[keys].member}
         together = (
             number
@@ -74,7 +59,13 @@ class FarParts:
 
 
 class FarKeys:
-    """The kept keys of one layer, gathered when they are first attended to."""
+    """Kept keys of one layer, gathered on first use.
+
+    Args:
+        kv_heads: own KV heads among those of the schedule.
+        importance: (g, rows of the chunk) from the layer before, by chunk that spans members;
+            empty if the plan scores importance in the layer itself.
+    """
 
     def __init__(
         self,
@@ -86,12 +77,6 @@ class FarKeys:
         kv_heads: slice,
         importance: Mapping[int, Tensor],
     ) -> None:
-        """
-        Args:
-            kv_heads: the own ones among those that the schedule is for.
-            importance: by piece that spans members, (g, rows of the piece), of the layer before;
-                of no piece where the plan has the layer judge by itself.
-        """
         self._parts = parts
         self._plan = schedule.plan
         self._chunks = chunks
@@ -102,8 +87,10 @@ class FarKeys:
     def rectangles(
         self, chunk: int, queries: range, keys: range
     ) -> Iterator[tuple[range, range, int | None]]:
-        """(queries, keys, level) of a piece's rows, keys being a whole part, or, with level None,
-        (queries, keys) of which all that precede are seen."""
+        """Yield (queries, keys, level) of a chunk's rows.
+
+        The keys are a whole part at that level, or, with level None, rows that are seen causally.
+        """
         parts = self._parts.of_chunk(chunk)
         if not parts:
             yield queries, keys, None
@@ -117,20 +104,20 @@ class FarKeys:
                 if own == other or level == 1:
                     yield rows, seen, None
                 else:
-                    assert seen == other, "a part's kept keys are attended to at once"
+                    assert seen == other, f"keys {seen} are not the whole part {other}"
                     yield rows, other, level
 
     def kept(
-        self, keys: HeadKeys, part: range, level: int, heads: slice
+        self, keys: RowAttention, part: range, level: int, heads: slice
     ) -> Sequence[tuple[slice, Tensor, Tensor]]:
-        """Of a part at a level: runs of KV heads that keep equally many, k and v (k, g, d)."""
-        at = part, level, heads.start
-        if at not in self._kept:
-            self._kept[at] = [
+        """Return (KV heads that keep equally many, k, v (k, g, d)) of a part at a level."""
+        key = part, level, heads.start
+        if key not in self._kept:
+            self._kept[key] = [
                 (run, *self._gather(keys, part, count, run))
                 for count, run in self._equal_counts(part, level, heads)
             ]
-        return self._kept[at]
+        return self._kept[key]
 
     def _equal_counts(self, part: range, level: int, heads: slice) -> Iterator[tuple[int, slice]]:
         numbers = range(heads.start, heads.stop)
@@ -143,26 +130,28 @@ class FarKeys:
         return counts[level - 1]
 
     def _gather(
-        self, keys: HeadKeys, part: range, count: int, heads: slice
+        self, keys: RowAttention, part: range, count: int, heads: slice
     ) -> tuple[Tensor, Tensor]:
         rows = slice(part.start, part.stop)
         k_tgd, v_tgd = keys.k_Tgd[rows, heads], keys.v_Tgd[rows, heads]
         if count == len(part):
             return k_tgd, v_tgd
-        place = self._parts.parts[part]
-        first = self._parts.of_chunk(place.chunk)[0].start
+        level_part = self._parts.parts[part]
+        first = self._parts.of_chunk(level_part.chunk)[0].start
         columns = slice(part.start - first, part.stop - first)
-        importance_gt = self._importance_of(keys, place.chunk)[heads, columns]
+        importance_gt = self._importance_of(keys, level_part.chunk)[heads, columns]
         always_t = torch.zeros(len(part), dtype=torch.bool)
-        for run in always_kept(self._plan, self._chunks[place.chunk], place):
+        for run in always_kept(self._plan, self._chunks[level_part.chunk], level_part):
             always_t[run.start : run.stop] = True
         kept_gk = select(importance_gt, count, always_t=always_t)
         return gather_kept(k_tgd, kept_gk), gather_kept(v_tgd, kept_gk)
 
-    def _importance_of(self, keys: HeadKeys, chunk: int) -> Tensor:
-        """By the layer before, or by this one, of which all rows have come then."""
+    def _importance_of(self, keys: RowAttention, chunk: int) -> Tensor:
+        """Return the importance from the layer before, or from this one."""
         if chunk not in self._importance:
-            assert self._plan.importance_layer == "same", "judged by the layer before"
+            assert self._plan.importance_layer == "same", (
+                f"the layer before has no importance of chunk {chunk}"
+            )
             self._importance[chunk] = keys.importance(chunk, self._plan.importance_window)
         return self._importance[chunk]
 
@@ -173,16 +162,19 @@ def _overlap(part: range, rows: range) -> range:
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """Query heads every one of whose KV heads serves equally many of them; counted from the own."""
+    """Query and KV heads, equally many queries per KV head, numbered from the first own head."""
 
     queries: slice
     keys: slice
 
 
 class RowAttention:
-    """The running result of one layer; see `csps.kernels.attention` for masks and positions.
+    """Running attention result of one layer.
 
-    `attend` may be called with queries and keys in any order, as long as no pair comes twice.
+    `attend` may be called with queries and keys in any order, but only once for each pair.
+
+    Args:
+        cancelled: sequences whose outputs remain zero.
     """
 
     def __init__(
@@ -197,11 +189,7 @@ class RowAttention:
         far_keys: FarKeys | None = None,
         cancelled: Set[int] = frozenset(),
     ) -> None:
-        """Nothing seen yet.
 
-        Args:
-            withdrawn: requests whose outputs stay zeros, whatever they are to attend to.
-        """
         self._begins = [0, *accumulate(chunk.length for chunk in chunks)]
         self._chunks = chunks
         self._blocks = blocks
@@ -212,28 +200,29 @@ class RowAttention:
         self.out_Thd, self.lse_hT = nothing_seen(q_Thd)
 
     def blocks(self, rows: tuple[int, int], keys: int) -> Iterator[tuple[int, int]]:
-        """Rows [start, stop) that are to attend to so many keys, in blocks between which urgent
-        jobs may run."""
+        """Split rows [start, stop) that attend to `keys` keys into blocks between yield points."""
         start, stop = rows
         for block in query_blocks(self.q_Thd[start:stop], keys):
             yield start + block.start, start + block.stop
 
     def attend(self, queries: tuple[int, int], keys: tuple[int, int]) -> None:
-        """Rows [start, stop) to those of other rows that precede them in their piece."""
-        for index in filter(self._wanted, range(len(self._chunks))):
+        """Attend rows [start, stop) of queries to the rows of keys that precede them in a chunk."""
+        for index in filter(self._is_active, range(len(self._chunks))):
             own = self._clip(index, *queries)
             seen = self._clip(index, keys[0], min(keys[1], own.stop))
             if own and seen:
                 self._attend_chunk(index, own, seen)
 
     def importance(self, index: int, window: int) -> Tensor:
-        """What a piece's keys receive from its last `window` queries under exact attention, or,
-        at 0, from all of them under the attention that was computed. Dropped keys are judged with
-        the others, so that they can come back.
+        """Return the importance of a chunk's keys, dropped ones included.
+
+        Args:
+            window: number of last queries that score under exact attention; 0 for all queries,
+                under the attention that was computed.
 
         Returns:
-            (g, rows of the piece) fp32. Where members share a KV head each judges by its own
-            query heads, and for these.
+            (g, rows of the chunk) fp32. If members share a KV head, each scores by its own query
+            heads.
         """
         keys = range(self._begins[index], self._begins[index + 1])
         queries = keys[-window:] if window else keys
@@ -249,7 +238,7 @@ class RowAttention:
             _, lse_hn = attention(q_nhd, k_ngd, v_ngd, scale=self._scale, **positions)
         return importance(q_nhd, k_ngd, lse_hn, scale=self._scale, **positions)
 
-    def _wanted(self, index: int) -> bool:
+    def _is_active(self, index: int) -> bool:
         return self._chunks[index].sequence_id not in self._cancelled
 
     def _clip(self, index: int, start: int, stop: int) -> range:
@@ -266,7 +255,7 @@ class RowAttention:
                 self._attend_kept(own, seen, level)
 
     def _attend_rows(self, queries: range, keys: range) -> None:
-        """Causal; a rectangle where all keys precede all queries."""
+        """Attend causally; without a mask if all keys precede all queries."""
         precede = keys.stop <= queries.start
         for block in self._blocks:
             self._merge(
@@ -283,7 +272,7 @@ class RowAttention:
             )
 
     def _attend_kept(self, queries: range, part: range, level: int) -> None:
-        """All queries to those keys of a farther part that the level keeps."""
+        """Attend all queries to the keys of a farther part that the level keeps."""
         assert self._far_keys is not None
         for block in self._blocks:
             for heads, k_kgd, v_kgd in self._far_keys.kept(self, part, level, block.keys):
@@ -309,7 +298,7 @@ class RowAttention:
 
 
 def _readers(block: HeadBlock, keys: slice) -> slice:
-    """The query heads of a block that read some of its KV heads."""
+    """Return the query heads of a block that read some of its KV heads."""
     group = (block.queries.stop - block.queries.start) // (block.keys.stop - block.keys.start)
     first = block.queries.start + (keys.start - block.keys.start) * group
     return slice(first, first + (keys.stop - keys.start) * group)

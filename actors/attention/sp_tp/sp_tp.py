@@ -1,24 +1,19 @@
-"""One layer of SP-TP on one member: the steps of its schedule, carried out.
-
-Shape suffixes: T rows of the batch, h own query heads, g the KV heads that they read, d head dim.
-
-SP-TP: rows are gathered, heads are sharded, outputs are reduced (CSPS §3.2.1, Fig. 4).
+"""SP-TP: rows are gathered, heads are sharded, outputs are reduced (CSPS §3.2.1, Fig. 4).
 
     x of own rows --all-gather--> x of all rows
     QKV and causal attention of own heads over the whole batch
-    these heads' part of the output projection --reduce-scatter--> own rows
+    output projection of these heads --reduce-scatter--> own rows
 
-Works on deployments with and without tensor parallelism. The group's members are all ranks of the
-job's instances: without, each takes a slice of the heads that it has whole; with, each instance's
-share of the rows is cut over its ranks once more, and a rank's share of the heads over the
-instances. What is gathered is the residual stream: as many bytes as its norm would be, which
-everyone then takes for all rows (a pass over memory, no product).
+Works with and without tensor parallelism. The members are all ranks of the step's instances.
+Without it, each takes a slice of the heads. With it, each instance's rows are split over its ranks,
+and each rank's heads over the instances. The residual stream is gathered, not its norm: it has as
+many bytes, and every member then computes the norm of all rows (a pass over memory, no product).
 
-KV stays where its rows lie: keys and values of own rows for the pool are computed beside the
-attention, from rows and weights that are here anyway. That repeats an N-th of a member's KV
-projection for all N of them; an exchange of KV would cost more on any wire.
+KV is not sent: each rank computes the KV of its own rows for the pool. This repeats 1/N of its KV
+projection; an exchange of KV would cost more on any network.
 
-Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
+Shape suffixes: t rows of this rank's instance, T rows of the batch, h own query heads, g the KV
+heads that they read, d hidden or head dim.
 """
 
 from __future__ import annotations
@@ -72,7 +67,13 @@ from csps.protocols.core.placement import Span
 
 
 class SpTpLayer:
-    """Own heads of one layer over all rows of the batch."""
+    """One layer of SP-TP on one member: runs its schedule for own heads over all rows.
+
+    Args:
+        layer: the layer with own heads only.
+        rows_td: (T, hidden), valid where a `Wait` has returned.
+        rotary: rotary embedding of all T rows.
+    """
 
     def __init__(
         self,
@@ -86,19 +87,14 @@ class SpTpLayer:
         far_keys: FarKeys | None,
         index: int,
     ) -> None:
-        """
-        Args:
-            layer: with the own heads only.
-            rows_td: (T, hidden), valid where a `Wait` has returned.
-            rotary: of all T rows.
-        """
+
         self._group = group
         self._layer = layer
         self._rows_td = rows_td
         self._rotary = rotary
         self._history = history
         self._asked: HistoryQueries | None = None
-        self._of_history: tuple[Tensor, Tensor] | None = None
+        self._history_result: tuple[Tensor, Tensor] | None = None
         self._timeline = group.clock.timeline
         self._index = index
         self.attention = RowAttention(
@@ -117,7 +113,7 @@ class SpTpLayer:
         reduce: RowReduce,
         transfers: Transfers,
     ) -> None:
-        """All steps, in order."""
+        """Run all steps in order."""
         for step in steps:
             match step:
                 case Wait(part):
@@ -140,7 +136,7 @@ class SpTpLayer:
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self._with_history(part.rows)
                         reduce.add(part, self._layer.output_part(out_thd))
-                    # No point: what is kept back is only begun by `RowReduce.result`.
+                    # No yield point here: `RowReduce.result` begins the delayed transfers.
                     transfers.progress()
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,23 +153,23 @@ class SpTpLayer:
             buffer[rows] = part
 
     def _with_history(self, rows: slice) -> Tensor:
-        """The output of complete rows. History stays out of the running result, whose LSEs judge
-        the chunk's keys."""
+        """Return the output of complete rows, with history."""
+        # History is not in the running result, whose LSEs score the chunk's keys.
         attention = self.attention
         if self._asked is not None:
-            self._of_history = nothing_seen(attention.q_Thd)
-            self._asked.merge_into(*self._of_history)
+            self._history_result = nothing_seen(attention.q_Thd)
+            self._asked.merge_into(*self._history_result)
             self._asked = None
-        if self._of_history is None:
+        if self._history_result is None:
             return attention.out_Thd[rows]
-        out_Thd, lse_hT = self._of_history
+        out_Thd, lse_hT = self._history_result
         merge_into(
             out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
         )
         return out_Thd[rows]
 
     def _pause(self, transfers: Transfers) -> None:
-        """Between two parts of the computing."""
+        """Advance transfers and pass a yield point between two blocks of computing."""
         transfers.progress()
         self._group.points.point()
 
@@ -182,17 +178,18 @@ class SpTpLayer:
 
 
 class SpTp(WithTransfers):
-    """One object per job and rank, entered for the job's duration.
+    """SP-TP attention of one step on one rank; entered for the duration of the step.
 
-    Without a plan it is exact, not pipelined, and takes all members to share a server. The plan
-    adds locations, pipelining, its first level's micro-partitions, and which far keys are left
-    out; every query is computed, whatever the plan says of queries.
+    Without a plan it is exact, not pipelined, and assumes that all members share a server. The plan
+    adds locations, pipelining, micro-partitions of its first level, and far keys that are dropped.
+    Every query is computed, whatever the plan says of queries.
 
-    One thing is other than the plan has it: kept sets are those of a KV head as far as one member
-    has all of the head's queries. Where members share a KV head each judges by its own query heads,
-    and chooses for these. The keys are here anyway, so what several heads would keep together costs
-    no fewer bytes; and a choice in common would cost an exchange before each layer's attention.
+    If members share a KV head, each selects tokens by its own query heads, and for these, instead
+    of one set per KV head.
     """
+
+    # A common set would need an exchange before the attention of each layer and save no bytes,
+    # because every member has the keys anyway.
 
     def __init__(
         self, group: SpGroup, engine: Engine, plan: CsaPlan | None, *, hierarchical: bool = True
@@ -222,7 +219,7 @@ class SpTp(WithTransfers):
         self._steps: dict[tuple[int, bool], tuple[ScheduleStep, ...]] = {}
 
     def offered(self, layer: int, member: int) -> Collection[int]:
-        """See `Strategy`: keys and values never travel."""
+        """See `Strategy`. Keys and values are not sent."""
         return ()
 
     def attend_layer(
@@ -243,8 +240,8 @@ class SpTp(WithTransfers):
                 work.run(self._planned(index), gather, reduce, self._transfers)
                 self._importance = self._next_importance(index, work)
             else:
-                self._only_answer(index, x_td)
-                self._only_collect(parts, reduce)
+                self._answer_without_heads(index, x_td)
+                self._collect_without_heads(parts, reduce)
             sum_td = reduce.result()
         self._group.points.close()
         sum_td = self._instance_rows(sum_td)
@@ -268,13 +265,12 @@ class SpTp(WithTransfers):
         )
 
     def _planned(self, index: int) -> tuple[ScheduleStep, ...]:
-        """Steps of a layer, planned once for all layers of as many micro-partitions that judge or
-        do not judge by themselves."""
-        at = self._micro_partitions(index), self._scores_itself(index)
-        if at not in self._steps:
-            steps = tuple(self._in_order(*at))
-            self._steps[at] = tuple(with_history(steps)) if self._history.any else steps
-        return self._steps[at]
+        """Return the steps of a layer; layers with equal properties have one object."""
+        key = self._micro_partitions(index), self._scores_itself(index)
+        if key not in self._steps:
+            steps = tuple(self._in_order(*key))
+            self._steps[key] = tuple(with_history(steps)) if self._history.any else steps
+        return self._steps[key]
 
     def _in_order(self, micro: int, scores_itself: bool) -> Iterator[ScheduleStep]:
         parts = tuple(self._shards.parts(micro))
@@ -283,15 +279,15 @@ class SpTp(WithTransfers):
         pipeline = own_before_far if scores_itself else near_to_far
         return pipeline(parts, self._distances)
 
-    def _only_answer(self, index: int, x_td: Tensor) -> None:
-        """Without heads there is nothing to ask, but history may lie here."""
+    def _answer_without_heads(self, index: int, x_td: Tensor) -> None:
+        """Answer questions about resident history; a member without heads asks none."""
         if self._history.any:
             self._group.points.close()
             no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
             self._history.ask(index, no_queries).answer()
 
-    def _only_collect(self, parts: Sequence[MicroPartition], reduce: RowReduce) -> None:
-        """Nor is there anything to hand on, but others do, and some of it is for own rows."""
+    def _collect_without_heads(self, parts: Sequence[MicroPartition], reduce: RowReduce) -> None:
+        """Receive the reduced outputs of own rows; a member without heads contributes none."""
         for part in parts:
             self._group.points.close()
             if part.owner == self._shards.member:
@@ -303,8 +299,9 @@ class SpTp(WithTransfers):
         return self._plan.layer_group(index).micro(1)
 
     def _instance_rows(self, sum_td: Tensor) -> Tensor:
-        """The tensor-parallel ranks of an instance all go on with all of its rows: its MLP is cut
-        by columns and sums over the instance."""
+        """Gather the rows of the instance."""
+        # Each tp rank needs all rows of the instance, because the MLP is sharded by columns and
+        # sums over the instance.
         if self._group.layout.tp == 1:
             return sum_td
         return all_gather(instance_shards(self._group), sum_td, self._transfers)
@@ -331,15 +328,18 @@ class SpTp(WithTransfers):
         return schedule.drops(index)
 
     def _next_importance(self, index: int, work: SpTpLayer) -> Mapping[int, Tensor]:
-        """By piece that spans members, what the next layer chooses by; nothing if it keeps all, or
-        judges by itself."""
+        """Return the importance for the next layer by chunk that spans members.
+
+        Returns:
+            Empty if the next layer keeps all tokens or scores importance itself.
+        """
         schedule = self._schedule
         if schedule is None or not schedule.drops(index + 1) or self._scores_itself(index + 1):
             return {}
         chunks = {
             part.chunk
             for part in self._far_parts.parts.values()
-            if self._group.wanted(self._group.step.chunks[part.chunk])
+            if self._group.is_active(self._group.step.chunks[part.chunk])
         }
         window = schedule.plan.importance_window
         with self._group.clock.timeline.phase("importance", layer=index):
@@ -356,21 +356,21 @@ class SpTp(WithTransfers):
 
     @cached_property
     def _rotary(self) -> Rotary:
-        """Of all rows of the batch."""
+        """Rotary embedding of all rows of the batch."""
         chunks = self._group.step.chunks
-        spans = [Span(start=p.start, stop=p.start + p.length) for p in chunks]
+        spans = [Span(start=chunk.start, stop=chunk.start + chunk.length) for chunk in chunks]
         return self._engine.network.rotary(span_positions(spans).to(self._engine.device))
 
     @property
     def _servers(self) -> list[tuple[int, int]]:
-        """Of each instance of the group."""
+        """Server of each instance of the group."""
         if self._plan is None:
             return [(0, 0)] * self._group.size
-        return [place.server_id for place in self._plan.topology.locations]
+        return [location.server_id for location in self._plan.topology.locations]
 
     @cached_property
     def _distances(self) -> list[int]:
-        """Of each owner of rows: 0 its rows are here, 1 same server, 2 same rack, 3 beyond."""
+        """Distance to each owner of rows: 0 own instance, 1 same server, 2 same rack, 3 beyond."""
         own = self._servers[self._group.member]
         distances = [
             0 if index == self._group.member else 3 - (rack == own[0]) - ((rack, server) == own)

@@ -1,26 +1,15 @@
-"""The first layer's rows, which no configuration changes: it never drops anything.
+"""Emulate a group's sparse attention in one process, without exchanges, to measure its accuracy.
 
-Shape suffixes: n rows, h query heads, g KV heads, d hidden or head dim.
+Messages between ranks of SP-NTP and SP-TP change no result. The parts of a prompt are therefore
+sliced, scored, selected and merged by the functions that ranks use, one part after another.
+`FirstLayer` and `SharedText` compute part no configuration changes, `EmulatedGroup` is a group, and
+`EmulatedPrompt` runs a prompt through the model by any number of configurations.
 
-Sparse attention as a group's ranks compute it, in one process and without an exchange.
+A *unit* selects tokens of its own: a KV head, or, in SP-TP with members that share one, the query
+heads of one member.
 
-What ranks of SP-NTP and SP-TP send each other changes no result, so that accuracy can be measured
-without ranks: the parts of a prompt are cut, judged, selected and merged by the functions that
-ranks use, one part after another.
-
-A *unit* is what keeps tokens of its own: a KV head; in SP-TP, where members share a KV head, those
-of its query heads that one member has. It is a KV head of its own here.
-
-Shape suffixes: t tokens of the prompt, n rows (the prompt's, and those of an answer behind it), h
-query heads, g KV heads, u units, k kept tokens, d head dim.
-
-A prompt through the whole model, by any number of configurations one after another.
-
-What configurations have in common is computed once: the first layer, and of the second one what
-its level 1 sees and what importance is judged by.
-
-Shape suffixes: n rows (the prompt's, and those of an answer behind it), s scored rows, t tokens of
-the prompt, u units, d hidden or head dim, v vocabulary.
+Shape suffixes: n rows (the prompt's, then an answer's), s scored rows, t tokens of the prompt, h
+query heads, g KV heads, u units, k selected tokens, d hidden or head dim, v vocabulary.
 """
 
 from __future__ import annotations
@@ -54,17 +43,18 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """Of a text; another text can be put behind it without computing it again."""
+    """First layer of a text, which drops nothing; other text can follow without computing it
+    again."""
 
     q_nhd: Tensor
     k_ngd: Tensor
     v_ngd: Tensor
     x_nd: Tensor
-    """After the layer."""
+    """Residual stream after the layer."""
 
     @classmethod
     def of(cls, network: Network, token_ids: Sequence[int]) -> FirstLayer:
-        """Of a text from position 0 on."""
+        """Compute the layer of a text from position 0."""
         spec, like = network.spec, network.embedding_vd
         nothing = like.new_empty(0, spec.kv_heads, spec.head_dim)
         no_queries = like.new_empty(0, spec.heads, spec.head_dim)
@@ -72,7 +62,7 @@ class FirstLayer:
         return empty.followed_by(network, token_ids)
 
     def followed_by(self, network: Network, token_ids: Sequence[int]) -> FirstLayer:
-        """With more tokens behind it."""
+        """Return the layer with more tokens behind it."""
         begin, layer = len(self.x_nd), network.layers[0]
         end = begin + len(token_ids)
         x_nd = network.embed(torch.tensor(token_ids, dtype=torch.int64))
@@ -96,16 +86,16 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class SharedText:
-    """A text as its own tokens see it, wherever it begins: what stands before it is merged in.
+    """First layer of a text as its own tokens see it; the text before it is merged in later.
 
-    Questions of one length before the same text leave its queries, keys and values as they are, and
-    what they add is attention to a few keys.
+    Questions of one length before the same text do not change its queries, keys and values. They
+    only add attention to a few keys.
     """
 
     begin: int
     """Position of its first token."""
     x_nd: Tensor
-    """Before the layer."""
+    """Residual stream before the layer."""
     q_nhd: Tensor
     k_ngd: Tensor
     v_ngd: Tensor
@@ -114,7 +104,7 @@ class SharedText:
 
     @classmethod
     def of(cls, network: Network, token_ids: Sequence[int], begin: int) -> SharedText:
-        """Of a text behind `begin` tokens."""
+        """Compute a text behind `begin` tokens."""
         at = range(begin, begin + len(token_ids))
         x_nd = network.embed(torch.tensor(token_ids, dtype=torch.int64))
         rotary = network.rotary(torch.arange(at.start, at.stop))
@@ -125,8 +115,10 @@ class SharedText:
         return cls(begin, x_nd, q_nhd, k_ngd, v_ngd, *seen)
 
     def behind(self, network: Network, token_ids: Sequence[int]) -> FirstLayer:
-        """With the tokens that stand before it."""
-        assert len(token_ids) == self.begin, "rotated to where it begins"
+        """Return the layer of the text and the tokens before it."""
+        assert len(token_ids) == self.begin, (
+            f"{len(token_ids)} tokens before a text rotated to position {self.begin}"
+        )
         before = FirstLayer.of(network, token_ids)
         out_nhd, lse_hn = self.out_nhd.clone(), self.lse_hn.clone()
         far = attention(
@@ -152,24 +144,31 @@ class EmulatedGroup:
 
     spec: ModelSpec
     plan: CsaPlan
-    """Disjoint levels, one ratio for all KV heads, judged by a window of queries."""
+    """Plan with disjoint levels, one ratio for all KV heads, and a window of queries that
+    scores."""
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     tensor_parallel: bool = False
-    """SP-TP in place of SP-NTP."""
+    """True for SP-TP, False for SP-NTP."""
 
     @property
     def members(self) -> int:
-        """Instances."""
+        """Number of instances."""
         return len(self.plan.locations)
 
     @cached_property
     def parts(self) -> tuple[LevelPart, ...]:
-        """One for each member."""
-        shares = (even_share(self.tokens, self.members, member) for member in range(self.members))
+        """Part of the prompt of each member."""
+        spans = (even_share(self.tokens, self.members, member) for member in range(self.members))
         return tuple(
-            LevelPart(index=m, member=m, chunk=0, rows=slice(it.start, it.stop), start=it.start)
-            for m, it in enumerate(shares)
+            LevelPart(
+                index=member,
+                member=member,
+                chunk=0,
+                rows=slice(span.start, span.stop),
+                start=span.start,
+            )
+            for member, span in enumerate(spans)
         )
 
     @cached_property
@@ -180,26 +179,28 @@ class EmulatedGroup:
             return tuple(kv_heads)
         split = HeadSplit(heads=self.spec.heads, kv_heads=self.spec.kv_heads, parts=self.members)
         heads = [key for member in range(self.members) for key in kv_heads[split.keys(member)]]
-        assert self.spec.heads % len(heads) == 0, "units of equally many query heads"
+        assert self.spec.heads % len(heads) == 0, (
+            f"{self.spec.heads} query heads in {len(heads)} units of unequal size"
+        )
         return tuple(heads)
 
     @property
     def nearest(self) -> object:
-        """Groups for which it is equal compute the same at level 1."""
+        """Key of level 1: groups with equal keys compute the same there."""
         return self.members if self.plan.levels > 1 else 1
 
     def drops(self, layer: int) -> bool:
-        """Whether anything is dropped in a layer."""
+        """Return True if a layer drops anything."""
         return self._schedule.drops(layer)
 
     def of_units(self, x_ngd: Tensor) -> Tensor:
-        """(n, u, d): keys or values of each unit."""
+        """Return keys or values of each unit, (n, u, d)."""
         if self.unit_heads == tuple(range(self.spec.kv_heads)):
             return x_ngd
         return x_ngd[:, list(self.unit_heads)]
 
     def prompt_importance(self, q_nhd: Tensor, k_nud: Tensor) -> Tensor:
-        """(u, t) what the prompt's keys receive from its last queries."""
+        """Return the attention that the prompt's keys get from its last queries, (u, t)."""
         window = self.plan.importance_window
         queries = range(max(0, self.tokens - window), self.tokens)
         q_whd, k_tud = q_nhd[queries.start : queries.stop], k_nud[: self.tokens]
@@ -208,7 +209,8 @@ class EmulatedGroup:
         return importance(q_whd, k_tud, lse_hw, scale=self.spec.scale, **positions)
 
     def attend_near(self, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
-        """Level 1 of the prompt's rows; those behind it see everything before them."""
+        """Compute level 1 of the prompt's rows; rows behind the prompt see everything before
+        them."""
         out_nhd, lse_hn = nothing_seen(q_nhd)
         segments = self.plan.segments()[0]
         for run in segments:
@@ -233,21 +235,23 @@ class EmulatedGroup:
         """Merge all farther levels of a layer into the result of level 1.
 
         Returns:
-            (n,) bool, the rows that have changed.
+            (n,) bool, True for changed rows.
         """
         changed_n = torch.zeros(len(q_nhd), dtype=torch.bool)
         for level, seeing, seen in self._rectangles:
-            keys_uk = torch.cat([self._kept(layer, level, it, importance_ut) for it in seen], 1)
+            keys_uk = torch.cat(
+                [self._selected(layer, level, part, importance_ut) for part in seen], 1
+            )
             queries_uk = torch.cat(
                 [
-                    self._kept(layer, level, it, importance_ut)
+                    self._selected(layer, level, part, importance_ut)
                     if self.plan.drop_queries
-                    else self._all_rows(it)
-                    for it in seeing
+                    else self._all_rows(part)
+                    for part in seeing
                 ],
                 1,
             )
-            part = attention(
+            seen_far = attention(
                 gather_kept(q_nhd, queries_uk),
                 gather_kept(k_nud, keys_uk),
                 gather_kept(v_nud, keys_uk),
@@ -255,11 +259,9 @@ class EmulatedGroup:
                 k_positions=None,
                 scale=self.spec.scale,
             )
-            merge_into(out_nhd, lse_hn, *part, queries_uk)
+            merge_into(out_nhd, lse_hn, *seen_far, queries_uk)
             changed_n[queries_uk.flatten()] = True
         return changed_n
-
-    # --- levels --------------------------------------------------------------------------------
 
     @cached_property
     def _schedule(self) -> DropSchedule:
@@ -285,12 +287,12 @@ class EmulatedGroup:
         for level in range(2, self.plan.levels + 1):
             for segment in self.plan.segments()[level - 1]:
                 sights = geometry.segment(level, segment.start).sights
-                for keys, alike in groupby(sights, key=lambda it: it.keys):
-                    seeing = [self.parts[it.part] for it in alike]
+                for keys, alike in groupby(sights, key=lambda sight: sight.keys):
+                    seeing = [self.parts[sight.part] for sight in alike]
                     yield level, seeing, [self.parts[index] for index in keys]
 
-    def _kept(self, layer: int, level: int, part: LevelPart, importance_ut: Tensor) -> Tensor:
-        """(u, k) rows of the prompt that a part keeps at a level."""
+    def _selected(self, layer: int, level: int, part: LevelPart, importance_ut: Tensor) -> Tensor:
+        """Return the rows of the prompt that a part selects at a level, (u, k)."""
         ratios = self._schedule.head_ratios(layer)[0]
         count = kept_counts(self.plan, [self._chunk], part, ratios)[level - 1]
         if count == part.length:
@@ -325,13 +327,14 @@ class EmulatedGroup:
 
 
 class EmulatedPrompt:
-    """Logits of some rows. Rows behind the prompt are an answer's: decode sees all KV."""
+    """A prompt and its answer, run by any number of configurations; decode sees all KV."""
 
     def __init__(self, network: Network, first: FirstLayer, scored: range) -> None:
-        """
+        """Prepare part all configurations have in common.
+
         Args:
-            first: of the prompt and the answer.
-            scored: rows whose logits are wanted.
+            first: first layer of the prompt and the answer.
+            scored: rows whose logits are returned.
         """
         self._network = network
         self._first = first
@@ -340,7 +343,7 @@ class EmulatedPrompt:
         self._known: dict[Hashable, Any] = {}
 
     def logits(self, group: EmulatedGroup) -> Tensor:
-        """(s, v) as the group computes them."""
+        """Compute logits as the group does, (s, v)."""
         layers = self._network.layers
         x_nd, scored_by = self._first.x_nd, (self._first.q_nhd, self._first.k_ngd)
         for index, layer in enumerate(layers[1:-1], start=1):
@@ -355,7 +358,8 @@ class EmulatedPrompt:
         previous: tuple[Tensor, Tensor],
         group: EmulatedGroup,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """After the layer; and its queries and keys, which may judge for the next one."""
+        """Return the residual stream after the layer, and the layer's queries and keys, which may
+        score for the next one."""
         q_nhd, k_ngd, v_ngd = self._once(index, "qkv", lambda: layer.qkv(x_nd, self._rotary))
         near = self._once(
             index, ("near", group.nearest), lambda: group.attend_near(q_nhd, k_ngd, v_ngd)
@@ -402,10 +406,11 @@ class EmulatedPrompt:
         )
         return layer.finish(x_nd[rows], out_shd)
 
-    def _once(self, index: int, what: Hashable, compute: Callable[[], Any]) -> Any:
-        """Of the second layer, whose input all configurations have in common; else anew."""
+    def _once(self, index: int, part: Hashable, compute: Callable[[], Any]) -> Any:
+        """Compute a part of the second layer once, because all configurations share its input; any
+        other layer anew."""
         if index != 1:
             return compute()
-        if what not in self._known:
-            self._known[what] = compute()
-        return self._known[what]
+        if part not in self._known:
+            self._known[part] = compute()
+        return self._known[part]

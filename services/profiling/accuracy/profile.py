@@ -1,12 +1,9 @@
-"""Which configurations the loss of accuracy is measured of (CSPS App. B).
+"""Run `csps profile accuracy`: measure the right answers that each configuration loses (CSPS App.
+B).
 
-`csps profile accuracy`: how many right answers each configuration loses.
-
-All configurations are asked the same questions, one prompt after another, because what they have in
-common of a prompt is computed once for all. A round of a kind's questions is a row of the scaling
-information base for each configuration, so that a run that was interrupted goes on where it was.
-
-What was measured of accuracy, as lines.
+All configurations get the same questions, one prompt after another, because their common work on a
+prompt is computed once. A round of a kind's questions is a row of the scaling information base for
+each configuration, so that an interrupted run continues where it was.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from csps.services.profiling.accuracy.questions import (
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """Configurations that differ in how much they drop alone."""
+    """Configurations that differ only in how much they drop."""
 
     tokens: int
     group_shape: str
@@ -63,18 +60,18 @@ class Point:
 
     @property
     def settings(self) -> CsaSettings:
-        """As a request would ask for it."""
-        it = self.branch
+        """The settings by which a request would ask for it."""
+        branch = self.branch
         return CsaSettings(
-            levels=it.levels,
+            levels=branch.levels,
             drop_ratios=((self.drop_ratio,),),
-            strategy=it.strategy,
-            importance_layer="same" if it.scoring.layer == "same" else "previous",
-            importance_window=it.scoring.window,
+            strategy=branch.strategy,
+            importance_layer="same" if branch.scoring.layer == "same" else "previous",
+            importance_window=branch.scoring.window,
         )
 
     def group(self, spec: ModelSpec, tokens: int) -> EmulatedGroup:
-        """Of a prompt, which may be a little shorter than the branch says."""
+        """Return the group for a prompt, which may be a little shorter than the branch says."""
         places, tensor_parallel = places_of(self.branch.group_shape), self.branch.strategy == "tp"
         plan = self.settings.for_group(
             places, layers=spec.layers, longest_spt=tokens, every_query=tensor_parallel
@@ -83,7 +80,7 @@ class Point:
 
     @classmethod
     def of_row(cls, row: AccuracyRow) -> Point:
-        """What a row is about."""
+        """Return the configuration of a row."""
         branch = Branch(
             tokens=row.tokens,
             group_shape=row.group_shape,
@@ -96,7 +93,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Enumeration:
-    """All points, as far as a model takes their lengths."""
+    """All points, as far as a model supports their lengths."""
 
     lengths: tuple[int, ...] = (1_024, 2_048, 4_096)
     group_shapes: tuple[str, ...] = ("2", "4", "2+2", "4+4")
@@ -109,10 +106,10 @@ class Enumeration:
         ("ntp", ImportanceScoring("same", 256)),
     )
     drop_ratios: tuple[float, ...] = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
-    """Ascending."""
+    """Drop ratios, ascending."""
 
     def points(self, tokens: int) -> Iterator[Point]:
-        """Of one length, those that drop least first."""
+        """Yield the points of one length, those that drop least first."""
         for ratio, branch in product(self.drop_ratios, self._branches(tokens)):
             yield Point(branch=branch, drop_ratio=ratio)
 
@@ -141,12 +138,12 @@ QUICK = Enumeration(
 
 
 HOPELESS = 0.5
-"""A branch ends where more answers are lost than this: who drops more loses no fewer."""
+"""Loss beyond which a branch ends: a configuration that drops more loses no fewer answers."""
 
 
 @dataclass
 class AnswerTally:
-    """What is known of a point and a kind of questions."""
+    """Answers to one kind of questions at one point."""
 
     rounds: int = 0
     questions: int = 0
@@ -154,7 +151,7 @@ class AnswerTally:
     right: int = 0
 
     def add(self, answers: AccuracyRow | Score) -> None:
-        """One round more."""
+        """Add one round."""
         self.rounds += 1
         self.questions += answers.questions
         self.right_exact += answers.right_exact
@@ -162,12 +159,12 @@ class AnswerTally:
 
     @property
     def lost_nothing(self) -> bool:
-        """Of what was asked."""
+        """True if no answer was lost so far."""
         return self.rounds > 0 and self.right >= self.right_exact
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the loss."""
+        """Confidence interval of the loss."""
         if not self.questions:
             return 0.0, 1.0
         return loss_interval(self.questions, self.right_exact, self.right)
@@ -175,40 +172,42 @@ class AnswerTally:
 
 @dataclass
 class AccuracyProfile:
-    """Measures what is not in the base yet."""
+    """Profile that measures what is not in the base yet."""
 
     base: ScalingInformationBase
     model: LocalModel
     enumeration: Enumeration
     say: Callable[[str], None]
     limit_s: float = float("inf")
-    """Begin no round after so long."""
+    """Time after which no round starts."""
     _tallies: defaultdict[Point, defaultdict[str, AnswerTally]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(AnswerTally))
     )
 
     @torch.inference_mode()
     def run(self) -> None:
-        """All lengths, short ones first."""
+        """Measure all lengths, short ones first."""
         end = time.monotonic() + self.limit_s
         for row in self.base.rows(AccuracyRow):
             self._tallies[Point.of_row(row)][row.kind].add(row)
         most = self.model.network.spec.max_positions
         for tokens in (length for length in self.enumeration.lengths if length <= most):
             points = list(self.enumeration.points(tokens))
-            for number in range(max(kind.rounds for kind in QUESTION_KINDS)):
+            for round_index in range(max(kind.rounds for kind in QUESTION_KINDS)):
                 for kind in QUESTION_KINDS:
                     if time.monotonic() > end:
                         return
-                    self._round(kind, tokens, number, points)
+                    self._round(kind, tokens, round_index, points)
 
-    def _round(self, kind: QuestionKind, tokens: int, number: int, points: Sequence[Point]) -> None:
-        wanting = [point for point in points if self._wants(point, kind, number)]
+    def _round(
+        self, kind: QuestionKind, tokens: int, round_index: int, points: Sequence[Point]
+    ) -> None:
+        wanting = [point for point in points if self._wants(point, kind, round_index)]
         if not wanting:
             return
         begin = time.monotonic()
         scores: dict[Point, list[Score]] = {point: [] for point in wanting}
-        for asked in kind.asked(self.model, tokens, number):
+        for asked in kind.asked(self.model, tokens, round_index):
             for point, score in answered(self.model, asked, wanting).items():
                 scores[point].append(score)
         for point in wanting:
@@ -216,36 +215,35 @@ class AccuracyProfile:
             self.base.add(row)
             self._tallies[point][kind.name].add(row)
         self.say(
-            f"{tokens:>6} tokens, {kind.name}: round {number + 1} of {kind.rounds}, "
+            f"{tokens:>6} tokens, {kind.name}: round {round_index + 1} of {kind.rounds}, "
             f"{len(wanting)} configurations ({time.monotonic() - begin:.0f} s)"
         )
 
-    # --- what is worth asking ------------------------------------------------------------------
-
-    def _wants(self, point: Point, kind: QuestionKind, number: int) -> bool:
+    def _wants(self, point: Point, kind: QuestionKind, round_index: int) -> bool:
         rounds = self._tallies[point][kind.name].rounds
-        if number >= kind.rounds or rounds > number or self._hopeless(point):
+        if round_index >= kind.rounds or rounds > round_index or self._hopeless(point):
             return False
         return not (rounds and (self._outdone(point, kind) or self._harmless(point, kind)))
 
     def _hopeless(self, point: Point) -> bool:
-        """One of the branch that drops less has lost too much."""
+        """Return True if a point of the branch that drops less has lost too much."""
         return any(
             other.drop_ratio < point.drop_ratio and self._surely_lost(other) > HOPELESS
             for other in self._branch(point)
         )
 
     def _harmless(self, point: Point, kind: QuestionKind) -> bool:
-        """One of the branch that drops more has lost nothing, and is asked on."""
-        beyond = (it for it in self._branch(point) if it.drop_ratio > point.drop_ratio)
-        return any(self._tallies[it][kind.name].lost_nothing for it in beyond)
+        """Return True if a point of the branch that drops more has lost nothing; that one
+        continues."""
+        beyond = (other for other in self._branch(point) if other.drop_ratio > point.drop_ratio)
+        return any(self._tallies[other][kind.name].lost_nothing for other in beyond)
 
     def _branch(self, point: Point) -> Iterator[Point]:
-        """All that is known of it."""
-        return (tally for tally in self._tallies if tally.branch == point.branch)
+        """Return the measured points of the branch."""
+        return (other for other in self._tallies if other.branch == point.branch)
 
     def _outdone(self, point: Point, kind: QuestionKind) -> bool:
-        """Another kind of questions surely loses more, which is what counts."""
+        """Return True if another kind of questions surely loses more, which is what counts."""
         if kind.name == PLAIN_TEXT:
             return False
         return self._tallies[point][kind.name].interval[1] < self._surely_lost(point)
@@ -253,12 +251,13 @@ class AccuracyProfile:
     def _surely_lost(self, point: Point) -> float:
         tallies = self._tallies[point]
         return max(
-            (it.interval[0] for kind, it in tallies.items() if kind != PLAIN_TEXT), default=0.0
+            (tally.interval[0] for kind, tally in tallies.items() if kind != PLAIN_TEXT),
+            default=0.0,
         )
 
 
 def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> dict[Point, Score]:
-    """A prompt by each configuration."""
+    """Score a prompt by each configuration."""
     spec = model.network.spec
     group = EmulatedGroup(
         spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
@@ -272,7 +271,7 @@ def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> 
 
 def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyRow:
     branch, all_scores = point.branch, list(scores)
-    questions = sum(all_score.questions for all_score in all_scores)
+    questions = sum(score.questions for score in all_scores)
     return AccuracyRow(
         kind=kind.name,
         tokens=branch.tokens,
@@ -283,23 +282,23 @@ def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyR
         importance_window=branch.scoring.window,
         group_shape=branch.group_shape,
         questions=questions,
-        right_exact=sum(all_score.right_exact for all_score in all_scores),
-        right=sum(all_score.right for all_score in all_scores),
-        divergence=sum(all_score.questions * all_score.divergence for all_score in all_scores)
-        / questions,
+        right_exact=sum(score.right_exact for score in all_scores),
+        right=sum(score.right for score in all_scores),
+        divergence=sum(score.questions * score.divergence for score in all_scores) / questions,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
 def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]:
-    """A line for each configuration: what its worst kind of questions loses."""
+    """Yield a line for each configuration: the loss of its worst kind of questions."""
     if not rows:
         return
-    yield "tokens  group  N_v  strategy  judged by  window  drop ratio  lost of right answers"
+    yield "tokens  group  N_v  strategy  scored by  window  drop ratio  lost of right answers"
     for sample in sorted(accuracy_samples(rows, layers=layers), key=_order):
-        csa, (low, high) = sample.setting.csa, sample.interval
+        setting, (low, high) = sample.setting, sample.interval
+        csa = setting.csa
         yield (
-            f"{sample.setting.tokens:>6}  {len(sample.setting.locations):>5}  {sample.setting.levels:>3}  "
+            f"{setting.tokens:>6}  {len(setting.locations):>5}  {setting.levels:>3}  "
             f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
             f"{csa.drop_ratios[0][0]:>10.2f}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
             f"of {sample.questions}"

@@ -1,4 +1,4 @@
-"""What is asked: needle prompts of several kinds, and plain text.
+"""Ask questions of several kinds: needle prompts, and the next token of plain text.
 
 Shape suffixes: s scored rows, v vocabulary.
 """
@@ -25,24 +25,24 @@ from csps.services.profiling.accuracy.emulated_attention import (
 )
 
 QUESTIONS = 400
-"""Of each kind, to a point."""
+"""Questions of each kind, per point."""
 ROUND = 40
-"""Questions between two looks at what is worth asking on."""
+"""Questions of a round, after which the profile decides if more are needed."""
 SHARE = 8
-"""Questions to one haystack: as many facts lie in it, in that of two steps twice as many."""
+"""Questions to one haystack, which has as many facts; for two hops, twice as many."""
 TEXT = "english"
-"""The filler that plain text is."""
+"""Filler of plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of one prompt."""
+    """Result of one prompt."""
 
     questions: int
     right_exact: int
     right: int
     divergence: float
-    """KL divergence from exact attention's next token to this one's, nats, mean."""
+    """Mean KL divergence, in nats, from exact attention's next token to this one's."""
 
 
 class AskedPrompt(Protocol):
@@ -50,23 +50,26 @@ class AskedPrompt(Protocol):
 
     @property
     def prompt(self) -> EmulatedPrompt:
-        """With its answer."""
+        """The prompt with its answer."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, without its answer."""
+        """Tokens of the prompt, without its answer."""
         ...
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
-        """Of logits."""
+        """Score logits of sparse attention against those of exact attention."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedQuestion:
-    """One question. Right is an answer that greedy decoding would give in full: each token where
-    those before it were right, and the end behind the last one."""
+    """One question.
+
+    An answer is right if greedy decoding would give it in full: each token after the right ones
+    before it, and the end after the last one.
+    """
 
     prompt: EmulatedPrompt
     tokens: int
@@ -74,7 +77,7 @@ class AskedQuestion:
     stop_ids: frozenset[int]
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
-        """See `AskedPrompt`."""
+        """Score as `AskedPrompt.score` does."""
         return Score(
             questions=1,
             right_exact=self._right(exact_sv),
@@ -89,13 +92,13 @@ class AskedQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedText:
-    """Plain text. Right is a next token that exact attention has as the likeliest too."""
+    """Plain text. A next token is right if it is exact attention's likeliest."""
 
     prompt: EmulatedPrompt
     tokens: int
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
-        """See `AskedPrompt`."""
+        """Score as `AskedPrompt.score` does."""
         agree = exact_sv.argmax(dim=1) == sparse_sv.argmax(dim=1)
         return Score(
             questions=len(agree),
@@ -110,16 +113,16 @@ class QuestionKind(Protocol):
 
     @property
     def name(self) -> str:
-        """Under which the scaling information base has it."""
+        """Name in the scaling information base."""
         ...
 
     @property
     def rounds(self) -> int:
-        """To a point."""
+        """Rounds per point."""
         ...
 
-    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedPrompt]:
-        """Of a round; always the same."""
+    def asked(self, model: LocalModel, tokens: int, round_index: int) -> Iterator[AskedPrompt]:
+        """Yield the prompts of a round, which are always the same."""
         ...
 
 
@@ -130,20 +133,20 @@ class NeedleQuestions:
     kind: Kind
     order: Order
     seed: int = 1
-    """Others ask about other facts in other texts."""
+    """Seed of the facts and texts."""
 
     @property
     def name(self) -> str:
-        """See `QuestionKind`."""
+        """Name in the scaling information base."""
         return f"{self.kind}, question {self.order}"
 
     @property
     def rounds(self) -> int:
-        """See `QuestionKind`."""
+        """Rounds per point."""
         return QUESTIONS // ROUND
 
-    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedQuestion]:
-        """See `QuestionKind`."""
+    def asked(self, model: LocalModel, tokens: int, round_index: int) -> Iterator[AskedQuestion]:
+        """Yield the questions of a round."""
         evaluation = Evaluation(
             kinds=(self.kind,),
             questions=QUESTIONS,
@@ -153,21 +156,21 @@ class NeedleQuestions:
             seed=self.seed,
         )
         haystacks = cases(evaluation, self.kind, tokens - 1, model.count)
-        each = ROUND // SHARE
-        for case in islice(haystacks, number * each, (number + 1) * each):
+        per_round = ROUND // SHARE
+        for case in islice(haystacks, round_index * per_round, (round_index + 1) * per_round):
             yield from _asked(model, case)
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """The next token, in the last quarter of real text. A text is a round."""
+    """The next token, in the last quarter of real text. Each round has a text of its own."""
 
     name: str = PLAIN_TEXT
     rounds: int = 4
 
-    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedText]:
-        """See `QuestionKind`."""
-        rng = random.Random(f"plain text/{tokens}/{number}")
+    def asked(self, model: LocalModel, tokens: int, round_index: int) -> Iterator[AskedText]:
+        """Yield the text of a round."""
+        rng = random.Random(f"plain text/{tokens}/{round_index}")
         text = build_haystack(rng, tokens, (), model.count, filler_of(TEXT)).text
         ids = model.tokenizer.encode(text).ids[:tokens]
         scored = range(len(ids) - len(ids) // 4, len(ids))
@@ -186,7 +189,7 @@ QUESTION_KINDS: tuple[QuestionKind, ...] = (
 
 
 def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:
-    """The first layer of what questions share is computed once for all of them."""
+    """Yield the questions of a case; compute the first layer of their common text once."""
     network = model.network
     texts: dict[tuple[int, ...], SharedText] = {}
     firsts: dict[str, FirstLayer] = {}

@@ -1,9 +1,9 @@
-"""The log of a scheduler: every batch of events, and what is needed to replay them.
+"""Decision log: every batch of events, and what is needed to replay them.
 
-A file of MessagePack records, each behind its length in four bytes, the first of which is a header.
-It holds sizes and times but no token and no text. The same log gives the same commands, byte for
-byte, under the same Python and with the cost tables that the digests name, which are kept beside it
-(`CostTable.digest`, `Calibrated`).
+The file is a series of MessagePack records, each behind its length in four bytes; the first one is
+a header. It holds sizes and times but no token and no text. The same log gives the same commands,
+byte for byte, under the same Python version and with the cost tables that the digests name, which
+are stored beside it (`CostTable.digest`, `CostTableUpdated`).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from csps.services.scheduling.events.events import AnyEvent
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings, SchedulerDeadlines
 
 PREFIX_BYTES = 4
-SCHEMA_VERSION = 1
-"""Of events and of this file."""
+SCHEMA_VERSION = 2
+"""Version of events and of this file; 2 since fields and tags were renamed."""
 
 
 class DecisionLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What the commands depend on besides the events."""
 
     policy: str
-    """Its name."""
+    """Name of the policy."""
     policy_digest: str
     table_digest: str
-    """Of the cost table at the start."""
+    """Digest of the cost table at the start."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What the policy was told."""
+    """Options of the policy."""
     limits: QueueLimits = QueueLimits()
     deadlines: SchedulerDeadlines = SchedulerDeadlines()
     reuse: ReuseSettings = ReuseSettings()
     schema: int = SCHEMA_VERSION
     python: str = platform.python_version()
-    """Another version may sum floats in another order."""
+    """Python version: another one may sum floats in another order."""
 
 
 class EventBatch(NamedTuple):
-    """One turn."""
+    """Events of one round."""
 
     now_ns: int
     events: list[AnyEvent]
@@ -54,8 +54,8 @@ class EventBatch(NamedTuple):
 class LogWriter:
     """Appends batches to a file.
 
-    Records are written when `BUFFERED` bytes have come together, and by `flush`: a log that is
-    flushed by every turn would cost the event loop a system call each time.
+    It writes records when `BUFFERED` bytes have come together, and in `flush`: a log that is
+    flushed in every round would cost the event loop a system call each time.
     """
 
     BUFFERED = 1 << 16
@@ -66,7 +66,7 @@ class LogWriter:
         self._add(header)
 
     def append(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
-        """Note a batch that is handed to the scheduler."""
+        """Append a batch that is handed to the scheduler."""
         self._add((now_ns, events))
         if len(self._buffer) >= self.BUFFERED:
             self.flush()
@@ -79,17 +79,17 @@ class LogWriter:
         self._buffer[begin : begin + PREFIX_BYTES] = size.to_bytes(PREFIX_BYTES, "big")
 
     def flush(self) -> None:
-        """Hand everything to the file."""
+        """Write everything to the file."""
         self._file.write(self._buffer)
         self._file.flush()
         self._buffer.clear()
 
 
 def read_log(path: Path) -> tuple[DecisionLogHeader, Iterator[EventBatch]]:
-    """A log's header, and its batches one by one. A record that was cut off ends it.
+    """Return a log's header, and its batches one by one. A record that was cut off ends it.
 
     Raises:
-        ConfigError: the file is no log, or one of another schema.
+        ConfigError: the file is no decision log, or one of another schema.
     """
     records = _records(path)
     try:
@@ -105,11 +105,11 @@ def read_log(path: Path) -> tuple[DecisionLogHeader, Iterator[EventBatch]]:
 
 
 def replay(path: Path, make_scheduler: Callable[[DecisionLogHeader], Scheduler]) -> bytes:
-    """The commands that a log leads to, as the bytes of MessagePack arrays, one a turn.
+    """Return the commands that a log leads to, as the bytes of MessagePack arrays, one a round.
 
     Args:
-        path: the log.
-        make_scheduler: a new scheduler with the policy, options and tables that the header names.
+        path: of the log.
+        make_scheduler: makes a scheduler with the policy, options and tables that the header names.
     """
     header, batches = read_log(path)
     scheduler = make_scheduler(header)
@@ -117,7 +117,7 @@ def replay(path: Path, make_scheduler: Callable[[DecisionLogHeader], Scheduler])
 
 
 def command_bytes(commands: Iterable[AnyCommand]) -> bytes:
-    """The commands of a turn, as `replay` writes them."""
+    """Return the commands of a round as `replay` writes them."""
     return msgspec.msgpack.encode(list(commands))
 
 
@@ -127,7 +127,7 @@ def _turns(scheduler: Scheduler, batches: Iterable[EventBatch]) -> Iterator[byte
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The records without their lengths."""
+    """Yield the records without their lengths."""
     with path.open("rb") as file:
         while len(prefix := file.read(PREFIX_BYTES)) == PREFIX_BYTES:
             size = int.from_bytes(prefix, "big")

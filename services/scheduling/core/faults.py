@@ -1,9 +1,4 @@
-"""What becomes of a request whose sequence cannot go on.
-
-Gangs that owe something and are not heard of.
-
-What has no deadline of its own and is looked at once in a while.
-"""
+"""Faults: retries of sequences that cannot go on, and liveness of gangs."""
 
 from __future__ import annotations
 
@@ -18,12 +13,12 @@ from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.state import Gang, Request, Round, Sequence, wire_error
 
 MAX_LONE_LOSSES = 2
-"""A request that has been alone in so many gangs when they died may be what killed them."""
+"""Gangs that may die with one request alone in them: it may be what kills them."""
 
 
 class Retries:
-    """After a fault of the cluster a request goes back to its place in the line. What was drawn
-    stays drawn: the next attempt computes prompt and delivered tokens and goes on from there."""
+    """Puts requests back into their queue after a fault of the cluster. Generated tokens stay: the
+    next attempt computes prompt and delivered tokens and goes on from there."""
 
     def __init__(
         self,
@@ -39,12 +34,12 @@ class Retries:
     def failed(
         self, sequence: Sequence, error: WireError, *, retryable: bool = True, pause: bool = True
     ) -> None:
-        """The sequence is over without a whole answer.
+        """End a sequence without its whole answer.
 
         Args:
-            sequence: still works for its request.
+            sequence: still serves its request.
             error: for the client, if this was the last attempt.
-            retryable: the cluster's fault and not the request's.
+            retryable: the cluster is at fault and not the request.
             pause: the gangs live on, as far as is known.
         """
         request = sequence.request
@@ -74,8 +69,8 @@ class Retries:
             self._requests.push(request)
 
     def delivered(self, sequence_id: SequenceId, drawn: int) -> None:
-        """So many tokens had left when the executor reported it: also those of a sequence that an
-        event before in this turn has ended."""
+        """Count tokens that were delivered when the executor reported, also of a sequence that an
+        earlier event of this round has ended."""
         sequence = self._sequences.serving(sequence_id)
         if sequence is not None:
             sequence.request.note_generated(drawn)
@@ -93,7 +88,7 @@ class Retries:
             self._requests.push(request)  # a longer prompt may not be urgent any more
 
     def finished_late(self, sequence_id: SequenceId) -> None:
-        """Nothing is left to be tried again if all of the answer had left before the fault."""
+        """End the request of a sequence whose whole answer was delivered before the fault."""
         sequence = self._sequences.closed_now.get(sequence_id)
         if sequence and self._requests.live.get(sequence.request.id) is sequence.request:
             self._requests.end(sequence.request)
@@ -101,21 +96,21 @@ class Retries:
     # --- faults ---
 
     def broken(self, sequence: Sequence, error: CspsError) -> None:
-        """Something is wrong with the sequence on gangs that live."""
+        """Fail a sequence for an error on living gangs."""
         self.failed(sequence, wire_error(error))
 
     def transfer_deadline_ns(self, sequence: Sequence) -> int:
-        """How long a sequence's KV may take from its first token on."""
+        """Return how long a sequence's KV transfer may take from its first token on."""
         tokens = sum(kv_slice.tokens for kv_slice in sequence.slices)
         return self._deadlines.transfer_ns + self._deadlines.transfer_token_ns * tokens
 
     def transfer_is_late(self, sequence: Sequence) -> None:
-        """Its time has come."""
+        """Fail a sequence whose KV transfer took too long."""
         seconds = self.transfer_deadline_ns(sequence) / SECOND_NS
         self.broken(sequence, DeadlineExceeded("KV landing", seconds))
 
     def gang_lost(self, gang: Gang, reason: str) -> None:
-        """Everything that needs the gang starts over elsewhere; the rest goes on."""
+        """Restart everything that needs the gang elsewhere; the rest goes on."""
         inside = self._sequences.inside(gang)
         if len(inside) == 1 and not inside[0].over:
             inside[0].request.lone_losses += 1
@@ -125,25 +120,25 @@ class Retries:
             self.failed(sequence, error, pause=False)
 
     def link_lost(self, prefill: GangId, decode: GangId, reason: str) -> None:
-        """KV on its way does not arrive."""
+        """Restart the sequences whose KV was in transfer over the link."""
         error = wire_error(GangLost(f"the connection for KV was lost: {reason}"))
         for sequence in self._sequences.between(prefill, decode):
             self.failed(sequence, error, pause=False)
 
 
 class LivenessTimeouts:
-    """Has a gang reset that computes, draws or frees nothing although it should."""
+    """Resets gangs that compute, sample or free nothing although they owe it."""
 
     def __init__(self, gangs: Gangs, steps: Steps, deadlines: SchedulerDeadlines) -> None:
         self._gangs, self._steps, self._deadlines = gangs, steps, deadlines
 
     @property
     def expects_answers(self) -> bool:
-        """Somebody owes something."""
-        return bool(self._steps.by_id) or any(it.owing for it in self._gangs.by_id.values())
+        """Whether some gang owes something."""
+        return bool(self._steps.by_id) or any(gang.owing for gang in self._gangs.by_id.values())
 
     def check(self, now_ns: int) -> None:
-        """Reset whoever was silent for too long."""
+        """Reset gangs that were silent for too long."""
         limits = self._deadlines
         for gang in list(self._gangs.by_id.values()):
             computing_ns = now_ns - self._computing_heartbeat_ns(gang, now_ns)
@@ -154,11 +149,12 @@ class LivenessTimeouts:
                 self._gangs.reset(gang, _reason(gang, decoding_ns))
 
     def _computing_heartbeat_ns(self, gang: Gang, now_ns: int) -> int:
-        """Of the step that was not heard of for longest: others may go on beside one that hangs.
+        """Return the last sign of life of the step that was silent for longest: others may go on
+        beside one that hangs.
 
-        A step in line makes no progress, and neither does an instance that waits in one for the
-        step's other members. A word of an instance is therefore one for every step that has it
-        still to come, and through their other instances for the steps behind those.
+        A waiting step makes no progress, and neither does an instance that waits in one for the
+        step's other members. So a heartbeat of an instance counts for every step that it has still
+        to compute, and through their other instances for the steps behind those.
         """
         last_heartbeat_ns: dict[InstanceId, int] = {
             instance.id: instance.last_heartbeat_ns for instance in gang.instances
@@ -166,7 +162,9 @@ class LivenessTimeouts:
         oldest_ns = now_ns
         for step in self._steps.by_id.values():  # in the order of their launch
             if step.gang is gang and not step.unsent:
-                latest_ns = max([step.launched_ns, *(last_heartbeat_ns[it] for it in step.undone)])
+                latest_ns = max(
+                    [step.launched_ns, *(last_heartbeat_ns[instance] for instance in step.undone)]
+                )
                 last_heartbeat_ns.update(dict.fromkeys(step.undone, latest_ns))
                 oldest_ns = min(oldest_ns, latest_ns)
         return oldest_ns
@@ -185,7 +183,7 @@ def _reason(gang: Gang, silent_ns: int) -> str:
 
 
 class LivenessMonitor:
-    """Looks at who is silent and at who waits for gangs in vain, while there may be anybody."""
+    """Checks for silent gangs and for requests that wait for gangs in vain, while there may be any."""
 
     def __init__(
         self,
@@ -198,17 +196,17 @@ class LivenessMonitor:
         self._round, self._gangs, self._requests = this_round, gangs, requests
         self._timeouts, self._deadlines = silence, deadlines
         self.next_ns: int | None = None
-        """When to look again; None if nobody owes anything."""
+        """Time of the next check; None if nobody owes anything."""
 
     def check(self) -> None:
-        """If it is time."""
+        """Check if it is time."""
         if self.next_ns is not None and self._round.now_ns >= self.next_ns:
             self.next_ns = None
             self._timeouts.check(self._round.now_ns)
             self._fail_for_want_of_gangs()
 
     def schedule_check(self) -> None:
-        """Somebody may owe something since this turn, or nobody does any more."""
+        """Schedule the next check, or none if nobody owes anything any more."""
         waits_for_gangs = not self._gangs.pairs and self._requests.admission.waiting
         if not (waits_for_gangs or self._timeouts.expects_answers):
             self.next_ns = None

@@ -1,4 +1,4 @@
-"""Whether the scheduler's books agree with one another."""
+"""Invariants of the scheduler's state, which tests check after every round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from csps.services.scheduling.state.prefix_cache import PrefixCache
 def check_invariants(
     gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps, prefix: PrefixCache
 ) -> None:
-    """Assert that no slot, step, sequence, request or segment was lost track of."""
+    """Assert that no slot, step, sequence, request or segment was lost."""
     _check_slots(gangs, sequences, steps, prefix)
     _check_prefix(gangs, sequences, steps, prefix)
     for request in requests.live.values():
@@ -36,20 +36,27 @@ def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Prefi
 
 
 def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
-    """What is in use is used by somebody who works, or may."""
-    computed = (it for step in steps.by_id.values() for it in step.sequences)
+    """Assert that references belong to sequences that read them, or may."""
+    computed = (sequence for step in steps.by_id.values() for sequence in step.sequences)
     known = dict.fromkeys((*sequences.by_id.values(), *computed))
-    for it in known:
-        if it.decode_ref is not None:
-            assert not it.in_place, "uses twice where it is computed"
-            assert gangs.lives(it.decode_ref.gang), "uses what is gone"
-            assert it.decode_ref.gang is it.decode, "uses what lies elsewhere"
-            assert it.unfreed, "uses what it does not read"
-        if it.prefill_ref is not None:
-            assert it.cached, "uses nothing"
-            assert gangs.lives(it.prefill_ref.gang), "uses what is gone"
-            assert it.computing or (it.in_place and it.unfreed), "uses what it does not read"
-    uses = [use for it in known for use in (it.prefill_ref, it.decode_ref) if use is not None]
+    for sequence in known:
+        if sequence.decode_ref is not None:
+            assert not sequence.in_place, "uses twice where it is computed"
+            assert gangs.lives(sequence.decode_ref.gang), "uses what is gone"
+            assert sequence.decode_ref.gang is sequence.decode, "uses what lies elsewhere"
+            assert sequence.unfreed, "uses what it does not read"
+        if sequence.prefill_ref is not None:
+            assert sequence.cached, "uses nothing"
+            assert gangs.lives(sequence.prefill_ref.gang), "uses what is gone"
+            assert sequence.computing or (sequence.in_place and sequence.unfreed), (
+                "uses what it does not read"
+            )
+    uses = [
+        use
+        for sequence in known
+        for use in (sequence.prefill_ref, sequence.decode_ref)
+        if use is not None
+    ]
     prefix.check(uses, gangs.instances.values())
 
 
@@ -85,17 +92,23 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
             assert sequence.request.sequence is sequence, "works for a request that has another"
             assert sequence.request.id in requests.live, "works for a request that is over"
             assert gangs.lives(sequence.decode), "decoded by a dead gang"
-    assert len(sequences.ledger) == sum(bool(it.unfreed) for it in everyone), "slots of nobody"
+    assert len(sequences.ledger) == sum(bool(sequence.unfreed) for sequence in everyone), (
+        "slots of nobody"
+    )
     for gang in gangs.by_id.values():
-        mastered = [it for it in everyone if it.master.gang is gang and it.master.id in it.unfreed]
+        mastered = [
+            sequence
+            for sequence in everyone
+            if sequence.master.gang is gang and sequence.master.id in sequence.unfreed
+        ]
         assert gang.mastered == len(mastered), "size of a decode group"
         assert gang.mastered == sum(instance.mastered for instance in gang.instances), "masters"
 
 
 def _check_queue(requests: Requests) -> None:
-    waiting = [it for it in requests.live.values() if it.waiting]
+    waiting = [request for request in requests.live.values() if request.waiting]
     assert requests.admission.waiting == len(waiting), "length of the line"
-    tokens = sum(it.prompt_tokens + it.output_tokens for it in waiting)
+    tokens = sum(request.prompt_tokens + request.output_tokens for request in waiting)
     assert requests.admission.waiting_tokens == tokens, "tokens of the line"
     for request in requests.live.values():
         assert request.waiting == (request.sequence is None), "neither waiting nor running"

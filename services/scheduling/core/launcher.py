@@ -1,4 +1,4 @@
-"""Carrying out what the policy has decided."""
+"""Launcher: turns a policy's decisions into reservations, sequences and steps."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Gang, PrefixRef, Round, Sequence, Step, StepPlan
 
 PrefixRefs = dict[RequestId, PrefixRef]
-"""Of kept KV, by the request that begins with it."""
+"""References to retained KV, by the request that reuses it."""
 
 
 class Launcher:
-    """Turns decisions into reservations, sequences and steps."""
+    """Carries decisions out."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Launcher:
                 self._requests.live[decision.request_id].bypassed_rounds += 1
         wakes = [decision.at_ns for decision in decisions if type(decision) is WakeAt]
         self._round.wake_ns = min(wakes, default=None)
-        evicting = [not self._move(*it) for it in zip(moves, moving, strict=True)]
+        evicting = [not self._move(*move) for move in zip(moves, moving, strict=True)]
         for replan in replans:
             self._replan(replan)
         if any(evicting):
@@ -91,14 +91,14 @@ class Launcher:
                 break  # decided again, as all behind it, when what it waits for is empty
 
     def _move(self, move: MovePlan, needed: dict[InstanceId, int]) -> bool:
-        """Have KV moved, if all slots that it needs are empty; else have them emptied."""
+        """Move KV if all slots that it needs are empty, else evict; return whether it was moved."""
         empty = self._prefix.make_room(needed)
         if empty:
             self._sequences.move(self._sequences.by_id[move.sequence_id], move.placement)
         return empty
 
     def _begin(self, checked: CheckedPlan | CheckedPiggyback) -> bool:
-        """Carry a decision out, if all slots that it needs are empty; else have them emptied."""
+        """Start a plan if all slots that it needs are empty, else evict; return whether it started."""
         holds: PrefixRefs = {}
         if isinstance(checked, CheckedPlan):
             uses = self._ref(checked.reused, checked.pair.prefill)
@@ -117,7 +117,10 @@ class Launcher:
 
     def _ref(self, reused: Reused, gang: Gang) -> PrefixRefs:
         live, use = self._requests.live, self._prefix.ref
-        return {it: use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+        return {
+            request_id: use(live[request_id], gang, cached.tokens)
+            for request_id, cached in reused.items()
+        }
 
     def _start(self, checked: CheckedPlan, uses: PrefixRefs, holds: PrefixRefs) -> None:
         plan, pair, reused = checked.plan, checked.pair, checked.reused
@@ -134,9 +137,9 @@ class Launcher:
             sequences[request.id] = sequence
             self._reserve(sequence)
         staying = {
-            request_id: it
-            for request_id, it in sequences.items()
-            if not pair.in_place and self._prefix.may_retain(it.request, it.cached)
+            request_id: sequence
+            for request_id, sequence in sequences.items()
+            if not pair.in_place and self._prefix.may_retain(sequence.request, sequence.cached)
         }
         if staying:
             begun = {request_id: cached.slices for request_id, cached in reused.items()}
@@ -150,7 +153,7 @@ class Launcher:
                 plan.steps, checked.histories, checked.steps, strict=True
             )
         ]
-        if len(steps) > 1 or any(it.retained_slices for it in sequences.values()):
+        if len(steps) > 1 or any(sequence.retained_slices for sequence in sequences.values()):
             for step in steps:
                 step.plan_steps = tuple(steps)
         if plan.ahead_ns is not None:
@@ -164,8 +167,8 @@ class Launcher:
             )
 
     def _replan(self, checked: CheckedReplan) -> None:
-        """Put other steps in the place of those that no rank has heard of. It never waits: if slots
-        are not empty yet, the old ones stay."""
+        """Replace the unsent steps of a sequence. A replan never waits: if slots are not empty yet,
+        the old steps stay."""
         sequence = checked.sequence
         plan = sequence.plan
         assert plan is not None, "checked"
@@ -176,7 +179,7 @@ class Launcher:
 
     def _has_room(self, needs: dict[InstanceId, int]) -> bool:
         instances = self._gangs.instances
-        return all(count <= instances[it].empty_slots for it, count in needs.items())
+        return all(count <= instances[instance].empty_slots for instance, count in needs.items())
 
     def _replace(self, sequence: Sequence, plan: StepPlan, checked: CheckedReplan) -> None:
         old, line = plan.unsent, list(self._steps.unsent.values())
@@ -187,7 +190,7 @@ class Launcher:
                 checked.replan.steps, checked.histories, checked.steps, strict=True
             )
         ]
-        plan.steps = (*(it for it in plan.steps if not it.unsent), *new)
+        plan.steps = (*(step for step in plan.steps if not step.unsent), *new)
         several = len(plan.steps) > 1 or bool(sequence.retained_slices)
         for step in (*plan.steps, *old):  # the old ones too: nothing is given back for their sake
             step.plan_steps = plan.steps if several else ()
@@ -238,10 +241,10 @@ class Launcher:
         *,
         held: bool,
     ) -> Step:
-        """Give a step its slots and its place in the line.
+        """Give a step its slots and its place in the queue.
 
         Args:
-            held: the ranks hear of it later (`HeldSteps`).
+            unsent: send the command later (`UnsentSteps`).
         """
         computed = [sequences[chunk.request_id] for chunk in planned.chunks]
         instances = [self._gangs.instances[instance] for instance in planned.group]
@@ -263,13 +266,13 @@ class Launcher:
                 [
                     Chunk(
                         sequence.id,
-                        it.start,
-                        it.length,
-                        it.rows,
-                        it.placement,
+                        chunk.start,
+                        chunk.length,
+                        chunk.rows,
+                        chunk.placement,
                         bool(sequence.retained_slices),
                     )
-                    for sequence, it in zip(computed, planned.chunks, strict=True)
+                    for sequence, chunk in zip(computed, planned.chunks, strict=True)
                 ]
             ),
             history=histories,

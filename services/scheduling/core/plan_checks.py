@@ -1,7 +1,4 @@
-"""What plans go on from, and do not compute.
-
-What has to be true of a policy's decisions before any of them is applied.
-"""
+"""Checks of a policy's decisions before any of them is applied."""
 
 from __future__ import annotations
 
@@ -47,12 +44,12 @@ from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 Live = dict[RequestId, Request]
 Reused = dict[RequestId, Cached]
-"""By request; those that compute all of their prompts are not in it."""
+"""Reused prefixes by request, without requests that compute all of their prompts."""
 
 
 def reused_by_plan(plan: StartPlan, pair: GangPair, live: Live, prefix: PrefixCache) -> Reused:
-    """A request whose first piece begins behind its prompt's beginning has the KV before it where
-    it is computed."""
+    """Return the prefixes that a plan's requests reuse where they are computed: a request whose
+    first chunk begins behind its prompt's beginning has the KV before it there."""
     begins: dict[RequestId, int] = {}
     for step in plan.steps:
         for chunk in step.chunks:
@@ -72,9 +69,12 @@ def reused_by_plan(plan: StartPlan, pair: GangPair, live: Live, prefix: PrefixCa
 def decode_reused_by_plan(
     plan: StartPlan, pair: GangPair, live: Live, prefix: PrefixCache
 ) -> Reused:
-    """A gang that decodes only may have kept more of a prompt than the one that computes it, or
-    less: a placement names what is not to be sent. Nothing is read there where nothing is decoded,
-    because the step draws all."""
+    """Return the prefixes that a plan's requests reuse on a gang that only decodes.
+
+    That gang may have cached more of a prompt than the one that computes it, or less: a placement
+    names what is not sent. Where a step samples the only token, nothing is decoded and nothing
+    read.
+    """
     held: Reused = {}
     for placement in () if pair.in_place else plan.decode:
         named, request_id = _named(placement), placement.request_id
@@ -85,7 +85,7 @@ def decode_reused_by_plan(
 
 
 def reused_by_piggyback(ride: PiggybackPlan, live: Live, prefix: PrefixCache) -> Reused:
-    """A rider says itself what it has where it is computed."""
+    """Return the prefix that a piggybacked request reuses, which its placement names."""
     placement = ride.placement
     named = _named(placement)
     if not named:
@@ -97,7 +97,8 @@ def reused_by_piggyback(ride: PiggybackPlan, live: Live, prefix: PrefixCache) ->
 
 
 def _check_named(named: tuple[PlacedSlice, ...], lie: tuple[PlacedSlice, ...]) -> None:
-    """A plan of the same round may have cut a segment since the decision was taken."""
+    """Assert that the placement names the reused KV; another plan of the round may have cut a
+    segment."""
     assert named == lie or same_placement(named, lie), "what is reused lies elsewhere"
 
 
@@ -127,42 +128,42 @@ Slots = dict[InstanceId, int]
 
 
 class CheckedPlan(NamedTuple):
-    """A plan that may be applied, and what was worked out to know that."""
+    """Plan that may be applied, and what the checks worked out."""
 
     plan: StartPlan
     pair: GangPair
     reused: Reused
-    """Where it is computed."""
+    """Prefixes reused where it is computed."""
     decode_reused: Reused
-    """Where it is only decoded: what is not sent there."""
+    """Prefixes reused where it is only decoded: KV that is not sent there."""
     histories: list[Histories]
-    """Of its steps."""
+    """Histories of its steps."""
     steps: list[Slots]
-    """Slots of its steps; none in place, where those of its placements are theirs."""
+    """Slots of its steps; empty in place, where its placements have them."""
     decode: list[Slots]
     """Slots of its placements."""
     needs: Slots
-    """All of them, which have to be empty."""
+    """Sum of all slots, which have to be empty."""
 
 
 class CheckedReplan(NamedTuple):
-    """The same of the rest of a plan."""
+    """Replan that may be applied, and what the checks worked out."""
 
     sequence: Sequence
     replan: Replan
     histories: list[Histories]
     steps: list[Slots]
     retained_slices: tuple[PlacedSlice, ...]
-    """Where all of its steps leave what they compute."""
+    """Placement of what all its steps compute, if that is retained."""
 
     @property
     def needs(self) -> Slots:
-        """Of all its steps."""
+        """Slots of all its steps."""
         return _sum(self.steps)
 
 
 class CheckedPiggyback(NamedTuple):
-    """The same of a ride."""
+    """Piggyback plan that may be applied."""
 
     piggyback: PiggybackPlan
     gang: Gang
@@ -171,29 +172,29 @@ class CheckedPiggyback(NamedTuple):
 
 
 class PlanChecks:
-    """Checks plans that are to be applied together: all are good, or none is applied."""
+    """Checks plans that are applied together: all are sound, or none is applied."""
 
     def __init__(self, gangs: Gangs, requests: Requests, prefix: PrefixCache) -> None:
         self._gangs, self._requests, self._prefix = gangs, requests, prefix
         self._slots: Slots = {}
-        """Of all plans, with those of kept KV that they use."""
+        """Slots of all plans, with those of retained KV that they reuse."""
         self._started: dict[RequestId, None] = {}
         self._replanned: dict[RequestId, None] = {}
 
     def check(
         self, plans: Iterable[StartPlan], rides: Iterable[PiggybackPlan] = ()
     ) -> list[CheckedPlan | CheckedPiggyback]:
-        """Assert that all of them are whole and that their slots are free."""
+        """Assert that all plans are whole and that their slots are free."""
         checked: list[CheckedPlan | CheckedPiggyback] = [self._check_plan(plan) for plan in plans]
         checked += [self._check_piggyback(ride) for ride in rides]
         for instance, count in self._slots.items():
-            it = self._gangs.instances[instance]
-            assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
+            free = self._gangs.instances[instance].free_slots
+            assert count <= free, f"decisions take {count} slots of {free} free ones on {instance}"
         return checked
 
     def check_replans(self, replans: Iterable[tuple[Sequence, Replan]]) -> list[CheckedReplan]:
-        """Assert that the rests of plans are whole; to be called before `check`, which asserts that
-        their slots are free."""
+        """Assert that replans are whole. Call it before `check`, which asserts that their slots are
+        free."""
         return [self._check_replan(*replan) for replan in replans]
 
     def _check_replan(self, sequence: Sequence, replan: Replan) -> CheckedReplan:
@@ -203,7 +204,7 @@ class PlanChecks:
         assert plan.version == replan.version, "made from another plan"
         assert request.id not in self._replanned, "planned again twice"
         self._replanned[request.id] = None
-        held = [it.command for it in plan.steps if it.command is not None]
+        held = [step.command for step in plan.steps if step.command is not None]
         assert held, "nothing is left to be planned"
         if not replan.steps:
             return CheckedReplan(sequence, replan, [], [], sequence.retained_slices)
@@ -225,7 +226,7 @@ class PlanChecks:
         return CheckedReplan(sequence, replan, found, slots, left)
 
     def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
-        """Assert that sequences can go where they are to. Returns the slots that each needs."""
+        """Assert that sequences can move as planned; return the slots that each needs."""
         return [self._check_move(*move) for move in moves]
 
     def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
@@ -264,7 +265,7 @@ class PlanChecks:
         return CheckedPlan(plan, pair, reused, held, found, steps, decode, needs)
 
     def _count_reused(self, reused: Reused) -> None:
-        """Kept KV that is reused is nobody's to take."""
+        """Count the slots of reused KV, which nobody may take."""
         for cached in reused.values():
             for instance, count in cached.taken.items():
                 self._slots[instance] = self._slots.get(instance, 0) + count
@@ -281,7 +282,7 @@ class PlanChecks:
         bounds, chunks = step.bounds, step.chunks
         assert len(set(step.group)) == len(step.group) == len(bounds) - 1, "group and bounds"
         assert bounds[0] == 0, "bounds miss the first token"
-        assert bounds[-1] == sum([it.length for it in chunks]), "bounds miss tokens"
+        assert bounds[-1] == sum([chunk.length for chunk in chunks]), "bounds miss tokens"
         assert step.predicted_ns >= 0, "a time before now"
         cls = self._waiting(chunks[0].request_id).cls
         for chunk in chunks[1:]:
@@ -291,13 +292,13 @@ class PlanChecks:
         assert all(gang_of(instance) == gang for instance in step.group), (
             "an instance of another gang"
         )
-        if any(it.rows for it in chunks):
+        if any(chunk.rows for chunk in chunks):
             _check_rows(step)
 
     def _check_members(
         self, step: PlannedStep, histories: Histories, slots: Slots, plan: StartPlan, pair: GangPair
     ) -> None:
-        """Whoever has to do with a piece is in the group, and nobody else."""
+        """Assert that the group has exactly the instances that a step concerns."""
         if pair.in_place or any(histories) or not cut_at_bounds(step):
             concerned: Set[InstanceId] = self._concerned(step, histories, plan, pair)
         else:
@@ -309,9 +310,14 @@ class PlanChecks:
     def _concerned(
         self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: GangPair
     ) -> set[InstanceId]:
-        """Who computes something of a step, or holds or is to hold KV of its pieces."""
+        """Return the instances that compute something of a step, or hold KV of its chunks before or
+        after."""
         concerned = {share.instance for rows in rows_of(step) for share in rows}
-        placed = {it.request_id: it.slices for it in plan.decode} if pair.in_place else {}
+        placed = (
+            {placement.request_id: placement.slices for placement in plan.decode}
+            if pair.in_place
+            else {}
+        )
         for chunk, history in zip(step.chunks, histories, strict=True):
             if chunk.placement:
                 assert not pair.in_place, "KV is kept where it is decoded, and nowhere else"
@@ -377,7 +383,7 @@ def _check_rows(step: PlannedStep) -> None:
 
 
 def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]) -> None:
-    """It has all of the chunk, and may have some of what lies before it."""
+    """Assert that a placement has all of the chunk; it may have some earlier KV as well."""
     positions = span_of(chunk)
     assert covers_once(positions, within(chunk.placement, positions)), (
         "the chunk's KV is not kept once"
@@ -406,7 +412,7 @@ def _total(slices: Iterable[PlacedSlice]) -> int:
 
 
 def _computed(steps: Iterable[PlannedStep], reused: Reused) -> dict[RequestId, int]:
-    """How far each request is computed; its pieces have to follow one upon another."""
+    """Return how far each request is computed; its chunks must follow one another."""
     computed = {request: cached.tokens for request, cached in reused.items()}
     for step in steps:
         for chunk in step.chunks:

@@ -1,9 +1,4 @@
-"""The lines of requests without a place.
-
-Who may join the line.
-
-Requests from admission to their end.
-"""
+"""Requests from admission to their end, the queues of waiting ones, and admission."""
 
 from __future__ import annotations
 
@@ -32,45 +27,39 @@ _number = attrgetter("id")
 
 
 class Queue:
-    """Waiting requests by line, each in order of admission.
+    """Waiting requests by priority, each queue in order of admission.
 
-    A request that comes back after a fault stands where it stood: before all that came after it.
-    Sorted lists, because nearly all arrive at the end and leave near the front, and moving the
-    rest of ten thousand pointers costs two microseconds; a list that marks the dead would make
-    every round skip them.
+    A request that comes back after a fault takes its old place, before all that came after it.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[Priority, list[Request]] = {"high": [], "low": []}
+        self.by_priority: dict[Priority, list[Request]] = {"high": [], "low": []}
+        """Sorted queues; others read them."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self.by_priority.values()))
 
     def __contains__(self, request: Request) -> bool:
-        queue = self._queues[request.priority]
+        queue = self.by_priority[request.priority]
         at = bisect_left(queue, request.id, key=_number)
         return at < len(queue) and queue[at] is request
 
-    def waiting(self, queue: Priority) -> list[Request]:
-        """The requests of a line; not to be changed, and not to be kept."""
-        return self._queues[queue]
-
     def everyone(self) -> Iterator[Request]:
-        """All requests, line after line; the queue must not change meanwhile."""
-        for queue in self._queues.values():
+        """Yield all requests, queue after queue; the queues must not change meanwhile."""
+        for queue in self.by_priority.values():
             yield from queue
 
     def push(self, request: Request) -> None:
-        """Join the line that the request names."""
-        queue = self._queues[request.priority]
+        """Add a request to the queue of its priority."""
+        queue = self.by_priority[request.priority]
         if not queue or queue[-1].id < request.id:
             queue.append(request)
         else:
             queue.insert(bisect_left(queue, request.id, key=_number), request)
 
     def remove(self, request: Request) -> None:
-        """Leave the line; who is not in it may leave as well."""
-        queue = self._queues[request.priority]
+        """Remove a request, if it is in its queue."""
+        queue = self.by_priority[request.priority]
         at = bisect_left(queue, request.id, key=_number)
         if at < len(queue) and queue[at] is request:
             del queue[at]
@@ -80,29 +69,30 @@ DRAIN_RETRY_AFTER_S = 10.0
 
 
 class Admission:
-    """Counts the line and estimates how fast it moves."""
+    """Counts waiting requests and estimates how fast they start."""
 
     RECENT = 32
-    """Departures that the pace is estimated from."""
+    """Starts from which the pace is estimated."""
 
     def __init__(self, this_round: Round, limits: QueueLimits, fit: CapacityCheck) -> None:
         self._round, self._limits, self._capacity = this_round, limits, fit
         self._starts: deque[int] = deque(maxlen=self.RECENT)
         self.waiting = 0
-        """Requests without a place, those that pause before another attempt included."""
+        """Requests that have not started, those that pause before another attempt included."""
         self.waiting_tokens = 0
-        """Theirs, prompts and answers together."""
+        """Their tokens, prompts and answers together."""
         self.draining = False
 
     def refusal(self, prompt_tokens: int, output_tokens: int) -> CspsError | None:
-        """Why such a request may not come in now, if so."""
+        """Return the error with which such a request is refused now, or None."""
         rejection = self._capacity.rejection(prompt_tokens, output_tokens)
         return rejection or self.refusal_unread(prompt_tokens + output_tokens)
 
     def refusal_unread(self, tokens: int = 0) -> QueueFull | None:
-        """Why a request must come back later of which no more is known than its tokens.
+        """Return the error with which a request is refused of which only the tokens are known, or
+        None.
 
-        An empty line takes everyone: whether a request fits at all is another question.
+        An empty queue takes everyone: whether a request fits at all is another question.
         """
         limits = self._limits
         if self.draining:
@@ -116,19 +106,20 @@ class Admission:
         return QueueFull(reason, retry_after_s=self._retry_after_s())
 
     def enter(self, request: Request) -> None:
-        """The request stands in the line."""
+        """Count a request that begins to wait."""
         self.waiting += 1
         self.waiting_tokens += request.prompt_tokens + request.output_tokens
 
     def leave(self, request: Request, *, started: bool) -> None:
-        """The request found a place, or went away."""
+        """Count a request that starts or ends."""
         self.waiting -= 1
         self.waiting_tokens -= request.prompt_tokens + request.output_tokens
         if started:
             self._starts.append(self._round.now_ns)
 
     def _retry_after_s(self) -> float:
-        """When half of the line will be gone at its recent pace; 1 to 60 s, in milliseconds."""
+        """Return when half of the queue will be gone at its recent pace: 1 to 60 s, in
+        milliseconds."""
         if len(self._starts) < 2:
             return 1.0
         pace_ns = (self._round.now_ns - self._starts[0]) // len(self._starts)
@@ -140,7 +131,7 @@ LOAD_WINDOW_NS = 30 * SECOND_NS
 
 
 class Requests:
-    """All that have not ended, and the line of those that wait."""
+    """All requests that have not ended, and the queues of waiting ones."""
 
     def __init__(
         self,
@@ -200,7 +191,7 @@ class Requests:
             self.later(request, event.deadline_ns, self._expire)
 
     def push(self, request: Request) -> None:
-        """Put an admitted request in its line, unless it could never leave it."""
+        """Put an admitted request into its queue; fail it if it no longer fits the gangs."""
         rejection = self.capacity.rejection(request.prompt_tokens, request.output_tokens)
         if rejection is not None:
             self.fail(request, wire_error(rejection))
@@ -210,7 +201,7 @@ class Requests:
         self._round.stale = True
 
     def take(self, request: Request, sequence: Sequence) -> None:
-        """The request has found a place."""
+        """Note that the request has started."""
         self.queue.remove(request)
         self.admission.leave(request, started=True)
         request.waiting, request.sequence = False, sequence
@@ -219,7 +210,7 @@ class Requests:
         self._blocked.pop(request.id, None)
 
     def wait_again(self, request: Request) -> None:
-        """The request counts as waiting again; it is not in its line yet."""
+        """Count the request as waiting again; it is not in its queue yet."""
         request.waiting, request.sequence = True, None
         request.waiting_since_ns = self._round.now_ns
         self._begin_to_wait(request)
@@ -229,8 +220,9 @@ class Requests:
         request.delays_before = delay_counters(self._gangs.instances.values())
 
     def requeue_all(self) -> None:
-        """Gangs have come: fail whoever waits and is too large for them, and ask again who is
-        urgent, because a short prompt that fits no single instance is not."""
+        """Sort all waiting requests again after gangs have come: fail those that are too large for
+        them, and ask for priorities again, because a short prompt that fits no single instance has
+        low priority."""
         self.capacity.use(self._gangs.pairs)
         for request in list(self.queue.everyone()):
             self.queue.remove(request)
@@ -239,10 +231,10 @@ class Requests:
     # --- who is blocked ---
 
     def blocked_ns(self, request: Request) -> int:
-        """Since when whoever passes the request is held against it.
+        """Return since when requests that pass this one count against the preemption budget.
 
-        A request waits for what has passed those before it, too. So its time began when the line
-        became blocked, if it was there already.
+        A request waits for what has passed those before it, too. So its time began when the queue
+        became blocked, if it was waiting by then.
         """
         if request.blocked_ns is not None:
             return request.blocked_ns
@@ -251,8 +243,8 @@ class Requests:
         return max(request.waiting_since_ns, now_ns if since_ns is None else since_ns)
 
     def note_blocked(self, blocked: Iterable[RequestId]) -> None:
-        """These, and nobody else, were found to be blocked."""
-        requests = [self.live[it] for it in blocked]
+        """Note that these requests, and no others, were found to be blocked."""
+        requests = [self.live[request_id] for request_id in blocked]
         for request in requests:
             request.blocked_ns = self.blocked_ns(request)
             self._blocked[request.id] = request
@@ -264,13 +256,13 @@ class Requests:
 
     @property
     def blocked(self) -> list[Request]:
-        """Those that wait and were found to be blocked once, in order of admission."""
+        """Waiting requests that were found to be blocked once, in order of admission."""
         return sorted(self._blocked.values(), key=attrgetter("id"))
 
     # --- ends ---
 
     def later(self, request: Request, at_ns: int, action: Callable[[Request], None]) -> None:
-        """Do something to the request then, unless it has ended."""
+        """Run an action on the request at a time, unless it has ended."""
         timer = self._timers.at(at_ns, partial(action, request))
         self._timers_of.setdefault(request.id, []).append(timer)
 
@@ -280,12 +272,12 @@ class Requests:
         self.fail(request, wire_error(DeadlineExceeded("the request", seconds)))
 
     def fail(self, request: Request, error: WireError) -> None:
-        """The request ends without its whole answer."""
+        """End the request without its whole answer."""
         self.end(request)
         self._round.emit(Fail(request_id=request.id, error=error))
 
     def end(self, request: Request) -> None:
-        """The request is over in whichever way: nothing of it may stay behind here."""
+        """End the request in whichever way; nothing of it may stay behind here."""
         del self.live[request.id]
         self._blocked.pop(request.id, None)
         for timer in self._timers_of.pop(request.id, ()):

@@ -2,23 +2,19 @@
 
 ::
 
-    Submitted ─▶ waiting ─▶ prefilling ─▶ landing ─▶ decoding ─▶ Finished
-                   ▲  │  StartPlan:   FirstToken   SetGroup when all   │ Cancelled, deadline
-                   │  ▼  Reserve,                  shares Landed       │
-                   │ Refuse RunStep                                    ▼
-                   └──────────── Restart after a fault ◀── or Fail, when it may not be tried again
+    Submitted ─▶ waiting ─▶ prefilling ─▶ receiving ─▶ decoding ─▶ Finished
+                   ▲  │  StartPlan:   FirstToken    SetGroup after    │ cancelled,
+                   │  ▼  Reserve,                   all KvReceived    ▼ deadline
+                   │ Refuse RunStep
+                   └──────────── Restart after a fault ◀── or Fail, when attempts are used up
 
-A request that *rides* (`decisions.Ride`) is prefilled and decoded in one stream of iterations:
-Reserve and Ride, FirstToken when its prompt is computed, and nothing of it lands.
+A piggybacked request (`decisions.PiggybackPlan`) is prefilled and decoded by the same iterations:
+Reserve and Piggyback, then FirstToken when its prompt is computed. Its KV is not transferred.
 
-An executor (router, simulator, test) hands over what has happened in one turn of its loop and
-carries out the commands that come back. The policy is asked once at the end of a turn, and not at
-all when nothing has changed that it decides on. Integers only, and nothing is iterated whose order
-depends on hashes: the same batches give the same commands.
-
-What is told of requests, sequences and steps, and what it leads to.
-
-What is told of gangs and of the connections between them, and what it leads to.
+An executor (router, simulator, test) hands over the events of one round and carries out the
+commands that come back. The policy decides once at the end of a round, and only if something has
+changed that it decides on. All numbers are integers and no iteration order depends on hashes, so
+that the same batches give the same commands.
 """
 
 from __future__ import annotations
@@ -32,11 +28,11 @@ from csps.protocols.core.errors import ProtocolError
 from csps.services.scheduling.core.faults import LivenessMonitor, LivenessTimeouts, Retries
 from csps.services.scheduling.core.invariants import check_invariants
 from csps.services.scheduling.core.launcher import Launcher
-from csps.services.scheduling.core.live_view import LiveView
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps, UnsentSteps
 from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand
 from csps.services.scheduling.events.events import AnyEvent, WireError
@@ -52,34 +48,34 @@ from csps.services.scheduling.state.state import Instance, Round, wire_error
 
 
 class RoundResult(NamedTuple):
-    """What is to be done after a turn."""
+    """What is to be done after a round."""
 
     commands: list[AnyCommand]
-    """In this order."""
+    """Commands in order."""
     wake_at_ns: int | None
-    """When to hand over a `Wake`, if nothing else happens before."""
+    """Time at which to hand over a `Wake`, if nothing else happens before."""
 
 
 class SchedulerCounts(NamedTuple):
-    """For metrics."""
+    """Counts for metrics."""
 
     running: int
     waiting: int
     prefill_kv: float
-    """Fraction of the KV slots of gangs that may prefill that are taken, but for KV that is kept in
-    case that it is of use; 0 without such a gang."""
+    """Fraction of taken KV slots of the gangs that may prefill, without slots of retained KV that
+    nobody reads; 0 without such a gang."""
     decode_kv: float
 
 
 class Scheduler:
-    """Takes requests through their states, from `Submitted` to the last token.
+    """Takes requests from `Submitted` to the last token.
 
     Args:
         policy: decides what starts where.
-        costs: predictions, shared with the executor that fills in cold buckets.
-        limits: of the line.
-        deadlines: for everything that is waited for.
-        reuse: of the KV of requests that are over.
+        costs: predictions, shared with the executor, which fills in cache misses.
+        limits: of the queue.
+        deadlines: of all waits.
+        reuse: of the prefix cache.
     """
 
     def __init__(
@@ -122,7 +118,6 @@ class Scheduler:
         self._unsent = UnsentSteps(this_round, steps, sequences)
         silence = LivenessTimeouts(gangs, steps, deadlines)
         self._watch = LivenessMonitor(this_round, gangs, requests, silence, deadlines)
-        self._view = LiveView(this_round, gangs, requests, costs, prefix, self._unsent)
         of_requests = RequestEvents(
             this_round=this_round,
             timers=timers,
@@ -152,7 +147,7 @@ class Scheduler:
     # --- the executor's side ---
 
     def handle(self, events: Iterable[AnyEvent], now_ns: int) -> RoundResult:
-        """Take in what has happened since the last turn, and decide.
+        """Handle the events since the last round, and decide.
 
         Args:
             events: in the order in which they happened.
@@ -176,50 +171,53 @@ class Scheduler:
         return RoundResult(this_round.commands, self._wake_at_ns())
 
     def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
-        """Why such a request would be refused now; asks nothing of the state but its answer."""
+        """Return the rejection for a request of this size, or None. Does not change the state."""
         error = self._requests.admission.refusal(prompt_tokens, output_tokens)
         return None if error is None else wire_error(error)
 
     def refusal_unread(self) -> WireError | None:
-        """Why a request would be refused of which nothing is known yet: its body need not be
-        read."""
+        """Return the rejection for a request whose body was not read yet, or None."""
         error = self._requests.admission.refusal_unread()
         return None if error is None else wire_error(error)
 
     @property
     def capacity(self) -> CapacityCheck:
-        """What fits the present gangs, or those that were there last."""
+        """Check of what fits the present gangs, or the last ones if there are none."""
         return self._requests.capacity
 
     @property
     def policy_name(self) -> str:
-        """As in the settings."""
+        """Name in the settings."""
         return self._policy.name
 
     @property
     def whole_prompts(self) -> bool:
-        """The policy has prompts computed as sparse attention needs it."""
+        """Whether the policy has prompts computed as sparse attention needs it."""
         return self._policy.whole_prompts
 
     @property
     def ready(self) -> bool:
-        """There are gangs to serve with. Requests are accepted all the same while there are not."""
+        """Whether there are gangs to serve with. Requests are admitted without them, too."""
         return bool(self._gangs.pairs)
 
     @property
     def counts(self) -> SchedulerCounts:
-        """How much there is of everything."""
+        """Running and waiting requests, and KV usage."""
         waiting = self._requests.admission.waiting
         gangs = list(self._gangs.by_id.values())
         return SchedulerCounts(
             running=len(self._requests.live) - waiting,
             waiting=waiting,
-            prefill_kv=_usage(it for gang in gangs if gang.may_prefill for it in gang.instances),
-            decode_kv=_usage(it for gang in gangs if gang.may_decode for it in gang.instances),
+            prefill_kv=_usage(
+                instance for gang in gangs if gang.may_prefill for instance in gang.instances
+            ),
+            decode_kv=_usage(
+                instance for gang in gangs if gang.may_decode for instance in gang.instances
+            ),
         )
 
     def check_invariants(self) -> None:
-        """Assert that no slot, step, sequence or request was lost track of."""
+        """Assert that no slot, step, sequence or request was lost."""
         check_invariants(self._gangs, self._requests, self._sequences, self._steps, self._prefix)
 
     # --- turns ---
@@ -229,7 +227,7 @@ class Scheduler:
         self._round.stale = True
 
     def _wake(self, event: ev.Wake) -> None:
-        """Every turn looks at the time."""
+        """Do nothing: every round looks at the time."""
 
     def _drain(self, event: ev.Drain) -> None:
         self._requests.admission.draining = True
@@ -237,10 +235,10 @@ class Scheduler:
     def _wake_at_ns(self) -> int | None:
         this_round = self._round
         times = (self._timers.next_ns, self._watch.next_ns, this_round.wake_ns, self._unsent.due_ns)
-        return min((it for it in times if it is not None), default=None)
+        return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
     def _ask_again(self) -> None:
-        """The policy's time may have come: once, even if there is nothing to decide on now."""
+        """Let the policy decide again if its time has come: once, even if nothing waits now."""
         this_round = self._round
         if this_round.wake_ns is not None and this_round.wake_ns <= this_round.now_ns:
             this_round.stale, this_round.wake_ns = True, None
@@ -250,8 +248,22 @@ class Scheduler:
         nothing = not waiting and not self._policy.regroups
         if not self._round.stale or not self._gangs.pairs or nothing:
             return
-        self._plans.apply(self._policy.decide(self._view))
+        self._plans.apply(self._policy.decide(self._view()))
         self._round.stale = False
+
+    def _view(self) -> SchedulerView:
+        requests = self._requests
+        return SchedulerView(
+            now_ns=self._round.now_ns,
+            cost=self._costs,
+            pairs=self._gangs.pairs,
+            queues=requests.queue.by_priority,
+            planned=self._unsent.sequences,
+            blocked=requests.blocked,
+            blocked_ns=requests.blocked_ns,
+            cached=self._prefix.longest,
+            rate_30s=requests.rate_30s,
+        )
 
 
 def _usage(instances: Iterable[Instance]) -> float:
@@ -263,8 +275,8 @@ def _usage(instances: Iterable[Instance]) -> float:
 
 
 class RequestEvents:
-    """Handlers by the kind of event. What is told of something that is over is ignored, for it may
-    have been on its way when the end was decided."""
+    """Handlers of events about requests, sequences and steps. They ignore events about what is
+    over, because these may have been under way when the end was decided."""
 
     def __init__(
         self,
@@ -365,7 +377,7 @@ class RequestEvents:
 
 
 class GangEvents:
-    """Handlers by the kind of event."""
+    """Handlers of events about gangs and the links between them."""
 
     def __init__(
         self,

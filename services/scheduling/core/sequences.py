@@ -1,4 +1,4 @@
-"""Attempts at requests: from the reservation of slots until the last of them is free again."""
+"""Sequences: attempts at requests, from the reservation of slots until all of them are free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from csps.services.scheduling.state.state import Gang, GangPair, PrefixRef, Requ
 
 
 class Sequences:
-    """All that still hold slots, or may."""
+    """All sequences that hold slots, or may."""
 
     def __init__(
         self, this_round: Round, timers: Timers, gangs: Gangs, prefix: PrefixCache
@@ -25,10 +25,10 @@ class Sequences:
         self.ledger = Ledger()
         self.by_id: dict[SequenceId, Sequence] = {}
         self.closed_now: dict[SequenceId, Sequence] = {}
-        """Those that ended in this turn: the executor has delivered tokens without knowing it."""
+        """Sequences that ended in this round: the executor delivered tokens without knowing it."""
 
     def serving(self, sequence: SequenceId) -> Sequence | None:
-        """The sequence, if it works for its request."""
+        """Return the sequence if it still serves its request."""
         found = self.by_id.get(sequence)
         return None if found is None or found.over else found
 
@@ -44,13 +44,13 @@ class Sequences:
         cached: int,
         held: PrefixRef | None,
     ) -> Sequence:
-        """Take the slots for a prompt's KV and for all tokens that may be drawn.
+        """Start a sequence: reserve the slots for the prompt's KV and for all tokens to come.
 
         Args:
-            placement: without shares if the step draws all that there is to draw.
+            placement: without slices if a step samples the only token.
             slots: that it needs (`decode_slots`).
-            use: of the KV of the prompt's first tokens, so many as are cached.
-            held: of the KV that the placement names, on a gang that decodes only.
+            prefill_ref: reference to the KV of the first `cached` tokens.
+            decode_ref: reference to the KV that the placement reuses on a gang that only decodes.
         """
         unreceived = tokens_on(own(placement.slices))
         sequence = self._new(request, pair, placement, slots, unreceived)
@@ -65,7 +65,7 @@ class Sequences:
         use: PrefixRef | None,
         cached: int,
     ) -> Sequence:
-        """The same for a sequence that joins at once; its gang owes tokens from now on."""
+        """Start a sequence that joins decode at once; its gang owes tokens from now on."""
         gang = self._gangs.instances[placement.master].gang
         pair = GangPair(prefill=gang, decode=gang)
         sequence = self._new(request, pair, placement, slots, {}, piggybacked=True)
@@ -113,13 +113,13 @@ class Sequences:
         return sequence
 
     def first_token(self, sequence: Sequence) -> None:
-        """Its prompt is computed and has drawn a token, which was delivered."""
+        """Note that the prompt is computed and its first token was delivered."""
         sequence.first_token_ns = self._round.now_ns
         sequence.request.note_generated(sequence.generated_before + 1)
         self._join(sequence)
 
     def received(self, sequence: Sequence, instance: InstanceId, tokens: int) -> str | None:
-        """A share has arrived. Returns what is wrong with it, if anything."""
+        """Note a received slice; return what is wrong with it, or None."""
         expected = sequence.unreceived.get(instance)
         if tokens != expected:
             wanted = "none" if expected is None else expected
@@ -134,26 +134,28 @@ class Sequences:
             self._joining.setdefault(sequence.decode.id, []).append(sequence)
 
     def join(self) -> None:
-        """Let decode take over what has landed whole in this turn, with one command a gang."""
+        """Let decode take over the sequences whose KV was received, with one command a gang."""
         joining, self._joining = self._joining, {}
         for gang, sequences in joining.items():
-            ready = [it for it in sequences if not it.over]
+            ready = [sequence for sequence in sequences if not sequence.over]
             for sequence in ready:
                 sequence.joined_ns = self._round.now_ns
                 sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
             if ready:
-                self._round.emit(SetGroup(gang=gang, joined=tuple(it.id for it in ready)))
+                self._round.emit(
+                    SetGroup(gang=gang, joined=tuple(sequence.id for sequence in ready))
+                )
                 self._round.stale = True
 
     # --- what is kept ---
 
     def computed(self, sequence: Sequence) -> None:
-        """Nothing more of it is computed by steps."""
+        """Release the prefix of a sequence that no step computes any more."""
         if not (sequence.in_place and sequence.unfreed):
             self._unref_prefill(sequence)
 
     def retain_prefilled(self, sequence: Sequence) -> None:
-        """All of its KV that is decoded elsewhere lies where it is to stay."""
+        """Retain KV where it was computed, now that all of it lies there."""
         good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
         hashes = sequence.request.hashes if good else ()
         self._prefix.prefilled(sequence.prefill, sequence.id, hashes, sequence.retained_slices)
@@ -170,10 +172,10 @@ class Sequences:
             self._prefix.unref(held)
 
     def _retain(self, sequence: Sequence, generated_tokens: int, hashes: tuple[bytes, ...]) -> None:
-        """A sequence is over whose KV stays where it was decoded.
+        """End a sequence and retain its KV where it was decoded.
 
         Args:
-            drawn: tokens that it has drawn, the last of which has no KV.
+            generated_tokens: of this sequence; the last one has no KV.
             hashes: of blocks that have KV.
         """
         gang, prompt = sequence.decode, sum(kv_slice.tokens for kv_slice in sequence.slices)
@@ -198,7 +200,7 @@ class Sequences:
     # --- moving ---
 
     def move(self, sequence: Sequence, placement: DecodePlacement) -> None:
-        """Have its KV moved; until it is there, it has slots in both places."""
+        """Move a sequence's KV; until it is received, it has slots in both places."""
         slots = self.ledger.slots_of(sequence.id)
         for instance in decode_slots(placement, 0):
             slots.setdefault(instance, 0)
@@ -217,17 +219,19 @@ class Sequences:
         self._round.emit(sequence.moving)
 
     def moved(self, sequence: Sequence) -> None:
-        """It goes on where it was moved to. It may have ended since, and been freed by some of
-        those that it concerns from now on."""
+        """Let a sequence go on where it was moved to. It may have ended since, and some instances
+        may have freed it."""
         placement = sequence.moving
         assert placement is not None, "moved without being asked"
         slots = decode_slots(placement, 0)
         self._count_master(sequence, -1)
-        for instance in [it for it in sequence.unfreed if it not in slots]:
+        for instance in [instance for instance in sequence.unfreed if instance not in slots]:
             del sequence.unfreed[instance]
             self.ledger.free(sequence.id, instance)
         if sequence.unfreed:
-            self.ledger.resize(sequence.id, {it: slots[it] for it in sequence.unfreed})
+            self.ledger.resize(
+                sequence.id, {instance: slots[instance] for instance in sequence.unfreed}
+            )
         sequence.slices, sequence.answer = placement.slices, placement.answer
         sequence.master = self._gangs.instances[placement.master]
         self._count_master(sequence, 1)
@@ -240,8 +244,7 @@ class Sequences:
     def finish(
         self, sequence: Sequence, generated_tokens: int, hashes: tuple[bytes, ...] = ()
     ) -> None:
-        """The last token was drawn. Decode frees what it decoded, not what never joined, unless it
-        is kept.
+        """Note the last token. Decode instances free sequences that joined, unless KV is retained.
 
         Args:
             hashes: of the answer's blocks.
@@ -256,7 +259,7 @@ class Sequences:
         self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
 
     def abandon(self, sequence: Sequence) -> None:
-        """Nobody waits for the rest of the answer; what there is may be of use to others."""
+        """End a sequence of which nobody wants the rest, and retain its KV if it can be reused."""
         good = self._is_resident(sequence) and not sequence.moving and not sequence.over
         if good and sequence.retain:
             self._retain(sequence, 1, sequence.request.hashes)
@@ -265,8 +268,8 @@ class Sequences:
 
     @staticmethod
     def _is_resident(sequence: Sequence) -> bool:
-        """All of its prompt's KV is where it is decoded, or will be when a step ends that nothing
-        can keep from it any more."""
+        """Return whether all of its prompt's KV is where it is decoded, or will certainly be when a
+        running step ends."""
         return sequence.received or (sequence.in_place and sequence.first_token_ns is not None)
 
     def close(self, sequence: Sequence) -> None:
@@ -292,8 +295,7 @@ class Sequences:
         self.closed_now[sequence.id] = sequence
 
     def _may_hold(self, sequence: Sequence, gang: Gang) -> bool:
-        """An un-joined sequence may have KV on its way from the gang that prefills it; if it was to
-        stay there and is not on its way any more, it stays."""
+        """Return whether a gang may hold KV of a sequence that is over."""
         if not self._gangs.lives(gang):
             return False
         if gang is sequence.prefill and sequence.retained_slices:
@@ -302,7 +304,7 @@ class Sequences:
         return on_its_way or bool(sequence.unfreed)
 
     def _measure(self, sequence: Sequence, generated_tokens: int) -> None:
-        """How long an iteration takes, smoothed over answers."""
+        """Average the time of an iteration and of an answer over answers."""
         tokens = generated_tokens - sequence.generated_before - 1
         if tokens < 1 or sequence.joined_ns is None or sequence.first_token_ns is None:
             return
@@ -315,8 +317,7 @@ class Sequences:
         gang.decode_ns = (7 * (gang.decode_ns or took_ns) + took_ns) // 8
 
     def freed(self, sequence: Sequence, instance: InstanceId) -> None:
-        """An instance holds nothing of the sequence any more. So its last token was drawn, of which
-        we may hear later from another instance: nothing of it is moved."""
+        """Note that an instance has freed the sequence."""
         if instance not in sequence.unfreed:
             return
         sequence.decode.decoding.pop(sequence.id, None)
@@ -328,7 +329,7 @@ class Sequences:
         self._finalize(sequence)
 
     def _count_master(self, sequence: Sequence, change: int) -> None:
-        """As long as it has not freed the sequence."""
+        """Count the master's sequence as long as it has not freed it."""
         if sequence.master.id in sequence.unfreed:
             sequence.master.mastered += change
             sequence.decode.mastered += change
@@ -343,11 +344,11 @@ class Sequences:
                 self.by_id.pop(sequence.id, None)
 
     def inside(self, gang: Gang) -> list[Sequence]:
-        """Those that the gang computes, or holds KV slots for."""
-        return [it for it in self.by_id.values() if _is_inside(it, gang)]
+        """Return the sequences that the gang computes, or for which it holds slots."""
+        return [sequence for sequence in self.by_id.values() if _is_inside(sequence, gang)]
 
     def drop(self, gang: Gang) -> list[Sequence]:
-        """A gang is gone. Returns the sequences that cannot go on without it."""
+        """Drop a gang's slots; return the sequences that cannot go on without it."""
         self.ledger.drop(gang)
         gang.owing.clear()
         needing = []
@@ -364,11 +365,13 @@ class Sequences:
         return needing
 
     def between(self, prefill: GangId, decode: GangId) -> list[Sequence]:
-        """Sequences whose KV is still to come from one gang to the other."""
+        """Return the sequences whose KV is still in transfer from one gang to the other."""
         return [
-            it
-            for it in self.by_id.values()
-            if not it.over and it.unreceived and (it.prefill.id, it.decode.id) == (prefill, decode)
+            sequence
+            for sequence in self.by_id.values()
+            if not sequence.over
+            and sequence.unreceived
+            and (sequence.prefill.id, sequence.decode.id) == (prefill, decode)
         ]
 
 

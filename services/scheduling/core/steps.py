@@ -1,11 +1,9 @@
-"""Launched steps: who is still computing, and until when as predicted.
+"""Launched steps with their predicted times, and steps that are not sent yet.
 
-Steps of plans that are sent one by one: the ranks hear of each shortly before it begins.
-
-Until then a step is the scheduler's alone, and a plan can be made again without a word to any rank.
-It has its slots and its place in the line of its instances all the while. What is sent is decided
-by predicted times and not by reports: a step is reported when its KV has left, and the next one
-must not wait for that.
+Ranks learn of the steps of some plans only shortly before each begins. An unsent step is known to
+the scheduler alone, and its plan can be made again without a message to any rank. It has its slots
+and its place in the queues of its instances all the same. Predicted times decide when a step is
+sent, not reports: a step is reported when its KV has left, and the next one must not wait for that.
 """
 
 from __future__ import annotations
@@ -23,22 +21,22 @@ from csps.services.scheduling.state.state import Gang, Instance, Round, Sequence
 
 
 class Steps:
-    """Outstanding steps in the order of their launch, which is that of the ranks."""
+    """Outstanding steps in the order of their launch, which is the ranks' order."""
 
     def __init__(self, this_round: Round) -> None:
         self._round = this_round
         self.ledger = Ledger()
         self.by_id: dict[StepId, Step] = {}
         self.unsent: dict[StepId, Step] = {}
-        """Those that the ranks have not heard of."""
+        """Steps that the ranks do not know yet."""
 
     def launch(self, step: Step, instances: list[Instance], slots: dict[InstanceId, int]) -> int:
-        """Take the step's slots. Returns when it ends, as predicted."""
+        """Reserve the step's slots and queue it; return its predicted end."""
         self.ledger.reserve(step.id, slots)
         self.by_id[step.id] = step
         for sequence in step.sequences:
             sequence.computing += 1
-        begin_ns = max([self._round.now_ns, *[it.free_at_ns for it in instances]])
+        begin_ns = max([self._round.now_ns, *[instance.free_at_ns for instance in instances]])
         if not step.high_priority:
             oldest = step.sequences[0].request
             since_ns = oldest.waiting_since_ns
@@ -56,13 +54,14 @@ class Steps:
         step.begin_ns, step.end_ns = begin_ns, begin_ns + step.predicted_ns
         if step.high_priority:  # it waits for other urgent ones at most
             return max(
-                min(it.free_at_ns, self._round.now_ns + it.high_priority_ns) for it in instances
+                min(instance.free_at_ns, self._round.now_ns + instance.high_priority_ns)
+                for instance in instances
             )
         return begin_ns + step.predicted_ns
 
     def _preempt(self, step: Step, instance: Instance) -> None:
-        """An urgent step goes first: everything that is not urgent ends so much later."""
-        delayed = tuple(it for it in instance.steps.values() if not it.high_priority)
+        """Let a high-priority step go first: all low-priority ones end so much later."""
+        delayed = tuple(other for other in instance.steps.values() if not other.high_priority)
         for other in delayed:
             other.delayed_ns += step.predicted_ns
         step.charged[instance.id] = delayed
@@ -75,11 +74,11 @@ class Steps:
     def done(
         self, step: Step, instance: Instance, took_ns: int
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """An instance is through with its part.
+        """Note that an instance is done with its part.
 
         Returns:
-            The sequences of which nothing more is computed, if it was the step's last one; and
-            those that leave KV behind, if it was the last one of the step's plan.
+            Sequences that no step computes any more, if this was the last instance of the step; and
+            sequences that leave KV to retain, if it was the last one of the step's plan.
         """
         first = _first_low_priority(instance) is step
         del step.undone[instance.id]
@@ -98,22 +97,26 @@ class Steps:
         if not any(plan_step.undone for plan_step in step.plan_steps):
             self._free_plan(step)
             leaving = [
-                it for other in step.plan_steps for it in other.sequences if it.retained_slices
+                sequence
+                for other in step.plan_steps
+                for sequence in other.sequences
+                if sequence.retained_slices
             ]
-        computed = [it for it in step.sequences if not it.computing]
+        computed = [sequence for sequence in step.sequences if not sequence.computing]
         return computed, list(dict.fromkeys(leaving))
 
     def _free_plan(self, last: Step) -> None:
-        """Chunks are kept until the last one is computed, which attends to them."""
+        """Free the slots of all chunks. They stay until the last one, which attends to them, is
+        computed."""
         for step in last.plan_steps:
             for instance in last.gang.instances:
                 self.ledger.free(step.id, instance.id)
 
     def _true_up(self, step: Step, instance: Instance, took_ns: int, *, first: bool) -> None:
-        """Put what was measured in the place of what was predicted.
+        """Replace predicted times by measured ones.
 
         Args:
-            first: it was the first of the instance's long steps.
+            first: whether it was the first of the instance's low-priority steps.
         """
         now_ns, error_ns = self._round.now_ns, took_ns - step.predicted_ns
         if not step.high_priority:
@@ -124,11 +127,11 @@ class Steps:
             if first and (following := _first_low_priority(instance)) is not None:
                 _become_first(following, ended_ns)
             if (
-                any(it.high_priority or it.delayed_ns for it in self._of(step.gang))
+                any(other.high_priority or other.delayed_ns for other in self._of(step.gang))
                 or step.delayed_ns
             ):
                 # How urgent ones fall between long ones is not known: an instance counts its own.
-                left_ns = sum(it.predicted_ns for it in instance.steps.values())
+                left_ns = sum(other.predicted_ns for other in instance.steps.values())
                 instance.free_at_ns = now_ns + left_ns
             elif ended_ns != step.end_ns:
                 self._predict(step.gang)
@@ -142,34 +145,35 @@ class Steps:
         instance.free_at_ns = max(now_ns + instance.high_priority_ns, free_at_ns)
 
     def _ended_ns(self, step: Step, took_ns: int) -> int:
-        """When it was computed: what follows it has begun before it is done, while KV is sent."""
+        """Return when the step was computed: the next one begins before it is done, while its KV is
+        sent."""
         now_ns = self._round.now_ns
         if step.behind or not took_ns:  # withdrawn
             return now_ns
         return min(now_ns, step.begin_ns + took_ns)
 
     def _predict(self, gang: Gang) -> None:
-        """When every instance will be free: steps in the order of their launch, each when all its
-        instances have come to it."""
+        """Predict when every instance will be free: steps in the order of their launch, each when
+        all its instances have come to it."""
         now_ns = self._round.now_ns
-        free_ns = {it.id: now_ns for it in gang.instances}
+        free_ns = {instance.id: now_ns for instance in gang.instances}
         for step in self._of(gang):
             if step.behind:
-                step.begin_ns = max([free_ns[it] for it in step.undone], default=now_ns)
+                step.begin_ns = max([free_ns[instance] for instance in step.undone], default=now_ns)
             step.end_ns = max(now_ns, step.begin_ns + step.predicted_ns)
             for instance in step.undone:
                 free_ns[instance] = step.end_ns
-        for it in gang.instances:
-            it.free_at_ns = free_ns[it.id]
+        for instance in gang.instances:
+            instance.free_at_ns = free_ns[instance.id]
 
     def _of(self, gang: Gang) -> Iterator[Step]:
-        """The outstanding steps of a gang."""
-        return (it for it in self.by_id.values() if it.gang is gang)
+        """Yield the outstanding steps of a gang."""
+        return (step for step in self.by_id.values() if step.gang is gang)
 
     def drop(self, gang: Gang) -> None:
-        """The gang is gone: nothing that it computed comes."""
+        """Drop the steps of a gang that is gone."""
         self.ledger.drop(gang)
-        for step in [it for it in self.by_id.values() if it.gang is gang]:
+        for step in [step for step in self.by_id.values() if step.gang is gang]:
             del self.by_id[step.id]
             self.unsent.pop(step.id, None)
             for sequence in step.sequences:
@@ -178,14 +182,14 @@ class Steps:
     # --- steps that are not sent yet -------------------------------------------------------
 
     def defer(self, step: Step, command: RunStep) -> None:
-        """A launched step's command is sent later."""
+        """Keep the command of a launched step to send it later."""
         assert not step.high_priority, "held, and urgent"
         step.command = command
         self.unsent[step.id] = step
 
     def cancel_unsent(self, step: Step) -> list[Sequence]:
-        """A step that the ranks have not heard of will not be. Returns the sequences that leave KV
-        behind, if it was the last one of its plan that was not done."""
+        """Cancel an unsent step; return the sequences that leave KV to retain, if it was the last
+        one of its plan that was not done."""
         del self.by_id[step.id], self.unsent[step.id]
         for instance in _members(step):
             del instance.steps[step.id]
@@ -199,15 +203,20 @@ class Steps:
         if any(plan_step.undone for plan_step in step.plan_steps):
             return []
         self._free_plan(step)
-        return [it for other in step.plan_steps for it in other.sequences if it.retained_slices]
+        return [
+            sequence
+            for other in step.plan_steps
+            for sequence in other.sequences
+            if sequence.retained_slices
+        ]
 
     def move_to_end(self, step: Step) -> None:
-        """A step that the ranks have not heard of goes behind all others."""
+        """Move an unsent step behind all others."""
         for steps in (self.by_id, self.unsent, *(member.steps for member in _members(step))):
             steps[step.id] = steps.pop(step.id)
 
     def requeue(self, gang: Gang) -> None:
-        """The order has changed: who is first where, and when everybody is free."""
+        """Work out anew which unsent steps are first where, and when instances are free."""
         for step in self._of(gang):
             if step.unsent:
                 step.behind = sum(
@@ -219,7 +228,7 @@ class Steps:
 
 
 def _members(step: Step) -> list[Instance]:
-    """Instances that have not reported."""
+    """Return the instances that have not reported."""
     return [instance for instance in step.gang.instances if instance.id in step.undone]
 
 
@@ -228,7 +237,7 @@ def _first_low_priority(instance: Instance) -> Step | None:
 
 
 def _become_first(step: Step, at_ns: int) -> None:
-    """A step is the first one on another of its instances."""
+    """Note that a step is first on one more of its instances."""
     step.behind -= 1
     step.first_ns = max(step.first_ns, at_ns)
     if not step.behind:
@@ -236,26 +245,26 @@ def _become_first(step: Step, at_ns: int) -> None:
 
 
 class UnsentSteps:
-    """Sends them when their time comes, or drops what nobody wants any more."""
+    """Sends unsent steps when their time comes, or drops them if their sequence is over."""
 
     def __init__(self, this_round: Round, steps: Steps, sequences: Sequences) -> None:
         self._round, self._steps, self._sequences = this_round, steps, sequences
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that have some, in the order of their start."""
-        return list(dict.fromkeys(it.sequences[0] for it in self._steps.unsent.values()))
+        """Sequences with unsent steps, in the order of their start."""
+        return list(dict.fromkeys(step.sequences[0] for step in self._steps.unsent.values()))
 
     @property
     def due_ns(self) -> int | None:
-        """When the next one is to be sent."""
-        times = [self._send_at_ns(it) for it in self._steps.unsent.values()]
-        return min((it for it in times if it > self._round.now_ns), default=None)
+        """Time at which to send the next one."""
+        times = [self._send_at_ns(step) for step in self._steps.unsent.values()]
+        return min((time_ns for time_ns in times if time_ns > self._round.now_ns), default=None)
 
     def send_due(self) -> None:
-        """Send all whose time has come, after those that were launched before them on the same
+        """Send all steps whose time has come, after those launched before them on the same
         instances."""
-        for step in [it for it in self._steps.unsent.values() if it.sequences[0].over]:
+        for step in [step for step in self._steps.unsent.values() if step.sequences[0].over]:
             self._drop(step)
         waiting: dict[InstanceId, None] = {}
         for step in list(self._steps.unsent.values()):
@@ -278,7 +287,7 @@ class UnsentSteps:
         self._round.emit(msgspec.structs.replace(command, ends_ns=step.end_ns))
 
     def _drop(self, step: Step) -> None:
-        """Its sequence is over."""
+        """Cancel a step whose sequence is over."""
         for sequence in self._steps.cancel_unsent(step):
             self._sequences.retain_prefilled(sequence)
         (sequence,) = step.sequences

@@ -1,7 +1,4 @@
-"""The seam between deciding and doing: what a policy is, and what it decides.
-
-What fits a cluster that has nothing else to do.
-"""
+"""Decisions: what a policy is, what it decides, and the check of what fits the gangs at all."""
 
 from __future__ import annotations
 
@@ -11,43 +8,44 @@ from typing import Protocol
 import msgspec
 
 from csps.protocols.core.errors import ContextLengthExceeded
-from csps.services.scheduling.deciding.view import PairView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
-from csps.services.scheduling.state.state import Gang, GangPair, Priority, idle_copy
+from csps.services.scheduling.state.state import GangPair, Priority
 
 
 class Planned(msgspec.Struct, frozen=True, gc=False):
-    """Base of all that decisions are made of: as cheap as a tuple."""
+    """Base of all parts of decisions: as cheap as a tuple."""
 
 
 class PlannedChunk(Planned, frozen=True):
     """Positions [start, start + length) of a waiting request.
 
-    The first one of a request begins at 0, or behind what the gang has kept of the prompt
-    (`View.cached`).
+    The first chunk of a request begins at 0, or behind the prefix that the gang has cached
+    (`SchedulerView.cached`).
     """
 
     request_id: RequestId
     start: int
     length: int
     rows: tuple[PlacedSlice, ...] = ()
-    """Who computes what (`slices.laid_out`), each position once; empty cuts at the step's bounds.
-    Of all pieces of a step or of none, and not every strategy takes such rows."""
+    """Positions that each instance computes (`slices.laid_out`), each once; set in all chunks of a
+    step or in none. Empty: cut at the step's bounds. Not every strategy takes rows."""
     placement: tuple[PlacedSlice, ...] = ()
-    """Who keeps the chunk's KV from this step on; empty: who computes it. It may also name earlier
-    positions, whose KV moves there. A gang that decodes in place keeps it where
-    `DecodePlacement.slices` says, and nowhere else."""
+    """Holders of the chunk's KV from this step on; empty: the instances that compute it. It may
+    also name earlier positions, whose KV moves there. A gang that decodes in place stores KV where
+    `DecodePlacement.slices` names, and nowhere else."""
 
 
 class PlannedStep(Planned, frozen=True, kw_only=True):
-    """A step to be launched. Its pieces are laid end to end and cut at `bounds`, or have rows."""
+    """Step to launch. Its chunks are laid end to end and cut at `bounds`, or have rows."""
 
     group: tuple[InstanceId, ...]
-    """Of one gang that may prefill, in topology order: all that compute something, or hold or keep
-    KV of its pieces."""
+    """Instances of one prefill gang in topology order: all that compute something or that hold KV
+    of its chunks, before or after."""
     bounds: tuple[int, ...]
-    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]), or as many by its rows."""
+    """Cuts: instance `group[i]` computes tokens [bounds[i], bounds[i+1]), or as many by its rows.
+    """
     chunks: tuple[PlannedChunk, ...]
     strategy: str
     predicted_ns: int
@@ -55,78 +53,78 @@ class PlannedStep(Planned, frozen=True, kw_only=True):
 
 
 class DecodePlacement(Planned, frozen=True):
-    """Where a request's KV goes and who draws its tokens."""
+    """Placement of a request's KV, and its master."""
 
     request_id: RequestId
     slices: tuple[PlacedSlice, ...]
-    """The prompt's KV: each position once. What was kept where it is decoded may be named as it
-    lies there (`View.cached`), with its origin: then it takes no slots and is not sent. If it is
-    computed there as well, what is reused is named so."""
+    """Placement of the prompt's KV: each position once. Cached KV on the decode gang may be named
+    as it lies there (`SchedulerView.cached`), with its source: it takes no slots and is not sent.
+    If the prompt is computed there as well, reused KV has to be named so."""
     master: InstanceId
-    """Slots for all tokens to come are set aside there, if `answer` does not name others."""
+    """Instance that samples. Slots for all tokens to come are reserved there, unless `answer` names
+    others."""
     answer: tuple[PlacedSlice, ...] = ()
-    """Who keeps the KV of the tokens to come, positions from the prompt's end on: each once."""
+    """Placement of the KV of tokens to come, positions from the prompt's end on: each once."""
 
 
 class StartPlan(Planned, frozen=True, kw_only=True):
     """Start these requests now: reserve all slots, launch all steps.
 
-    Several requests may share a step (a batch, fillers), one request may have several steps
+    Several requests may share a step (a batch, fillers), and one request may have several steps
     (chunks, in order). The scheduler derives where the KV of earlier chunks lies.
     """
 
     steps: tuple[PlannedStep, ...]
     decode: tuple[DecodePlacement, ...]
-    """Of each request that has a piece in a step."""
+    """Placement of each request that has a chunk in a step."""
     ahead_ns: int | None = None
-    """Steps are sent to the ranks so long before they begin, as predicted, and may be planned again
-    until then (`Replan`); None: all at once. Of a plan of one request."""
+    """Time before their predicted begin at which steps are sent to the ranks; until then they may
+    be planned again (`Replan`). None: send all at once. Only for a plan of one request."""
 
 
 class Replan(Planned, frozen=True, kw_only=True):
-    """Steps of a sequence that the ranks have not heard of are to be others, in the same place in
-    the line. The slots of the new ones must be free beside those of the old ones."""
+    """Replace the unsent steps of a sequence by others, in the same place of the queue. The new
+    steps need free slots beside those of the old ones."""
 
     sequence_id: SequenceId
     version: int
-    """Of the plan that this one was made from."""
+    """Version of the plan that this one was made from."""
     steps: tuple[PlannedStep, ...]
-    """Of all that is left; none: the old ones stay, and what is predicted of them now is what
-    reality is compared with from now on."""
+    """Replacement steps. If empty, keep the old steps and only refresh their predictions."""
 
 
 class PiggybackPlan(Planned, frozen=True, kw_only=True):
-    """Start this request in the stream of a gang that decodes: iterations compute its prompt, in
-    pieces, where its tokens will be drawn."""
+    """Start this request in a gang's decode batch: iterations compute its prompt in chunks, where
+    its tokens will be sampled."""
 
     placement: DecodePlacement
     budget: int
-    """Tokens that an iteration of the gang's stream may compute on each master."""
+    """Tokens that an iteration of the gang may compute on each master."""
 
 
 class MovePlan(Planned, frozen=True, kw_only=True):
-    """Let a sequence that is decoded go on elsewhere in its gang, with its KV."""
+    """Move a decoding sequence with its KV to other instances of its gang."""
 
     sequence_id: SequenceId
     placement: DecodePlacement
-    """Of the same positions, those of the answer named in full."""
+    """New placement of the same positions, those of the answer named in full."""
 
 
 class Blocked(Planned, frozen=True, kw_only=True):
-    """There are not slots enough for a request whose turn it is. Whoever passes it from now on
-    must have ended within the bound of overtaking."""
+    """A request at the head of its queue finds no slots. Requests that pass it from now on must end
+    within the preemption budget."""
 
     request_id: RequestId
 
 
 class Bypassed(Planned, frozen=True, kw_only=True):
-    """Younger requests have gone before this one in this round."""
+    """Younger requests have started before this one in this round."""
 
     request_id: RequestId
 
 
 class WakeAt(Planned, frozen=True, kw_only=True):
-    """Ask again then, although nothing may have changed."""
+    """Decide again at this time, although nothing may have changed."""
 
     at_ns: int
 
@@ -134,42 +132,35 @@ class WakeAt(Planned, frozen=True, kw_only=True):
 Decision = StartPlan | Replan | PiggybackPlan | MovePlan | Blocked | Bypassed | WakeAt
 
 
-class IdleCapacity(Protocol):
-    """What a policy could do with two gangs that have nothing else to do."""
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether it would start such a request. More tokens never fit where fewer do not."""
-        ...
-
-
 class Policy(Protocol):
     """Decides which requests start, where, and together with which others.
 
-    A policy keeps no state between rounds: what it must remember is data of the scheduler, so that
-    router and simulator drive the same object and a log can be replayed.
+    A policy keeps no state between rounds: what it must remember is state of the scheduler. So the
+    router and the simulator drive the same object, and a log can be replayed. It reads the
+    scheduler's state and changes none of it.
     """
 
     @property
     def name(self) -> str:
-        """As in `scheduling: {policy: NAME}`."""
+        """Name in `scheduling: {policy: NAME}`."""
         ...
 
     @property
     def options(self) -> object:
-        """A frozen dataclass of what users may tell it."""
+        """Frozen dataclass of the policy's options."""
         ...
 
     @property
     def decode_options(self) -> object:
-        """Those about decoding, which all policies have."""
+        """Options of decoding, which all policies have."""
         ...
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
-        """Where a request waits. Asked again when gangs come up."""
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
+        """Return the queue in which a request waits. Asked again when gangs come up."""
         ...
 
-    def decide(self, view: View) -> Sequence[Decision]:
-        """What to do now; requests in no plan go on waiting.
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
+        """Decide what to do now; requests in no plan go on waiting.
 
         Asked whenever something has changed. All plans together must fit into the free slots.
         """
@@ -177,74 +168,73 @@ class Policy(Protocol):
 
     @property
     def whole_prompts(self) -> bool:
-        """A prompt is computed at once and by the strategies of its class: what sparse attention
-        needs."""
+        """Whether a prompt is computed at once and by the strategies of its class: what sparse
+        attention needs."""
         ...
 
     @property
     def regroups(self) -> bool:
-        """It has something to decide although nothing waits: where that is decoded which has begun
+        """Whether it decides although nothing waits: where running sequences are decoded
         (`MovePlan`)."""
         ...
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        """Placements on a pair of gangs that have nothing to do. Admission asks it for every
-        request: what it accepts, `decide` must start at the latest when everything else ended."""
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether `decide` would start such a request if both gangs were idle and no other
+        request waited. Admission asks it for every request.
+
+        More tokens never fit where fewer do not.
+        """
         ...
 
 
 def digest_of(policy: Policy) -> str:
-    """Equal options, equal digests; in every log."""
+    """Return the digest of a policy's options, which every log contains."""
     return f"{policy.options} {policy.decode_options}"
 
 
 class CapacityCheck:
-    """Asks the policy itself, on idle copies of the present gangs: a request that no round could
-    ever place would wait for ever, and hold up all behind it. Without gangs everything fits."""
+    """Says which requests the gangs could ever serve. A request that no round can place would wait
+    forever and block all behind it. Without gangs, every request fits.
+
+    It asks the policy's `fits`, because `decide` on an idle copy of the gangs takes ten times as
+    long and more.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._capacities: list[tuple[GangPair, IdleCapacity]] = []
+        self._pairs: list[GangPair] = []
 
     def use(self, pairs: Sequence[GangPair]) -> None:
-        """Gangs have come or gone; while there are none, those that were there last count."""
-        if not pairs:
-            return
-        idle = [_idle_pair(pair) for pair in pairs]
-        self._capacities = [(pair, self._policy.idle_capacity(pair)) for pair in idle]
+        """Use these gangs; if there are none, go on with the previous ones."""
+        if pairs:
+            self._pairs = list(pairs)
 
     @property
     def known(self) -> bool:
-        """There was a pair of gangs once."""
-        return bool(self._capacities)
+        """Whether there has been a pair of gangs."""
+        return bool(self._pairs)
 
     @property
     def promised(self) -> int:
-        """Tokens up to which prompt and answer may share the room as a client likes, as far as
+        """Tokens of the longest request, whichever way prompt and answer share them, as far as
         the answer fits on one instance."""
-        limits = (min(_context_limit(pair), _slots(pair.prefill)) for pair, _ in self._capacities)
+        limits = (min(_context_limit(pair), pair.prefill.capacity) for pair in self._pairs)
         return max(limits, default=0)
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """Most tokens that may follow a prompt; 0 or less if there is no room for the prompt."""
-        return max(
-            (
-                _longest_answer(pair, idle_capacity, prompt_tokens)
-                for pair, idle_capacity in self._capacities
-            ),
-            default=0,
-        )
+        """Return the most tokens that may follow a prompt; 0 or less if the prompt has no room."""
+        return max((self._longest_answer(pair, prompt_tokens) for pair in self._pairs), default=0)
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether the policy would place the request if there were no other."""
+        """Return whether the policy would start the request if there were no other."""
         total = prompt_tokens + output_tokens
-        return not self._capacities or any(
-            total <= pair.max_positions and idle_capacity.fits(prompt_tokens, output_tokens)
-            for pair, idle_capacity in self._capacities
+        return not self._pairs or any(
+            total <= pair.max_positions and self._policy.fits(pair, prompt_tokens, output_tokens)
+            for pair in self._pairs
         )
 
     def rejection(self, prompt_tokens: int, output_tokens: int) -> ContextLengthExceeded | None:
-        """What is to be said about a request that does not fit, with both numbers."""
+        """Return the error for a request that does not fit, with the limit; None if it fits."""
         if self.fits(prompt_tokens, output_tokens):
             return None
         longest = self.longest_answer(prompt_tokens)
@@ -254,31 +244,19 @@ class CapacityCheck:
             limit=prompt_tokens + longest if longest > 0 else self.promised,
         )
 
-
-def _idle_pair(pair: GangPair) -> GangPair:
-    prefill = idle_copy(pair.prefill)
-    decode = prefill if pair.decode is pair.prefill else idle_copy(pair.decode)
-    return GangPair(prefill=prefill, decode=decode)
-
-
-def _slots(gang: Gang) -> int:
-    return sum(instance.capacity for instance in gang.instances)
+    def _longest_answer(self, pair: GangPair, prompt_tokens: int) -> int:
+        most = min(_context_limit(pair) - prompt_tokens, pair.decode.largest)
+        if most <= 0 or self._policy.fits(pair, prompt_tokens, most):
+            return most
+        fits, too_long = 0, most
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self._policy.fits(pair, prompt_tokens, middle):
+                fits = middle
+            else:
+                too_long = middle
+        return fits
 
 
 def _context_limit(pair: GangPair) -> int:
-    return min(pair.max_positions, _slots(pair.decode))
-
-
-def _longest_answer(pair: GangPair, idle_capacity: IdleCapacity, prompt_tokens: int) -> int:
-    """By bisection below what slots allow; mostly that fits at once."""
-    most = min(_context_limit(pair) - prompt_tokens, pair.decode.largest)
-    if most <= 0 or idle_capacity.fits(prompt_tokens, most):
-        return most
-    fits, misfits = 0, most
-    while misfits - fits > 1:
-        middle = (fits + misfits) // 2
-        if idle_capacity.fits(prompt_tokens, middle):
-            fits = middle
-        else:
-            misfits = middle
-    return fits
+    return min(pair.max_positions, pair.decode.capacity)

@@ -1,7 +1,4 @@
-"""Who computes what of a step, who keeps its KV, and where later chunks find it.
-
-Who computes which rows of a step whose strategy is a ring.
-"""
+"""Layout of a step: who computes which rows, who stores their KV, where later chunks find it."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from csps.services.scheduling.events.events import InstanceId, RequestId
 from csps.services.scheduling.events.slices import laid_out, outside, own, within
 
 Histories = tuple[tuple[PlacedSlice, ...], ...]
-"""Of each piece of a step: where the KV of its sequence's earlier positions lies."""
+"""Placement of the KV before each chunk of a step."""
 
 
 class ChunkShape(Protocol):
-    """A piece, planned or launched."""
+    """Chunk, planned or launched."""
 
     @property
     def start(self) -> int: ...
@@ -36,7 +33,7 @@ class ChunkShape(Protocol):
 
 
 class StepShape(Protocol):
-    """A step, planned or launched."""
+    """Step, planned or launched."""
 
     @property
     def group(self) -> tuple[InstanceId, ...]: ...
@@ -47,12 +44,12 @@ class StepShape(Protocol):
 
 
 def span_of(chunk: ChunkShape) -> Span:
-    """The positions of a piece."""
+    """Return the positions of a chunk."""
     return Span(chunk.start, chunk.start + chunk.length)
 
 
 def rows_of(step: StepShape) -> Iterator[tuple[PlacedSlice, ...]]:
-    """Of each piece, who computes what; in the order of an instance's rows."""
+    """Yield who computes what of each chunk, in the order of an instance's rows."""
     begin = 0
     for chunk in step.chunks:
         yield chunk.rows or tuple(_cut(step, chunk, begin))
@@ -60,10 +57,10 @@ def rows_of(step: StepShape) -> Iterator[tuple[PlacedSlice, ...]]:
 
 
 def _cut(step: StepShape, chunk: ChunkShape, begin: int) -> Iterator[PlacedSlice]:
-    """At the bounds.
+    """Cut a chunk at the step's bounds.
 
     Args:
-        begin: where the piece begins in the step.
+        begin: where the chunk begins in the step.
     """
     offset = chunk.start - begin
     for instance, (start, stop) in zip(step.group, pairwise(step.bounds), strict=True):
@@ -73,13 +70,13 @@ def _cut(step: StepShape, chunk: ChunkShape, begin: int) -> Iterator[PlacedSlice
 
 
 def cut_at_bounds(step: StepShape) -> bool:
-    """Who computes a row keeps its KV, and the bounds say who that is."""
+    """Return whether the bounds alone say who computes a row and stores its KV."""
     return not any(chunk.rows or chunk.placement for chunk in step.chunks)
 
 
 def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
-    """Slots that a step needs: for what an instance computes, which is sent from there, and for
-    what comes to it to be kept."""
+    """Return the slots that a step needs: for what an instance computes, and for what it receives
+    to store."""
     if cut_at_bounds(step):
         parts = zip(step.group, pairwise(step.bounds), strict=True)
         return {instance: stop - start for instance, (start, stop) in parts if start < stop}
@@ -93,10 +90,10 @@ def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
 def _coming(
     placement: tuple[PlacedSlice, ...], there: Sequence[PlacedSlice]
 ) -> Iterator[PlacedSlice]:
-    """What an instance is to keep and does not have."""
+    """Yield what an instance is to store and does not have."""
     having: dict[InstanceId, list[PlacedSlice]] = {}
-    for it in there if placement else ():
-        having.setdefault(it.instance, []).append(it)
+    for kv_slice in there if placement else ():
+        having.setdefault(kv_slice.instance, []).append(kv_slice)
     for share in placement:
         held = having.get(share.instance, ())
         if share not in held:
@@ -104,21 +101,23 @@ def _coming(
 
 
 Placements = dict[RequestId, tuple[PlacedSlice, ...]]
-"""Where the KV of sequences lies."""
+"""Placement of sequences' KV, by request."""
 
 
 def histories_of(
     plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]], *, in_place: bool
 ) -> Iterator[Histories]:
-    """Where each step of a plan finds what is computed when it begins.
+    """Yield where each step of a plan finds the KV that is computed when it begins.
 
     Args:
         plan: whose steps are launched in order.
-        begun: what others have computed of its requests.
-        in_place: KV lies where it is decoded.
+        begun: KV of its requests that others have computed.
+        in_place: whether KV lies where it is decoded.
     """
     lying = dict(begun)
-    placed = {it.request_id: it.slices for it in plan.decode} if in_place else {}
+    placed = (
+        {placement.request_id: placement.slices for placement in plan.decode} if in_place else {}
+    )
     for step in plan.steps:
         yield tuple([lying.get(chunk.request_id, ()) for chunk in step.chunks])
         if step is not plan.steps[-1]:
@@ -126,7 +125,7 @@ def histories_of(
 
 
 def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]]) -> Placements:
-    """Where a plan for two gangs leaves what it computes."""
+    """Return where a plan for two gangs leaves what it computes."""
     lying = dict(begun)
     for step in plan.steps:
         _extend(lying, step, {})
@@ -136,7 +135,7 @@ def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]
 def _extend(
     lying: Placements, step: PlannedStep, placed: Mapping[RequestId, tuple[PlacedSlice, ...]]
 ) -> None:
-    """Add where a step leaves the KV of its pieces."""
+    """Add where a step leaves the KV of its chunks."""
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
         before = lying.get(chunk.request_id, ())
         if chunk.request_id in placed:
@@ -149,19 +148,23 @@ def _extend(
 
 
 def in_zigzag(step: PlannedStep) -> PlannedStep:
-    """A step around a ring with its rows in zigzag, each piece for itself (CP §3.5.1)."""
+    """Lay a ring step's rows out in zigzag, each chunk for itself (CP §3.5.1)."""
     return in_layout(step, "zigzag")
 
 
 def in_layout(step: PlannedStep, name: str) -> PlannedStep:
-    """A step around a ring with its rows in one of the layouts for rings; other steps, and rows
-    that were laid out, as they are.
+    """Lay a ring step's rows out in one of the ring layouts; return other steps, and rows that were
+    laid out, unchanged.
 
-    Every instance has as many rows of a piece as the bounds give it, so that plans need the same
-    slots; but they come from both ends of the piece, or from all of it, which shares causal
+    Every instance has as many rows of a chunk as the bounds give it, so that plans need the same
+    slots. But the rows come from both ends of the chunk, or from all of it, which shares causal
     attention evenly.
     """
-    if step.strategy not in RINGS or len(step.group) == 1 or any(it.rows for it in step.chunks):
+    if (
+        step.strategy not in RINGS
+        or len(step.group) == 1
+        or any(chunk.rows for chunk in step.chunks)
+    ):
         return step
     chunks: list[PlannedChunk] = []
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):

@@ -1,8 +1,8 @@
-"""What the scheduler wants done. An executor carries commands out in the order given.
+"""Commands: what the scheduler wants done. Executors carry them out in the order given.
 
-The ledger is authoritative: `Reserve` and `RunStep` of a plan leave together, a rank that refuses
-one is a fault (`events.Failed`). A command may name a request that a later event of the same batch
-has ended; there is nothing to do for it then.
+The scheduler's ledgers are authoritative. `Reserve` and `RunStep` of a plan leave together; a rank
+that refuses one is a fault (`events.Failed`). A command may name a request that a later event of
+the same batch has ended; the executor ignores it then.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from csps.services.scheduling.events.events import (
 class Command(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="command", gc=False
 ):
-    """Base of all commands: immutable, and one array in the log."""
+    """Base of all commands: immutable, one array in the log."""
 
 
 class PlacedSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions start, start + step, … below stop of a sequence lie, or are to lie, on an
-    instance."""
+    """Positions start, start + step, … below stop of a sequence, on an instance."""
 
     instance: InstanceId
     start: int
     stop: int
     step: int = 1
     source: SequenceId = 0
-    """Another sequence, which has computed them: its KV is read where it lies. 0 is the sequence
+    """Other sequence that computed these positions, whose KV is read in place; 0: the sequence
     itself."""
 
     @classmethod
     def of(cls, instance: InstanceId, span: Span, source: SequenceId = 0) -> PlacedSlice:
-        """The positions of a span."""
+        """Make the slice of a span's positions."""
         return cls(instance, span.start, span.stop, span.step, source)
 
     def cut(self, span: Span) -> PlacedSlice:
-        """Some of them."""
+        """Return the slice of some of the positions."""
         return PlacedSlice(self.instance, span.start, span.stop, span.step, self.source)
 
     @property
     def span(self) -> Span:
-        """Its positions."""
+        """Positions of the slice."""
         return Span(self.start, self.stop, self.step)
 
     @property
     def tokens(self) -> int:
-        """How many they are."""
+        """Number of positions."""
         return -(-(self.stop - self.start) // self.step)
 
 
@@ -65,82 +64,85 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     length: int
     rows: tuple[PlacedSlice, ...] = ()
-    """Who computes what, of all pieces of a step or of none; empty cuts at the step's bounds."""
+    """Positions that each instance computes; set in all chunks of a step or in none. Empty: cut at
+    the step's bounds."""
     placement: tuple[PlacedSlice, ...] = ()
-    """Who keeps the chunk's KV from this step on, and which of the KV before it moves; empty: who
-    computes it, and none."""
+    """Holders of the chunk's KV from this step on, and of earlier KV that moves. Empty: the
+    instances that compute it, and nothing moves."""
     retain: bool = False
-    """What the sequence computes is not freed when it has landed, but stays until `Evict` or
-    `Cancel`; of all pieces of a sequence or of none."""
+    """Whether what the sequence computes stays after its transfer until `Evict` or `Cancel`; set in
+    all chunks of a sequence or in none."""
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
-    """Set KV slots aside on decode instances and expect a sequence's KV there, or a rider. Where no
-    KV is to go there, because one token is all that may be drawn, there is nobody to ask."""
+    """Reserve KV slots on decode instances for a sequence's KV, or for a piggybacked sequence. If
+    the answer may have one token only, no KV goes there and nobody is asked."""
 
     request_id: RequestId
     sequence_id: SequenceId
     prompt_tokens: int
-    """To be prefilled: the client's prompt, and what was drawn before a fault."""
+    """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
     output_tokens: int
-    """Tokens that may still be drawn."""
+    """Most tokens that may still be generated."""
     slices: tuple[PlacedSlice, ...]
-    """Of the prompt's KV: each position once. Empty if nothing is decoded behind it."""
+    """Placement of the prompt's KV: each position once. Empty if nothing is decoded."""
     master: InstanceId
-    """Draws the tokens that no step draws."""
+    """Instance that samples the tokens that no step samples."""
     deadline_ns: int
-    """For the instances to say yes."""
+    """Time by which the instances have to confirm."""
     piggybacked: bool = False
-    """A `Piggyback` follows: the master's ranks get the prompt's tokens, because no step computes it."""
+    """Whether `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
+    computes them."""
     answer: tuple[PlacedSlice, ...] = ()
-    """Who keeps the KV of which of the answer's positions; empty: the master."""
+    """Placement of the answer's KV; empty: the master."""
     cached: int = 0
-    """Tokens that the prompt begins with and nothing computes, because their KV was kept."""
+    """First tokens of the prompt that nothing computes, because their KV is cached."""
     retain: bool = False
-    """Nothing is freed when the answer ends, until `Retain` says what stays, or `Cancel`."""
+    """Whether all KV stays when the answer ends, until `Retain` names what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
-    """Compute pieces on a group of instances of one gang."""
+    """Compute chunks on a group of instances of one gang."""
 
     step_id: StepId
     group: tuple[InstanceId, ...]
     bounds: tuple[int, ...]
-    """The pieces are laid end to end; `group[i]` computes tokens [bounds[i], bounds[i+1]), or as
-    many of all pieces, where these have `rows`."""
+    """Cuts of the chunks, laid end to end: `group[i]` computes tokens [bounds[i], bounds[i+1]), or
+    as many of all chunks if these have `rows`."""
     chunks: tuple[Chunk, ...]
     history: tuple[tuple[PlacedSlice, ...], ...]
-    """Of each piece: where the KV of its sequence's earlier chunks lies."""
+    """Placement of the KV before each chunk, which earlier chunks computed."""
     strategy: str
-    """By the engine's names (`actors/attention/choice.py`)."""
+    """Name of the engine's strategy (`actors/attention`)."""
     cls: str
-    """Of all pieces; the executor elaborates levels and micro-partitions for this very group."""
+    """Request class of all chunks. The executor lowers levels and micro-partitions for this group.
+    """
     high_priority: bool
-    """May run inside a step that is not urgent."""
+    """Whether the step may preempt a low-priority step."""
     ends_ns: int
-    """When it will have been computed, as predicted at its launch."""
+    """Predicted end, at launch."""
 
 
 class SetGroup(Command, frozen=True, tag="set_group"):
-    """Change the rows of a decode group: all KV of these sequences has landed."""
+    """Add sequences to a decode group: all their KV has been received."""
 
     gang: GangId
     joined: tuple[SequenceId, ...]
 
 
 class Piggyback(Command, frozen=True, tag="piggyback"):
-    """Let a sequence join the stream of a gang with nothing computed: iterations compute its prompt
-    beside the rows that decode (`protocols.iteration`), and draw its tokens."""
+    """Add a sequence to a gang's decode batch before its prefill. Iterations compute its prompt
+    beside the sequences that decode (`protocols.gang.iteration`) and sample its tokens."""
 
     gang: GangId
     sequence_id: SequenceId
     budget: int
-    """Tokens that an iteration of the stream may compute on each master from now on."""
+    """Tokens that an iteration may compute on each master from now on."""
 
 
 class Retain(Command, frozen=True, tag="retain"):
-    """A sequence of a gang is over, and of its KV these positions stay; they are among those that
-    it has computed itself. All instances of the gang answer with what they have left (`Kept`)."""
+    """Retain these positions of a sequence that is over in the gang; it has computed them itself.
+    All instances of the gang answer with what they have left (`events.Retained`)."""
 
     gang: GangId
     sequence_id: SequenceId
@@ -149,7 +151,7 @@ class Retain(Command, frozen=True, tag="retain"):
 
 
 class Evict(Command, frozen=True, tag="evict"):
-    """Some of what stayed of a sequence goes. Answered as `Retain`."""
+    """Evict some of a sequence's retained positions. Instances answer as for `Retain`."""
 
     gang: GangId
     sequence_id: SequenceId
@@ -158,29 +160,29 @@ class Evict(Command, frozen=True, tag="evict"):
 
 
 class MoveKv(Command, frozen=True, tag="move_kv"):
-    """Move KV of a sequence that is decoded to other instances of its gang; `events.Moved` when it
-    is there, the sequence goes on with it, and what it left is free."""
+    """Move the KV of a sequence that is decoded to other instances of its gang. After
+    `events.Moved` the sequence goes on there, and the slots that it left are free."""
 
     gang: GangId
     step_id: StepId
-    """That moves it, of which there is no `events.StepDone`."""
+    """Step that moves the KV, which has no `events.StepDone`."""
     sequence_id: SequenceId
     slices: tuple[PlacedSlice, ...]
-    """Of the prompt's KV, from then on."""
+    """Placement of the prompt's KV afterwards."""
     master: InstanceId
     answer: tuple[PlacedSlice, ...]
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
-    """Stop working for a sequence and free what it holds on these gangs."""
+    """Stop all work for a sequence on these gangs and free its slots."""
 
     sequence_id: SequenceId
     gangs: tuple[GangId, ...]
 
 
 class Restart(Command, frozen=True, tag="restart"):
-    """A sequence is over, its request waits again. Tokens that still come for it are dropped; the
-    next sequence computes prompt and delivered tokens again and goes on with the next one."""
+    """Note that a sequence is over and its request waits again. Tokens that still arrive for it are
+    dropped. The next sequence computes prompt and delivered tokens again and goes on from there."""
 
     request_id: RequestId
     sequence_id: SequenceId
@@ -188,21 +190,21 @@ class Restart(Command, frozen=True, tag="restart"):
 
 
 class Refuse(Command, frozen=True, tag="refuse"):
-    """The request is not admitted."""
+    """Refuse to admit a request."""
 
     request_id: RequestId
     error: WireError
 
 
 class Fail(Command, frozen=True, tag="fail"):
-    """The request ends without its whole answer."""
+    """End a request without its whole answer."""
 
     request_id: RequestId
     error: WireError
 
 
 class ResetGang(Command, frozen=True, tag="reset_gang"):
-    """A gang owes an answer and is silent: hang up on it, which ends what it does."""
+    """Disconnect from a gang that owes an answer and is silent, which ends all its work."""
 
     gang: GangId
     reason: str

@@ -1,14 +1,8 @@
-"""How long things may take, and how many may wait for them.
+"""Limits, deadlines and timers of the scheduler, and the preemption delay of requests.
 
-What is kept, and how much of it.
-
-How long a request was held up by urgent steps since it came.
-
-Every instance counts what urgent steps have cost the long ones there. A request remembers these
-counters when it begins to wait; when it gets its place, what they have grown by is what it was held
-up by, in the line behind others as much as at its head.
-
-What has to be done at a set time, unless it is called off before.
+*Preemption delay.* Every instance counts the time that high-priority steps have cost low-priority
+ones there. A request remembers these counters when it begins to wait. Their growth until it starts
+is its preemption delay, in the queue behind others as much as at the head.
 """
 
 from __future__ import annotations
@@ -26,13 +20,13 @@ SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class QueueLimits:
-    """How long the line may get, and how often one may stand in it."""
+    """Limits of the queue and of retries."""
 
     max_waiting: int = 256
     max_waiting_tokens: int = 4_194_304
     """Prompt and answer tokens of all waiting requests."""
     max_attempts: int = 3
-    """Times that a request is tried when the cluster fails under it."""
+    """Attempts at a request when the cluster fails under it."""
 
     def __post_init__(self) -> None:
         if min(self.max_waiting, self.max_waiting_tokens, self.max_attempts) < 1:
@@ -41,49 +35,49 @@ class QueueLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerDeadlines:
-    """Nanoseconds, each for a wait that has this name."""
+    """Longest waits, in nanoseconds."""
 
     reserve_ns: int = 10 * SECOND_NS
-    """For decode instances to set slots aside."""
+    """Time for decode instances to reserve slots."""
     reserve_token_ns: int = 10_000
-    """More of it for each token of the prompt."""
+    """Time to reserve, more for each token of the prompt."""
     transfer_ns: int = 60 * SECOND_NS
-    """From the first token of a sequence until all of its KV has landed."""
+    """Time from the first token of a sequence until all its KV is received."""
     transfer_token_ns: int = 1_000_000
-    """More of it for each token that is transferred: a model of 128 KiB of KV a token over a link
-    of 125 MB/s."""
+    """Time to transfer, more for each token: a model of 128 KiB of KV a token over a link of 125
+    MB/s."""
     prefill_liveness_ns: int = 180 * SECOND_NS
-    """Of the instances that a step runs on, and of those that they wait for: longer than any of
-    them computes between two signs of life, which is a part of a layer."""
+    """Silence of the instances of a step, and of those that they wait for. It is longer than any of
+    them computes between two heartbeats, which is a part of a layer."""
     decode_liveness_ns: int = 120 * SECOND_NS
-    """Of a decode gang that owes tokens or slots."""
+    """Silence of a decode gang that owes tokens or slots."""
     gang_recovery_ns: int = 60 * SECOND_NS
-    """A request waits so long for gangs to come up."""
+    """Time for which a request waits for gangs to come up."""
     retry_pause_ns: int = SECOND_NS // 4
-    """Before a request is tried again on gangs that live. What broke the attempt may be the first
-    sign of a gang that dies, and the next attempt on it would be wasted."""
+    """Pause before a request is tried again on living gangs. What broke the attempt may be the
+    first sign of a dying gang, on which the next attempt would be wasted."""
     liveness_check_ns: int = SECOND_NS
-    """Between two looks at who is silent."""
+    """Time between two checks of liveness."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise ConfigError(f"{field.name} must not be negative")
+        for deadline in fields(self):
+            if getattr(self, deadline.name) < 0:
+                raise ConfigError(f"{deadline.name} must not be negative")
         if self.liveness_check_ns == 0:
-            raise ConfigError("watch_ns must be positive")
+            raise ConfigError("liveness_check_ns must be positive")
 
 
 BLOCK_TOKENS = 64
-"""Prefixes are found in multiples of it."""
+"""Tokens of a block: prefixes are found in multiples of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseSettings:
-    """How KV outlives its requests."""
+    """Settings of the prefix cache."""
 
     enabled: bool = False
     max_share: float = 0.5
-    """Of an instance's slots that KV may take which is kept and in nobody's use."""
+    """Share of an instance's slots for retained KV that nobody reads."""
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
@@ -94,7 +88,7 @@ class ReuseSettings:
 
 
 class PreemptionCounter(Protocol):
-    """An instance that counts."""
+    """Instance that counts its preemption delay."""
 
     @property
     def id(self) -> InstanceId: ...
@@ -103,7 +97,7 @@ class PreemptionCounter(Protocol):
 
 
 def delay_counters(instances: Iterable[PreemptionCounter]) -> dict[InstanceId, int]:
-    """What a request that begins to wait remembers; those at zero are left out."""
+    """Return the counters that a request remembers when it begins to wait, without zeros."""
     return {
         instance.id: instance.preemption_delay_ns
         for instance in instances
@@ -112,16 +106,17 @@ def delay_counters(instances: Iterable[PreemptionCounter]) -> dict[InstanceId, i
 
 
 class PreemptionDelay(NamedTuple):
-    """Of the oldest request of a step, at the step's launch."""
+    """Delay of a step's oldest request, at the step's launch."""
 
     delay_ns: int = 0
-    """By urgent steps since it began to wait."""
+    """Delay by high-priority steps since the request began to wait."""
     alone_ns: int = 0
-    """What it takes without them, to the end of its step, as predicted."""
+    """Predicted time without them, from the beginning of its wait to the end of its step."""
 
     def budget_ns(self, preemption_budget_ns: int, predicted_ns: int) -> int:
-        """What urgent steps may cost the step: `preemption_budget_ns`, or its own time if that is more;
-        and its request altogether `preemption_budget_ns`, or what it takes without them."""
+        """Return what high-priority steps may still cost the step. They may cost the step
+        `preemption_budget_ns`, or its own time if that is more; they may cost its request
+        altogether `preemption_budget_ns`, or its time without them if that is more."""
         altogether_ns = max(preemption_budget_ns, self.alone_ns) - self.delay_ns
         return min(max(preemption_budget_ns, predicted_ns), altogether_ns)
 
@@ -133,14 +128,14 @@ def preemption_delay(
     begin_ns: int,
     predicted_ns: int,
 ) -> PreemptionDelay:
-    """Of a request that gets its place.
+    """Return the preemption delay of a request that starts.
 
     Args:
-        before: what it remembers.
-        waiting_since_ns: it began to wait.
-        group: that computes it; the instance that was held up most counts.
-        begin_ns: of its step, as predicted.
-        predicted_ns: time of its step.
+        before: counters that it remembers.
+        waiting_since_ns: when it began to wait.
+        group: instances that compute it; the one with the largest delay counts.
+        begin_ns: predicted begin of its step.
+        predicted_ns: predicted time of its step.
     """
     held_ns = max(
         0, *[instance.preemption_delay_ns - before.get(instance.id, 0) for instance in group]
@@ -151,7 +146,7 @@ def preemption_delay(
 
 @dataclass(slots=True, order=True)
 class Timer:
-    """An action and its time. Of several due, the one that was set first comes first."""
+    """Action and its time. Of several due, the one set first runs first."""
 
     at_ns: int
     order: int
@@ -160,11 +155,11 @@ class Timer:
 
 
 class Timers:
-    """A heap of timers. One that was called off stays in it until it is due, or until such ones
-    are the majority: most requests end long before their deadlines."""
+    """Heap of timers. A cancelled timer stays until it is due or cancelled ones are the majority,
+    because most requests end long before their deadlines."""
 
     MINORITY = 64
-    """Timers that may be off without a look at how many are not."""
+    """Cancelled timers that may stay without a look at how many are not cancelled."""
 
     def __init__(self) -> None:
         self._heap: list[Timer] = []
@@ -172,36 +167,36 @@ class Timers:
         self._cancelled = 0
 
     def __len__(self) -> int:
-        """Timers that are on."""
+        """Return how many timers are not cancelled."""
         return len(self._heap) - self._cancelled
 
     @property
     def next_ns(self) -> int | None:
-        """When the next one is due."""
+        """Time of the next timer."""
         while self._heap and self._heap[0].cancelled:
             self._pop()
         return self._heap[0].at_ns if self._heap else None
 
     def at(self, at_ns: int, action: Callable[[], None]) -> Timer:
-        """Have something done then."""
+        """Run an action at a time."""
         self._count += 1
         timer = Timer(at_ns, self._count, action)
         heapq.heappush(self._heap, timer)
         return timer
 
     def cancel(self, timer: Timer | None) -> None:
-        """Forget a timer; one that was due or is off already may be named again."""
+        """Cancel a timer; one that has run or was cancelled before may be named again."""
         if timer is None or timer.cancelled:
             return
         timer.cancelled = True
         self._cancelled += 1
         if self._cancelled > max(self.MINORITY, len(self._heap) // 2):
-            self._heap = [it for it in self._heap if not it.cancelled]
+            self._heap = [timer for timer in self._heap if not timer.cancelled]
             heapq.heapify(self._heap)
             self._cancelled = 0
 
     def run_due(self, now_ns: int) -> None:
-        """Do what is due, also what that makes due at once."""
+        """Run all actions that are due, also those that become due meanwhile."""
         while self._heap and self._heap[0].at_ns <= now_ns:
             timer = self._pop()
             if not timer.cancelled:

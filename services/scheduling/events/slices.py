@@ -1,4 +1,4 @@
-"""Who has which of a number of tokens: sizes, bounds, and shares in any layout."""
+"""Arithmetic on token counts, bounds and slices in any layout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from csps.services.scheduling.events.events import InstanceId
 
 
 def level_sizes(total: int, limits: Sequence[int]) -> list[int] | None:
-    """Cut `total` into shares as equal as `limits` allow; None if they do not allow it at all.
+    """Cut `total` into sizes as equal as `limits` allow; return None if their sum is less.
 
     Water-filling: the holders with the least room are filled first, the others level what is left.
 
-    >>> level_shares(10, [9, 9, 2])
+    >>> level_sizes(10, [9, 9, 2])
     [4, 4, 2]
     """
     if sum(limits) < total:
@@ -31,7 +31,7 @@ def level_sizes(total: int, limits: Sequence[int]) -> list[int] | None:
 
 
 def bounds_of(shares: Sequence[int]) -> tuple[int, ...]:
-    """Where contiguous shares begin and end: 0, s0, s0 + s1, ..., the total."""
+    """Return where contiguous sizes begin and end: 0, s0, s0 + s1, ..., the total."""
     return (0, *accumulate(shares))
 
 
@@ -41,8 +41,8 @@ def bounds_of(shares: Sequence[int]) -> tuple[int, ...]:
 def laid_out(
     group: Sequence[InstanceId], layout: Layout, start: int = 0
 ) -> tuple[PlacedSlice, ...]:
-    """Tokens from `start` on, on the instances of a group, part by part of a layout
-    (`protocols.placement`)."""
+    """Place tokens from `start` on on the instances of a group, by a layout of
+    `protocols.core.placement`."""
     return tuple(
         PlacedSlice.of(instance, span.shifted(start))
         for instance, spans in zip(group, layout, strict=True)
@@ -51,7 +51,7 @@ def laid_out(
 
 
 def tokens_on(shares: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
-    """How many tokens each instance has, of whichever origin."""
+    """Return the tokens of each instance, of whichever source."""
     tokens: dict[InstanceId, int] = {}
     for share in shares:
         tokens[share.instance] = tokens.get(share.instance, 0) + share.tokens
@@ -59,17 +59,17 @@ def tokens_on(shares: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
 
 
 def own(shares: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
-    """Those that need slots: what other sequences have computed has some."""
+    """Yield the slices that need slots: those of other sequences have theirs."""
     return (share for share in shares if not share.source)
 
 
 def shifted(shares: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
-    """The same, so many tokens further on."""
+    """Return the slices so many tokens further on."""
     return tuple(share.cut(share.span.shifted(tokens)) for share in shares)
 
 
 def within(shares: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
-    """Those of the positions that the span has."""
+    """Return the slices' positions that lie in the span."""
     cuts = (share.cut(share.span.intersection(span)) for share in shares)
     return tuple(cut for cut in cuts if cut.tokens)
 
@@ -77,21 +77,23 @@ def within(shares: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]
 def outside(
     shares: Iterable[PlacedSlice], others: Iterable[PlacedSlice]
 ) -> tuple[PlacedSlice, ...]:
-    """Those of the positions that none of the others has, on whichever instance."""
+    """Return the slices' positions that none of the others has, on whichever instance."""
     shares = list(shares)
     rests = rests_of((share.span for share in shares), [other.span for other in others])
-    return tuple(it.cut(rest) for it, left in zip(shares, rests, strict=True) for rest in left)
+    return tuple(
+        kv_slice.cut(rest) for kv_slice, left in zip(shares, rests, strict=True) for rest in left
+    )
 
 
 def covers_once(span: Span, shares: Iterable[PlacedSlice]) -> bool:
-    """Whether the shares have each position of a span once, and no others."""
+    """Return whether the slices have each position of a span once, and no others."""
     if span.step == 1:
         return placed_once(span.start, span.stop, tuple(shares))
     return span.partitioned_by([share.span for share in shares])
 
 
 def placed_once(start: int, stop: int, shares: Sequence[PlacedSlice]) -> bool:
-    """The same of positions [start, stop)."""
+    """Return whether the slices have each position in [start, stop) once, and no others."""
     position = start
     # Mostly one follows upon another, and a span takes microseconds to make.
     for share in sorted(shares, key=attrgetter("start")):
@@ -102,13 +104,13 @@ def placed_once(start: int, stop: int, shares: Sequence[PlacedSlice]) -> bool:
 
 
 def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -> bool:
-    """Whether both say the same, perhaps in other spans: which positions of which origin lie
-    where."""
-    one, other = _spans_of(some), _spans_of(others)
-    return one.keys() == other.keys() and all(
-        sum(span.length for span in spans) == sum(it.length for it in other[place])
+    """Return whether both place the same positions of the same sources on the same instances,
+    perhaps in other spans."""
+    first, other = _spans_of(some), _spans_of(others)
+    return first.keys() == other.keys() and all(
+        sum(span.length for span in spans) == sum(other_span.length for other_span in other[place])
         and not any(rest_of(span, other[place]) for span in spans)
-        for place, spans in one.items()
+        for place, spans in first.items()
     )
 
 

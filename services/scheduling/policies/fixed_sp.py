@@ -1,9 +1,9 @@
-"""Every prompt on a group of the same size: the baseline that papers call Fixed-SP.
+"""The policy `fixed_sp` computes every prompt on a group of the same size: the papers' baseline.
 
-The instances of a gang are cut into groups of `sp` neighbours; what is left over computes nothing.
-A prompt goes to the group that will be free first, as predicted, and waits there for those before
-it. Strictly first come, first served: when the oldest finds no slots, all wait. What a group has
-kept of a prompt is not computed again, if that group is free soon enough.
+The instances of a gang are divided into groups of `sp` neighbors; the remaining ones stay idle. A
+prompt goes to the group that is predicted to be free first. Requests start strictly first come,
+first served: if the oldest finds too few slots, all wait. A cached prefix is reused if its group is
+free soon enough.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
     DecodePlacement,
-    IdleCapacity,
     PlannedChunk,
     PlannedStep,
     StartPlan,
 )
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_zigzag
-from csps.services.scheduling.deciding.view import PairView, RequestView, View
 from csps.services.scheduling.events.slices import bounds_of, level_sizes
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
     Placed,
     check_least,
+    fits_idle,
 )
 from csps.services.scheduling.policies.rounds.prefill_overlay import (
     Candidate,
@@ -39,24 +39,24 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import (
     Reuses,
     reuse_plan,
 )
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.state.state import GangPair, Priority, Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSpOptions:
-    """The baseline's only choices."""
+    """Options of the policy `fixed_sp`."""
 
     sp: int = 1
-    """Instances of every group; all of a gang that has fewer."""
+    """Instances of each group; all of a gang that has fewer."""
     steps_per_group: int = 2
-    """Steps that a group is given at a time, one to run and others to follow without a gap."""
+    """Steps given to a group at a time, one to run and others to follow without a gap."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "sp", "steps_per_group")
 
 
 class FixedSp:
-    """The policy of this module's description."""
+    """The policy `fixed_sp`."""
 
     name = "fixed_sp"
     whole_prompts = True
@@ -67,18 +67,18 @@ class FixedSp:
     ) -> None:
         self.options, self.decode_options = options or FixedSpOptions(), decode or DecodeOptions()
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
-        """Nobody is urgent."""
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
+        """Return low priority for all requests."""
         return "low"
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         """Start the oldest requests until one has to wait."""
         pairs = [
             _Groups(pair, view.now_ns, self.options, self.decode_options) for pair in view.pairs
         ]
         decisions: list[Decision] = []
         for request in view.waiting("low"):
-            plan = next((it for pair in pairs if (it := pair.start(request, view))), None)
+            plan = next(filter(None, (pair.start(request, view) for pair in pairs)), None)
             if plan is None:
                 if not any(pair.open for pair in pairs):
                     break
@@ -87,23 +87,15 @@ class FixedSp:
             decisions.append(plan)
         return decisions
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        """On idle gangs."""
-        return _Trial(_Groups(pair, 0, self.options, self.decode_options))
-
-
-class _Trial:
-    def __init__(self, groups: _Groups) -> None:
-        self._groups = groups
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """On any of the groups, and with the decode gang to itself."""
-        return self._groups.fits(prompt_tokens, output_tokens)
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return True if a group has slots for the prompt, and the decode gang for all of it."""
+        room = pair.prefill.largest_group(self.options.sp)
+        return prompt_tokens <= room and fits_idle(pair.decode, prompt_tokens, output_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Neighbours that compute together; their lines are the same."""
+    """Neighbors that compute every step together."""
 
     candidates: list[Candidate]
     shape: GroupShape
@@ -117,22 +109,23 @@ class _Group:
         return max(candidate.free_at_ns for candidate in self.candidates)
 
     def sizes(self, tokens: int) -> list[int] | None:
-        """Tokens of each; None if they have no slots for so many."""
+        """Return the tokens of each instance; None without enough slots."""
         return level_sizes(tokens, [candidate.free for candidate in self.candidates])
 
 
 class _Queue(NamedTuple):
-    """A group by the length of its line; the least is the best."""
+    """The queue of a group; the least is the first to be free."""
 
     free_at_ns: int
-    number: int
+    index: int
+    """Index of the group in the gang."""
 
 
 class _Groups:
     """The groups of a pair of gangs in a round."""
 
     def __init__(
-        self, pair: PairView, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
+        self, pair: GangPair, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._max_positions = options, pair.max_positions
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
@@ -140,104 +133,99 @@ class _Groups:
         self._decode = DecodeOverlay(pair.decode, decode)
         self._groups = list(self._cut(self._prefill.candidates))
         self._queues = [
-            _Queue(it.free_at_ns, number)
-            for number, it in enumerate(self._groups)
-            if it.steps < options.steps_per_group
+            _Queue(group.free_at_ns, index)
+            for index, group in enumerate(self._groups)
+            if group.steps < options.steps_per_group
         ]
         heapq.heapify(self._queues)
 
     def _cut(self, candidates: Sequence[Candidate]) -> Iterator[_Group]:
         sp = min(self._options.sp, len(candidates))
-        neighbours = sorted(candidates, key=lambda it: it.order)
+        neighbors = sorted(candidates, key=lambda candidate: candidate.order)
         for start in range(0, len(candidates) - sp + 1, sp):
-            group = neighbours[start : start + sp]
+            group = neighbors[start : start + sp]
             yield _Group(group, self._prefill.shape(group))
 
     @property
     def open(self) -> bool:
-        """Some group's line is not full."""
+        """True if some group may be given another step."""
         return bool(self._queues)
 
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether anything of the groups and of decode is enough for a request."""
-        if not self._decode.has_room(prompt_tokens, output_tokens):
-            return False
-        return any(group.sizes(prompt_tokens) is not None for group in self._groups)
-
-    def start(self, request: RequestView, view: View) -> StartPlan | None:
+    def start(self, request: Request, view: SchedulerView) -> StartPlan | None:
         """Give the request to the group that will be free first."""
         if request.prompt_tokens + request.output_tokens > self._max_positions:
-            return None  # another pair may serve it
-        kept = view.cached(request, self._decoding)
-        placed = self._decode.place_behind(kept, request.prompt_tokens, request.output_tokens)
+            return None  # Another pair may serve it.
+        cached = view.cached(request, self._decoding)
+        placed = self._decode.place_after(cached, request.prompt_tokens, request.output_tokens)
         if placed is None:
             return None
-        if (number := self._reusing(request, view)) is not None:
-            return self._plan_reuse(request, *number, placed)
+        if (reused := self._reuse(request, view)) is not None:
+            return self._plan_reuse(request, *reused, placed)
         full: list[_Queue] = []
         plan = None
         while self._queues and plan is None:
             queue = heapq.heappop(self._queues)
-            group = self._groups[queue.number]
-            shares = group.sizes(request.prompt_tokens)
-            if shares is None:
+            group = self._groups[queue.index]
+            sizes = group.sizes(request.prompt_tokens)
+            if sizes is None:
                 full.append(queue)
             else:
-                plan = self._plan(request, view, group, shares, placed)
+                plan = self._plan(request, view, group, sizes, placed)
                 if group.steps < self._options.steps_per_group:
-                    heapq.heappush(self._queues, _Queue(group.free_at_ns, queue.number))
+                    heapq.heappush(self._queues, _Queue(group.free_at_ns, queue.index))
         for queue in full:
             heapq.heappush(self._queues, queue)
         return plan
 
-    def _reusing(self, request: RequestView, view: View) -> tuple[int, Reuse] | None:
-        """The group that has kept some of the prompt, if that makes its answer begin sooner."""
+    def _reuse(self, request: Request, view: SchedulerView) -> tuple[int, Reuse] | None:
+        """Return the group that reuses a cached prefix, if the first token comes sooner so."""
         cached = view.cached(request, self._gang)
         if cached is None:
             return None
-        reuses, held = (
-            Reuses(self._prefill, view.cost),
-            {kv_slice.instance for kv_slice in cached.slices},
-        )
+        reuses = Reuses(self._prefill, view.cost)
+        holders = {kv_slice.instance for kv_slice in cached.slices}
         for queue in self._queues:
-            group = self._groups[queue.number]
-            if held <= {candidate.id for candidate in group.candidates}:
+            group = self._groups[queue.index]
+            if holders <= {candidate.id for candidate in group.candidates}:
                 reuse = reuses.on(request, cached, group.candidates)
-                soonest = self._groups[self._queues[0].number]
+                soonest = self._groups[self._queues[0].index]
                 whole = view.cost.best(request.cls, soonest.shape, 0, request.prompt_tokens)
                 if reuse and reuse.ends_ns <= soonest.free_at_ns + whole.time_ns:
                     reuses.take(reuse)
-                    return queue.number, reuse
+                    return queue.index, reuse
         return None
 
-    def _plan_reuse(
-        self, request: RequestView, number: int, reuse: Reuse, placed: Placed
-    ) -> StartPlan:
+    def _plan_reuse(self, request: Request, index: int, reuse: Reuse, placed: Placed) -> StartPlan:
         self._prefill.start_low_priority(request, reuse.candidates, reuse.sizes, reuse.time_ns)
         self._decode.take(placed, request.output_tokens)
-        group = self._groups[number]
-        queues = [queue for queue in self._queues if queue.number != number]
+        group = self._groups[index]
+        queues = [queue for queue in self._queues if queue.index != index]
         if group.steps < self._options.steps_per_group:
-            queues.append(_Queue(group.free_at_ns, number))
+            queues.append(_Queue(group.free_at_ns, index))
         heapq.heapify(queues)
         self._queues = queues
         return reuse_plan(request, reuse, placed)
 
     def _plan(
-        self, request: RequestView, view: View, group: _Group, shares: list[int], placed: Placed
+        self,
+        request: Request,
+        view: SchedulerView,
+        group: _Group,
+        sizes: list[int],
+        placed: Placed,
     ) -> StartPlan:
         waited_ns = max(group.free_at_ns, view.now_ns) - request.submitted_ns
         choice = view.cost.best(request.cls, group.shape, 0, request.prompt_tokens, waited_ns)
-        self._prefill.start_low_priority(request, group.candidates, shares, choice.time_ns)
+        self._prefill.start_low_priority(request, group.candidates, sizes, choice.time_ns)
         self._decode.take(placed, request.output_tokens)
         used = [
-            (candidate.id, share)
-            for candidate, share in zip(group.candidates, shares, strict=True)
-            if share
+            (candidate.id, size)
+            for candidate, size in zip(group.candidates, sizes, strict=True)
+            if size
         ]
         step = PlannedStep(
-            group=tuple([candidate for candidate, _ in used]),
-            bounds=bounds_of([share for _, share in used]),
+            group=tuple([instance for instance, _ in used]),
+            bounds=bounds_of([size for _, size in used]),
             chunks=(PlannedChunk(request.id, 0, request.prompt_tokens),),
             strategy=choice.strategy,
             predicted_ns=choice.time_ns,

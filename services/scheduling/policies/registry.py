@@ -1,4 +1,4 @@
-"""Policies by the names and options of `scheduling: {policy: NAME, ...}` in `config.yaml`."""
+"""The registry makes policies from `scheduling: {policy: NAME, ...}` in `config.yaml`."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from csps.services.scheduling.policies.tetris.policy import Tetris
 Options = TypeVar("Options")
 
 Pairing = Literal["pair", "elastic"]
-"""A gang that prefills and one that decodes, or one that does both."""
+"""Prefill and decode gangs, or one elastic gang."""
 
 
-class _Known(NamedTuple):
+class _Registered(NamedTuple):
     options: type[Any]
     policy: Callable[[Any, DecodeOptions], Policy]
     pairings: tuple[Pairing, ...]
     own_way: str = ""
-    """How it computes prompts, where a request cannot choose a strategy for them."""
+    """Phrase about how it computes prompts, if a request cannot choose a strategy."""
     piggybacked: bool = False
-    """A gang that only decodes may compute ends of prompts."""
+    """True if the decode gang of a pair may compute ends of prompts."""
 
 
-_POLICIES: dict[str, _Known] = {
-    "chunked_prefill": _Known(
-        ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic"), "in pieces beside answers"
+_POLICIES: dict[str, _Registered] = {
+    "chunked_prefill": _Registered(
+        ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic"), "in chunks beside decoding"
     ),
-    "context_parallel": _Known(
+    "context_parallel": _Registered(
         ContextParallelOptions, ContextParallel, ("pair", "elastic"), piggybacked=True
     ),
-    "csps": _Known(CspsOptions, Csps, ("pair",), piggybacked=True),
-    "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
-    "loongserve": _Known(
+    "csps": _Registered(CspsOptions, Csps, ("pair",), piggybacked=True),
+    "fixed_sp": _Registered(FixedSpOptions, FixedSp, ("pair",)),
+    "loongserve": _Registered(
         LoongServeOptions, LoongServe, ("elastic",), "around rings that it chooses itself"
     ),
-    "tetris": _Known(TetrisOptions, Tetris, ("pair",)),
+    "tetris": _Registered(TetrisOptions, Tetris, ("pair",)),
 }
 
 
 def make_policy(
     name: str, options: Mapping[str, object] | None = None, *, beside: Iterable[str] = ()
 ) -> Policy:
-    """A policy with its options.
+    """Make a policy with its options.
 
     Args:
-        name: as in the settings.
-        options: by name; those of decoding stand beside the policy's own.
-        beside: what else may stand where the options do, and may have been meant.
+        name: name in the settings.
+        options: options by name, those for decoding beside the policy's own.
+        beside: other keys of the same section, to suggest for an unknown option.
 
     Raises:
-        ConfigError: an unknown name or option, or a value that is out of range.
+        ConfigError: an unknown name or option, or a value out of range.
     """
     if name not in _POLICIES:
         raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
@@ -72,10 +72,11 @@ def make_policy(
     given = dict(options or {})
     decode = _pick(DecodeOptions, given)
     if decode.prefill_tokens_max and not _POLICIES[name].piggybacked:
-        riding = " and ".join(it for it, known in _POLICIES.items() if known.piggybacked)
+        supported = ", ".join(
+            other for other, registered in _POLICIES.items() if registered.piggybacked
+        )
         raise ConfigError(
-            f"policy {name} computes no ends of prompts on a gang that only decodes; "
-            f"prefill_tokens_max is for {riding}"
+            f"policy {name} does not support decode.prefill_tokens_max (supported: {supported})"
         )
     chosen = _pick(of_policy, given)
     for option in given:
@@ -86,13 +87,15 @@ def make_policy(
 
 
 def own_way(name: str) -> str:
-    """How a policy computes all prompts, behind "computes prompts"; empty where the strategy that a
-    request asks for is kept."""
+    """Return how a policy computes all prompts, after the words "computes prompts".
+
+    Empty if a request may choose the strategy.
+    """
     return _POLICIES[name].own_way if name in _POLICIES else ""
 
 
 def check_pairing(name: str, pairing: Pairing) -> None:
-    """See that a policy can do with the gangs that there are.
+    """Check that a policy can use the configured gangs.
 
     Raises:
         ConfigError: it cannot; the message says what each policy needs.
@@ -105,19 +108,19 @@ _GANGS = {"pair": "prefill and decode gangs", "elastic": "an elastic gang"}
 
 
 def _pairings() -> str:
-    """What each policy needs, in a sentence."""
+    """Return a sentence about the gangs that each policy needs."""
     needs: dict[tuple[Pairing, ...], list[str]] = {("pair",): [], ("elastic",): []}
-    for name, known in _POLICIES.items():
-        needs.setdefault(known.pairings, []).append(name)
-    parts = []
+    for name, registered in _POLICIES.items():
+        needs.setdefault(registered.pairings, []).append(name)
+    phrases = []
     for pairings, names in needs.items():
         both = len(pairings) > 1
         verb = ("takes" if both else "needs") if len(names) == 1 else ("take" if both else "need")
         if names:
             what = "either" if both else _GANGS[pairings[0]]
             named = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-            parts.append(f"{named} {verb} {what}")
-    return ", ".join(parts)
+            phrases.append(f"{named} {verb} {what}")
+    return ", ".join(phrases)
 
 
 def _names(kind: type[Any]) -> list[str]:
@@ -125,13 +128,15 @@ def _names(kind: type[Any]) -> list[str]:
 
 
 def _whose(option: str) -> str:
-    """Text to append for an option that other policies have."""
-    owners = [name for name, known in _POLICIES.items() if option in _names(known.options)]
+    """Return text to append for an option that other policies have."""
+    owners = [
+        name for name, registered in _POLICIES.items() if option in _names(registered.options)
+    ]
     return f"; it is one of {' and '.join(owners)}" if owners else ""
 
 
 def _pick(kind: type[Options], given: dict[str, object]) -> Options:
-    """Take the options of a kind out of those given."""
+    """Remove the options of a kind from the given ones and return them."""
     picked: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in given:
@@ -140,7 +145,7 @@ def _pick(kind: type[Options], given: dict[str, object]) -> Options:
 
 
 def _checked(name: str, value: object, kind: object) -> object:
-    """The value of an option of a kind, as its field is annotated."""
+    """Return the value of an option, checked against the annotation of its field."""
     if kind == "bool":
         if not isinstance(value, bool):
             raise ConfigError(f"option {name} must be true or false, not {abridged(value)}")
@@ -157,13 +162,13 @@ def _checked(name: str, value: object, kind: object) -> object:
 
 
 def _records(name: str, value: object) -> tuple[tuple[object, ...], ...]:
-    """Pairs of numbers."""
+    """Return a value as pairs of numbers."""
     pairs: Sequence[object] = value if isinstance(value, list | tuple) else [value]
     made = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ConfigError(f"option {name} must be pairs of numbers, not {abridged(value)}")
-        made.append(tuple(_number(name, it, "float") for it in pair))
+        made.append(tuple(_number(name, number, "float") for number in pair))
     return tuple(made)
 
 

@@ -1,4 +1,4 @@
-"""Which gangs there are, and which pairs of them can serve a request."""
+"""Living gangs and the pairs of them that can serve requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from csps.services.scheduling.state.state import Gang, GangPair, Instance, Round
 
 
 class Gangs:
-    """Living gangs, their instances, and the connections for KV between them."""
+    """Living gangs, their instances, and the KV links between them."""
 
     def __init__(self, this_round: Round) -> None:
         self._round = this_round
@@ -18,12 +18,12 @@ class Gangs:
         self.by_id: dict[GangId, Gang] = {}
         self.instances: dict[InstanceId, Instance] = {}
         self.pairs: list[GangPair] = []
-        """What something can be started on, the oldest first."""
+        """Pairs on which something can start, the oldest first."""
         self.unready_ns: int | None = None
-        """Since when there is none; None while there is one, and before the first batch."""
+        """Time since when there is no pair; None while there is one, and before the first batch."""
 
     def up(self, event: GangUp) -> Gang:
-        """A gang was attached."""
+        """Add an attached gang."""
         assert event.gang not in self.by_id, f"gang {event.gang} came up twice"
         gang = new_gang(event, self._round.now_ns)
         self._generation = max(self._generation, event.generation)
@@ -35,44 +35,44 @@ class Gangs:
         return gang
 
     def down(self, gang: Gang) -> None:
-        """A gang is gone."""
+        """Remove a gang that is gone."""
         del self.by_id[gang.id]
         for instance in gang.instances:
             del self.instances[instance.id]
-        for link in [it for it in self._links if gang.id in it]:
+        for link in [link for link in self._links if gang.id in link]:
             del self._links[link]
         self._round.discard(gang.id)
         self._pair()
 
     def link(self, prefill: GangId, decode: GangId) -> None:
-        """KV can go from one to the other."""
+        """Note that KV can go from one gang to the other."""
         if prefill in self.by_id and decode in self.by_id:
             self._links[prefill, decode] = None
             self._pair()
 
     def unlink(self, prefill: GangId, decode: GangId) -> None:
-        """It cannot any more."""
+        """Note that KV can no longer go there."""
         self._links.pop((prefill, decode), None)
         self._pair()
 
     def reset(self, gang: Gang, reason: str) -> None:
-        """Have the gang ended, once; nothing is started on it any more."""
+        """Reset a gang, once; nothing starts on it any more."""
         if not gang.resetting:
             gang.resetting = True
             self._round.emit(ResetGang(gang=gang.id, reason=reason))
             self._pair()
 
     def note_heartbeat(self, instance: InstanceId) -> None:
-        """An instance gave a sign of life."""
-        if (it := self.instances.get(instance)) is not None:
-            it.last_heartbeat_ns = self._round.now_ns
+        """Note a sign of life of an instance."""
+        if (found := self.instances.get(instance)) is not None:
+            found.last_heartbeat_ns = self._round.now_ns
 
     def lives(self, gang: Gang) -> bool:
-        """The gang has not gone down."""
+        """Return whether the gang has not gone down."""
         return self.by_id.get(gang.id) is gang
 
     def next_id(self, kind: str) -> int:
-        """An id for a sequence or a step that never was one."""
+        """Return an unused id for a sequence or a step."""
         self._numbers[kind] += 1
         return make_id(self._generation, self._numbers[kind])
 
@@ -84,7 +84,7 @@ class Gangs:
     def _pair(self) -> None:
         pairs = []
         for link in self._links:
-            prefill, decode = (self.by_id[it] for it in link)
+            prefill, decode = (self.by_id[gang] for gang in link)
             if not (prefill.resetting or decode.resetting):
                 pairs.append(GangPair(prefill=prefill, decode=decode))
         if not pairs and (self.pairs or self.unready_ns is None):

@@ -1,4 +1,4 @@
-"""Which prompts the gangs have kept KV of, who uses it, and what goes when room is needed."""
+"""Prefix cache: retained KV of all gangs, its references, and eviction when slots are needed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from csps.services.scheduling.state.state import Cached, Gang, Instance, PrefixR
 
 
 class PrefixCache:
-    """One tree a gang.
+    """Prefix trees of all gangs, one each.
 
-    Slots of kept KV are taken (`Instance.used`), and free for whoever needs them
-    (`Instance.reclaimable`) while nobody reads what is in them. They are empty, so that a
-    reservation finds them, when the instance has said so.
+    Slots of retained KV are taken (`Instance.used`) but reclaimable (`Instance.reclaimable`) while
+    nobody reads them. A reservation finds them empty only after the instance has confirmed
+    eviction.
     """
 
     def __init__(self, this_round: Round, gangs: Gangs, settings: ReuseSettings) -> None:
@@ -29,31 +29,33 @@ class PrefixCache:
         self._most = Fraction(settings.max_share).limit_denominator(1000)
         self.trees: dict[GangId, PrefixTree] = {}
         self.ledger = Ledger()
-        """Slots of sequences that are over where they hold them, what is to go included."""
+        """Slots of sequences that are over where they hold them, those being evicted included."""
         self._slots: dict[InstanceId, int] = {}
-        """Their sums."""
+        """Sums of the ledger by instance."""
         self._pending_acks: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
-        """How often an instance has still to say what it has left of a sequence."""
+        """Answers that each instance still owes about a sequence."""
 
     def add(self, gang: Gang) -> None:
-        """A gang has come up."""
+        """Add a gang that has come up."""
         self.ledger.add(gang)
         self.trees[gang.id] = PrefixTree(self.settings.block_tokens)
         self._slots.update((instance.id, 0) for instance in gang.instances)
 
     def drop(self, gang: Gang) -> None:
-        """A gang is gone with all that it kept."""
+        """Drop a gang with all that it retained."""
         self.ledger.drop(gang)
         del self.trees[gang.id]
         for instance in gang.instances:
             del self._slots[instance.id]
-        self._pending_acks = {of: it for of, it in self._pending_acks.items() if of[0] != gang.id}
+        self._pending_acks = {
+            of: acks for of, acks in self._pending_acks.items() if of[0] != gang.id
+        }
 
     # --- reusing -------------------------------------------------------------------------------
 
     def longest(self, request: Request, gang: GangId) -> Cached | None:
-        """What a gang has of a waiting request's prompt, as much as can be reused; None if that is
-        nothing. After a fault a request computes all of its prompt."""
+        """Return the longest reusable beginning of a waiting request's prompt on a gang; None if
+        there is none. After a fault, a request computes all of its prompt."""
         if not request.hashes or request.attempts:
             return None
         version = self.trees[gang].version
@@ -64,7 +66,7 @@ class PrefixCache:
         return known[1]
 
     def beginning(self, request: Request, gang: GangId, most: int) -> Cached | None:
-        """The same, of the prompt's first tokens."""
+        """Return what a gang has of the prompt's first `most` tokens."""
         block = self.settings.block_tokens
         tree = self.trees[gang]
         path, matched = tree.match(request.hashes[: most // block])
@@ -74,14 +76,14 @@ class PrefixCache:
         return Cached(tokens, tree.slices(path, tokens), tree.unreferenced(path, tokens))
 
     def ref(self, request: Request, gang: Gang, tokens: int) -> PrefixRef:
-        """Keep what is reused from going until `unref`."""
+        """Protect the first tokens of a prompt from eviction until `unref`."""
         hashes = request.hashes[: tokens // self.settings.block_tokens]
         used = PrefixRef(gang, self.trees[gang.id].ref(hashes))
         self._count(gang)
         return used
 
     def unref(self, ref: PrefixRef) -> None:
-        """Nothing reads it any more."""
+        """Release a reference."""
         if self._gangs.lives(ref.gang):
             self.trees[ref.gang.id].unref(ref.segment)
             self._evict_excess(ref.gang)
@@ -91,18 +93,18 @@ class PrefixCache:
     # --- keeping -------------------------------------------------------------------------------
 
     def may_retain(self, request: Request, cached: int) -> bool:
-        """Whether there are whole blocks behind those that a request reuses."""
+        """Return whether the prompt has whole blocks behind those that the request reuses."""
         blocks = min(len(request.hashes), request.prompt_tokens // self.settings.block_tokens)
         return self.settings.enabled and blocks * self.settings.block_tokens > cached
 
     def prefilled(
         self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
     ) -> None:
-        """A sequence has left KV where it was computed to be decoded elsewhere.
+        """Retain what a sequence has computed where it is not decoded.
 
         Args:
-            hashes: of its prompt; none if the KV is not good.
-            shares: where all lies that it has computed.
+            hashes: of its prompt; empty if the KV is corrupted.
+            slices: placement of all that it has computed.
         """
         self._take(source, tokens_on(slices))
         start, stop = (
@@ -124,12 +126,12 @@ class PrefixCache:
         slices: tuple[PlacedSlice, ...],
         slots: dict[InstanceId, int],
     ) -> None:
-        """A sequence is over where it was computed and decoded.
+        """Retain what a sequence has computed where it was decoded.
 
         Args:
             hashes: of prompt and answer.
-            shares: where what it has computed lies, and may lie.
-            slots: that it has; they are this ledger's from now on.
+            slices: placement of what it has computed, or may have.
+            slots: of the sequence; this ledger takes them over.
         """
         self._take(source, slots)
         self._command(Retain, gang, source, self._insert(gang, source, hashes, slices))
@@ -138,7 +140,7 @@ class PrefixCache:
     def _insert(
         self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
     ) -> range:
-        """Which positions of a sequence are kept."""
+        """Insert a sequence's KV into the tree; return the positions that are retained."""
         start, stop = (
             min(kv_slice.start for kv_slice in slices),
             len(hashes) * self.settings.block_tokens,
@@ -149,7 +151,7 @@ class PrefixCache:
         return self.trees[gang.id].insert(hashes, start, within(named, Span(start, stop)))
 
     def retained(self, event: Retained) -> None:
-        """An instance has said what it has left of a sequence."""
+        """Note what an instance has left of a sequence."""
         source, instance = event.sequence_id, event.instance
         of = gang_of(instance), source
         owed = self._pending_acks.get(of)
@@ -169,21 +171,23 @@ class PrefixCache:
     # --- making room ---------------------------------------------------------------------------
 
     def make_room(self, needed: Mapping[InstanceId, int]) -> bool:
-        """Give up what has to go until so many slots are empty; false if they are not yet."""
+        """Evict until so many slots are empty; return whether they are already."""
         missing: dict[GangId, dict[InstanceId, int]] = {}
         for instance, count in needed.items():
-            it = self._gangs.instances[instance]
-            if count > it.empty_slots:
-                leaving = self._slots[instance] - self.trees[it.gang.id].cached_tokens.get(
+            found = self._gangs.instances[instance]
+            if count > found.empty_slots:
+                leaving = self._slots[instance] - self.trees[found.gang.id].cached_tokens.get(
                     instance, 0
                 )
-                missing.setdefault(it.gang.id, {})[instance] = count - it.empty_slots - leaving
+                missing.setdefault(found.gang.id, {})[instance] = (
+                    count - found.empty_slots - leaving
+                )
         for gang, counts in missing.items():
             self._evict(self._gangs.by_id[gang], counts)
         return not missing
 
     def _evict_excess(self, gang: Gang) -> None:
-        """Give up what is too much for a gang."""
+        """Evict what exceeds the gang's share for retained KV."""
         tree = self.trees[gang.id]
         excess = {
             instance.id: tree.cached_tokens.get(instance.id, 0)
@@ -191,7 +195,7 @@ class PrefixCache:
             - int(self._most * instance.capacity)
             for instance in gang.instances
         }
-        if any(it > 0 for it in excess.values()):
+        if any(tokens > 0 for tokens in excess.values()):
             self._evict(gang, excess)
 
     def _evict(self, gang: Gang, needed: Mapping[InstanceId, int]) -> None:
@@ -202,7 +206,7 @@ class PrefixCache:
     # --- books ---------------------------------------------------------------------------------
 
     def _take(self, source: SequenceId, slots: dict[InstanceId, int]) -> None:
-        self.ledger.extend(source, {it: n for it, n in slots.items() if n})
+        self.ledger.extend(source, {instance: n for instance, n in slots.items() if n})
         for instance, count in slots.items():
             self._slots[instance] += count
 
@@ -211,7 +215,9 @@ class PrefixCache:
     ) -> None:
         start, stop = positions.start, positions.stop
         self._round.emit(kind(gang=gang.id, sequence_id=source, start=start, stop=stop))
-        owed = self._pending_acks.setdefault((gang.id, source), {it.id: 0 for it in gang.instances})
+        owed = self._pending_acks.setdefault(
+            (gang.id, source), {instance.id: 0 for instance in gang.instances}
+        )
         for instance in owed:
             owed[instance] += 1
         gang.owing.setdefault(source, self._round.now_ns)
@@ -227,17 +233,17 @@ class PrefixCache:
             instance.reclaimable = self._slots[instance.id] - used.get(instance.id, 0)
 
     def check_known(self, request: Request) -> None:
-        """Assert that what a request knows is so, or known to be out of date."""
+        """Assert that a request's remembered prefixes are right, or known to be out of date."""
         for gang, (version, found) in request.cached_by_gang.items():
             if gang in self.trees and version == self.trees[gang].version:
                 most = request.prompt_tokens - 1
                 assert found == self.beginning(request, gang, most), "what is kept of a prompt"
 
     def check(self, uses: Iterable[PrefixRef], instances: Iterable[Instance]) -> None:
-        """Assert that trees, slots and what instances have to say agree."""
+        """Assert that trees, slots and pending acks agree."""
         in_use = list(uses)
         for gang_id, tree in self.trees.items():
-            tree.check([it.segment for it in in_use if it.gang.id == gang_id])
+            tree.check([ref.segment for ref in in_use if ref.gang.id == gang_id])
         sums = self.ledger.sums(instances)
         assert sums == self._slots, "slots of kept KV"
         kept: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
@@ -249,9 +255,13 @@ class PrefixCache:
         for of, tokens_of in kept.items():
             everywhere = self.ledger.slots_of(of[1]).items()
             held = {instance: n for instance, n in everywhere if gang_of(instance) == of[0]}
-            assert all(held.get(it, 0) >= n for it, n in tokens_of.items()), "kept without slots"
+            assert all(held.get(instance, 0) >= n for instance, n in tokens_of.items()), (
+                "kept without slots"
+            )
             assert of in self._pending_acks or held == tokens_of, "slots of what is gone"
         for gang in self._gangs.by_id.values():
-            for it in gang.instances:
-                used = self.trees[gang.id].referenced_tokens.get(it.id, 0)
-                assert it.reclaimable == self._slots[it.id] - used >= 0, "reclaimable slots"
+            for instance in gang.instances:
+                used = self.trees[gang.id].referenced_tokens.get(instance.id, 0)
+                assert instance.reclaimable == self._slots[instance.id] - used >= 0, (
+                    "reclaimable slots"
+                )

@@ -1,9 +1,9 @@
-"""A radix tree of the KV that a gang has kept: which prompts begin with it, and where it lies.
+"""Radix tree of the KV that a gang has retained, by prompt prefix.
 
-A *segment* is a run of blocks that one sequence has computed; what follows upon it in one prompt
-or another are its children. Blocks go by chain hashes, which name all tokens up to their ends, so
-that equal hashes are equal prefixes. Segments are cut where prompts part or a use ends, and nowhere
-else: a million tokens that nobody else has begun like are one segment and not 16,000 blocks.
+A *segment* is a run of blocks that one sequence has computed. Its children are the segments that
+follow it in some prompt. Blocks are named by chain hashes, which cover all tokens up to their ends,
+so that equal hashes are equal prefixes. Segments are cut only where prompts part or a reference
+ends: a million tokens that no other prompt begins with are one segment and not 16,000 blocks.
 """
 
 from __future__ import annotations
@@ -22,55 +22,56 @@ Hashes = tuple[bytes, ...]
 
 
 class Segment(msgspec.Struct, kw_only=True, eq=False):
-    """Blocks in a row."""
+    """Run of blocks."""
 
     parent: Segment | None
-    """What they follow upon; None begins."""
+    """Segment before it; None at the beginning."""
     start: int
     """Position of the first token."""
     hashes: Hashes
     source: SequenceId
-    """The sequence that has computed them, under whose name they lie there."""
+    """Sequence that computed them; instances store them under its id."""
     slices: tuple[PlacedSlice, ...]
-    """Where: each position once."""
+    """Placement, each position once."""
     children: dict[bytes, Segment] = msgspec.field(default_factory=dict)
-    """By their first hashes."""
+    """Next segments, by their first hashes."""
     refs: int = 0
-    """Sequences that use it, or one behind it."""
+    """Sequences that use it, or a segment behind it."""
 
 
 class PrefixTree:
-    """The segments of one gang.
+    """Segments of one gang.
 
     Args:
-        block: tokens of one.
+        block: tokens of a block.
     """
 
     def __init__(self, block: int) -> None:
         self._block = block
         self._roots: dict[bytes, Segment] = {}
         self._recent: dict[Segment, None] = {}
-        """All of them, the one whose use is longest ago first: each after all behind it."""
+        """All segments, the least recently used first; each after all behind it."""
         self.version = 0
-        """Another one as soon as `match`, `slices` or `unreferenced` may answer otherwise."""
+        """Number that changes whenever `match`, `slices` or `unreferenced` may answer differently.
+        """
         self.cached_tokens: dict[InstanceId, int] = {}
         """Tokens of all segments, by instance."""
         self.referenced_tokens: dict[InstanceId, int] = {}
-        """Of those that are in use."""
+        """Tokens of referenced segments, by instance."""
 
     def __iter__(self) -> Iterator[Segment]:
-        """All segments, the one whose use is longest ago first."""
+        """Iterate over all segments, the least recently used first."""
         return iter(list(self._recent))
 
     def stop(self, segment: Segment) -> int:
-        """Behind its last position."""
+        """Return the position behind a segment."""
         return segment.start + len(segment.hashes) * self._block
 
     # --- finding -------------------------------------------------------------------------------
 
     def match(self, hashes: Hashes) -> tuple[list[Segment], int]:
-        """The segments that a prompt begins with, and how many of its blocks they have: of the
-        last one perhaps not all."""
+        """Return the segments that a prompt begins with, and how many of its blocks they have; of
+        the last one perhaps not all."""
         path: list[Segment] = []
         matched, children = 0, self._roots
         while matched < len(hashes) and (found := children.get(hashes[matched])) is not None:
@@ -83,26 +84,28 @@ class PrefixTree:
         return path, matched
 
     def slices(self, path: Sequence[Segment], tokens: int) -> tuple[PlacedSlice, ...]:
-        """Where the first tokens of a path lie."""
+        """Return the placement of the first tokens of a path."""
         wanted = Span(0, tokens)
         return tuple(
             share
-            for it in path
-            if it.start < tokens
-            for share in (it.slices if self.stop(it) <= tokens else within(it.slices, wanted))
+            for segment in path
+            if segment.start < tokens
+            for share in (
+                segment.slices if self.stop(segment) <= tokens else within(segment.slices, wanted)
+            )
         )
 
     def unreferenced(self, path: Sequence[Segment], tokens: int) -> dict[InstanceId, int]:
-        """How many of the first tokens of a path nobody uses, by instance."""
-        return tokens_on(self.slices([it for it in path if not it.refs], tokens))
+        """Return the unreferenced tokens among the first of a path, by instance."""
+        return tokens_on(self.slices([segment for segment in path if not segment.refs], tokens))
 
     # --- using ---------------------------------------------------------------------------------
 
     def ref(self, hashes: Hashes) -> Segment:
-        """Let nobody take the KV of these blocks away until `unref`; all of them are here.
+        """Protect these blocks, which are all here, from eviction until `unref`.
 
         Returns:
-            The last of them.
+            The segment of the last block.
         """
         path, matched = self.match(hashes)
         assert matched == len(hashes) > 0, "KV is used that is not kept"
@@ -112,7 +115,7 @@ class PrefixTree:
         return last
 
     def unref(self, segment: Segment) -> None:
-        """Somebody who used it has done so."""
+        """Release a reference."""
         self._add_ref(segment, -1)
 
     def _add_ref(self, last: Segment, change: int) -> None:
@@ -130,15 +133,15 @@ class PrefixTree:
     # --- keeping -------------------------------------------------------------------------------
 
     def insert(self, hashes: Hashes, start: int, slices: tuple[PlacedSlice, ...]) -> range:
-        """Keep KV that a sequence has computed, under the name that its shares have as origin.
+        """Insert KV that a sequence has computed, under the source that its slices name.
 
         Args:
             hashes: of all blocks from the beginning of the prompt.
-            start: the sequence's first own position, at the beginning of a block.
-            shares: where its own positions lie, to the end of the last block.
+            start: first position that the sequence computed, at the beginning of a block.
+            slices: placement of its positions, to the end of the last block.
 
         Returns:
-            Those of its positions that are kept: others may be here already.
+            Retained positions: others may be here already.
         """
         path, matched = self.match(hashes)
         stop, here = len(hashes) * self._block, matched * self._block
@@ -161,11 +164,11 @@ class PrefixTree:
         return range(here, stop)
 
     def evict(self, needed: Mapping[InstanceId, int]) -> list[tuple[SequenceId, range]]:
-        """Give up what was not used for longest and is in nobody's use, and all behind it, until
-        so many tokens have gone from these instances, or nothing is left there to go.
+        """Evict the least recently used segments that nobody references, with all behind them,
+        until so many tokens have gone from these instances or nothing more can go.
 
         Returns:
-            Whose positions are not kept any more.
+            Sequences and their positions that are no longer retained.
         """
         left, gone = dict(needed), list[Segment]()
         for segment in list(self._recent):
@@ -174,26 +177,26 @@ class PrefixTree:
             if segment.refs or segment not in self._recent:
                 continue
             if any(left.get(share.instance, 0) > 0 for share in segment.slices):
-                for it in self._remove(segment):
-                    gone.append(it)
-                    for instance, tokens in tokens_on(it.slices).items():
+                for removed in self._remove(segment):
+                    gone.append(removed)
+                    for instance, tokens in tokens_on(removed.slices).items():
                         left[instance] = left.get(instance, 0) - tokens
-        return [(it.source, range(it.start, self.stop(it))) for it in gone]
+        return [(segment.source, range(segment.start, self.stop(segment))) for segment in gone]
 
     def _remove(self, segment: Segment) -> list[Segment]:
-        """The segment and all behind it."""
+        """Remove the segment and all behind it."""
         self.version += 1
         del self._children_of(segment.parent)[segment.hashes[0]]
         gone = [segment]
-        for it in gone:
-            gone.extend(it.children.values())
-            del self._recent[it]
-            self._count(self.cached_tokens, it, -1)
+        for removed in gone:
+            gone.extend(removed.children.values())
+            del self._recent[removed]
+            self._count(self.cached_tokens, removed, -1)
         return gone
 
     def _cut(self, segment: Segment, at: int) -> Segment:
-        """The part of a segment before a position; what is behind it becomes its child, and stays
-        the same object, which those hold that use all of it."""
+        """Cut a segment at a position and return the front. The back becomes its child and stays
+        the same object, which those hold that reference all of it."""
         if at == self.stop(segment):
             return segment
         self.version += 1
@@ -226,10 +229,10 @@ class PrefixTree:
     # --- books ---------------------------------------------------------------------------------
 
     def check(self, refs: Sequence[Segment]) -> None:
-        """Assert that the tree is one, and its sums are right.
+        """Assert that the tree is whole and its sums are right.
 
         Args:
-            users: what is in use, once for each who does.
+            refs: referenced segments, once for each reference.
         """
         found: list[Segment] = list(self._roots.values())
         for segment in found:
@@ -248,23 +251,27 @@ class PrefixTree:
                 found.append(child)
         assert set(found) == set(self._recent), "segments and their order"
         behind = list(self._recent)
-        order = {it: at for at, it in enumerate(behind)}
-        assert all(it.parent is None or order[it] < order[it.parent] for it in found), "order"
+        order = {segment: at for at, segment in enumerate(behind)}
+        assert all(
+            segment.parent is None or order[segment] < order[segment.parent] for segment in found
+        ), "order"
         expected = dict.fromkeys(found, 0)
         for used in refs:
             for upward in _upwards(used):
                 expected[upward] += 1
-        assert all(it.refs == count for it, count in expected.items()), "users"
+        assert all(segment.refs == count for segment, count in expected.items()), "users"
         for counts, of in (
             (self.cached_tokens, found),
-            (self.referenced_tokens, [it for it in found if it.refs]),
+            (self.referenced_tokens, [segment for segment in found if segment.refs]),
         ):
-            sums = tokens_on(share for it in of for share in it.slices)
-            assert {it: n for it, n in counts.items() if n} == sums, "tokens by instance"
+            sums = tokens_on(share for segment in of for share in segment.slices)
+            assert {instance: n for instance, n in counts.items() if n} == sums, (
+                "tokens by instance"
+            )
 
 
 def _common(of: Hashes, hashes: Hashes, at: int) -> int:
-    """How many blocks of a segment the prompt has from `at` on."""
+    """Return how many blocks of a segment the prompt has from `at` on."""
     if of == hashes[at : at + len(of)]:  # at once, where it is all
         return len(of)
     pairs = zip(of, hashes[at:], strict=False)
@@ -272,7 +279,7 @@ def _common(of: Hashes, hashes: Hashes, at: int) -> int:
 
 
 def _upwards(segment: Segment | None) -> Iterator[Segment]:
-    """From a segment to the beginning."""
+    """Yield a segment and all before it, back to the beginning."""
     while segment is not None:
         yield segment
         segment = segment.parent

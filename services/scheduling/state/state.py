@@ -1,17 +1,17 @@
-"""What the scheduler keeps: requests, sequences, steps, gangs and their instances.
+"""State of the scheduler: requests, sequences, steps, gangs and their instances.
 
-These objects change while events are handled. Policies get them as the read-only protocols of
-`view.py`. They have no rules of their own: who may change what is said where it is changed.
+These objects change while events are handled. Policies read them (`deciding.SchedulerView`) and may
+not change them. They have no rules of their own: the rules stand where they are changed.
 
 Times are integer nanoseconds, sizes tokens; one token occupies one KV slot of an instance.
-
-What the parts of the scheduler share while a batch of events is handled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -44,11 +44,11 @@ from csps.services.scheduling.events.limits import PreemptionDelay, Timer
 from csps.services.scheduling.state.prefix_tree import Segment
 
 Priority = Literal["high", "low"]
-"""Where a request waits. An urgent one may be computed inside a step that is not."""
+"""Queue of a request. A high-priority request may be computed inside a low-priority step."""
 
 
 class Live(msgspec.Struct):
-    """Base of all of them: quicker to make than a dataclass, and hundreds are made in a round."""
+    """Base of all state: quicker to make than a dataclass, and a round makes hundreds."""
 
 
 class Instance(Live, kw_only=True, eq=False):
@@ -58,45 +58,46 @@ class Instance(Live, kw_only=True, eq=False):
     gang: Gang
     place: Location
     order: int
-    """Rank of its place among those of the gang: neighbours are near each other (CSPS §3.2)."""
+    """Rank of its location among those of the gang: neighbors are near each other (CSPS §3.2)."""
     capacity: int
     """KV slots."""
     used: int = 0
-    """Slots taken or promised (`ledger.py`), those of kept KV included."""
+    """Slots taken or promised (`ledger.py`), those of retained KV included."""
     reclaimable: int = 0
-    """Those of them whose KV was kept and is in nobody's use, or is on its way out."""
+    """Slots of retained KV that nobody reads or that is being evicted; part of `used`."""
     mastered: int = 0
-    """Sequences that draw here, landing ones included."""
+    """Sequences that sample here, those still receiving KV included."""
     steps: dict[StepId, Step] = msgspec.field(default_factory=dict)
-    """Outstanding ones, in the order of their launch."""
+    """Outstanding steps in the order of their launch."""
     low_priority_steps: int = 0
-    """Those of them that are not urgent."""
+    """Number of outstanding low-priority steps."""
     high_priority_ns: int = 0
-    """Predicted time of those of them that are urgent."""
+    """Predicted time of outstanding high-priority steps."""
     preempted_ns: int = 0
-    """Predicted time of urgent steps that were given to it since it has long ones."""
+    """Predicted time of high-priority steps launched here since it has low-priority ones."""
     preemption_delay_ns: int = 0
-    """What urgent steps have cost long ones here, ever; predicted, then measured."""
+    """Time that high-priority steps have cost low-priority ones here, ever; predicted, then
+    measured."""
     free_at_ns: int = 0
-    """When the outstanding steps will have been computed, as predicted; may be in the past."""
+    """Predicted end of the outstanding steps; may be in the past."""
     stepped_ns: int = 0
-    """When its last step was done; when it came up, before the first."""
+    """End of its last step; before the first, when it came up."""
     last_heartbeat_ns: int = 0
     """Last sign of life."""
 
     @property
     def empty_slots(self) -> int:
-        """Slots that nobody was promised, and that hold nothing."""
+        """Slots that nobody was promised and that hold nothing."""
         return self.capacity - self.used
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody was promised: kept KV goes when somebody needs its place."""
+        """Slots that nobody was promised: retained KV is evicted when its slots are needed."""
         return self.capacity - self.used + self.reclaimable
 
 
 class Gang(Live, kw_only=True, eq=False):
-    """What lives and dies together."""
+    """Instances that live and die together."""
 
     id: GangId
     may_prefill: bool
@@ -104,95 +105,107 @@ class Gang(Live, kw_only=True, eq=False):
     tp: int
     max_positions: int
     kv_bytes_per_token: int = 0
-    """That a rank has; 0: nobody knows."""
+    """Bytes of a token's KV on a rank; 0: unknown."""
     instances: tuple[Instance, ...] = ()
     largest: int = 0
     """KV slots of the instance that has most."""
+    capacity: int = 0
+    """KV slots of all instances."""
     mastered: int = 0
-    """Sequences that its instances draw."""
+    """Sequences that its instances sample."""
     iteration_ns: int = 0
-    """Measured time from one token of a sequence to the next; 0 before the first answer."""
+    """Measured time between two tokens of a sequence; 0 before the first answer."""
     decode_ns: int = 0
-    """How long answers were decoded, smoothed; 0 before the first."""
+    """Decode time of answers, smoothed; 0 before the first."""
     decoding: dict[SequenceId, Sequence] = msgspec.field(default_factory=dict)
-    """Sequences that work for their requests and are, or will be, decoded here."""
+    """Sequences that are, or will be, decoded here and still serve their requests, in order of
+    start."""
     owing: dict[SequenceId, int] = msgspec.field(default_factory=dict)
-    """Sequences that it owes tokens or slots, and since when; in that order."""
+    """Sequences for which it owes tokens or slots, and since when; in that order."""
     resetting: bool = False
-    """A `ResetGang` was sent: nothing is started here any more."""
+    """Whether `ResetGang` was sent: nothing starts here any more."""
 
     @property
     def role(self) -> str:
-        """For messages."""
+        """Role, for messages."""
         if self.may_prefill and self.may_decode:
             return "elastic"
         return "prefill" if self.may_prefill else "decode"
 
+    def largest_group(self, size: int) -> int:
+        """Return the KV slots of the largest of the groups of `size` neighbors, or of all
+        instances if there are fewer. Groups do not overlap; instances left over belong to none."""
+        instances = sorted(self.instances, key=lambda instance: instance.order)
+        slots = [instance.capacity for instance in instances]
+        size = min(size, len(slots))
+        return max(sum(slots[at : at + size]) for at in range(0, len(slots) - size + 1, size))
+
 
 class GangPair(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A gang that prefills and one that decodes, with a connection for KV between them."""
+    """Prefill gang and decode gang with a KV link between them; an elastic gang is both."""
 
     prefill: Gang
     decode: Gang
 
     @property
     def in_place(self) -> bool:
-        """KV is decoded where it is computed, and lies in the slots that were reserved for it."""
+        """Whether KV is decoded where it is computed, in the slots reserved for it."""
         return self.prefill is self.decode
 
     @property
     def max_positions(self) -> int:
-        """Longest prompt and answer together."""
+        """Most tokens of prompt and answer together."""
         return min(self.prefill.max_positions, self.decode.max_positions)
 
 
 class Cached(NamedTuple):
-    """The beginning of a prompt that a gang has kept KV of."""
+    """Beginning of a prompt of which a gang has retained KV."""
 
     tokens: int
-    """Fewer than the prompt has: its last token draws the first one of the answer."""
+    """Whole blocks, and fewer than the prompt has: its last token samples the first of the answer.
+    """
     slices: tuple[PlacedSlice, ...]
-    """Where they lie."""
-    taken: dict[InstanceId, int]
-    """Slots that are free no longer once they are used."""
+    """Placement of the KV."""
+    taken: Mapping[InstanceId, int] = MappingProxyType({})
+    """Slots that are no longer free once the KV is used."""
 
 
 class Request(Live, kw_only=True, eq=False):
-    """An admitted request that has not ended."""
+    """Admitted request that has not ended."""
 
     id: RequestId
     cls: str
     prompt_tokens: int
-    """To be prefilled: the client's prompt, and what was drawn before a fault."""
+    """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
     output_tokens: int
-    """Most tokens that may still be drawn."""
+    """Most tokens that may still be generated."""
     deadline_ns: int | None
     submitted_ns: int
     waiting_since_ns: int
-    """When it was admitted, or came back after a fault."""
+    """Time of admission, or of the return after a fault."""
     priority: Priority = "low"
     delays_before: dict[InstanceId, int] = msgspec.field(default_factory=dict)
-    """`preemption_delay_ns` of the instances when it began to wait (`holdups.py`)."""
+    """Counters of preemption delay when it began to wait (`limits.delay_counters`)."""
     blocked_ns: int | None = None
-    """Since when those that pass it are held against `overtaking_s`."""
+    """Time since when requests that pass it count against `overtaking_s`."""
     hashes: tuple[bytes, ...] = ()
-    """Of the client's prompt, block by block; none if its KV is not to be kept or reused."""
+    """Hashes of the client's prompt, block by block; empty: neither retain nor reuse its KV."""
     cached_by_gang: dict[GangId, tuple[int, Cached | None]] = msgspec.field(default_factory=dict)
-    """What gangs had of it at a version of their trees (`prefix/index.py`)."""
+    """Prefixes that gangs had at a version of their trees (`prefix_cache.py`)."""
     bypassed_rounds: int = 0
-    """Rounds in which younger ones went first."""
+    """Rounds in which younger requests started first."""
     generated_tokens: int = 0
-    """Tokens of the answer that were delivered."""
+    """Delivered tokens of the answer."""
     attempts: int = 0
     lone_losses: int = 0
     """Gangs that died while nobody but this request was in them."""
     waiting: bool = True
-    """In the line, or in the pause before another attempt."""
+    """Whether it is in the queue, or pauses before another attempt."""
     sequence: Sequence | None = None
-    """The attempt that runs; None while the request waits."""
+    """Running attempt; None while the request waits."""
 
     def note_generated(self, generated_tokens: int) -> None:
-        """So many tokens were delivered by now. What was, is prompt to the next attempt."""
+        """Count delivered tokens. For the next attempt they are prompt."""
         more = generated_tokens - self.generated_tokens
         if more > 0:
             self.generated_tokens = generated_tokens
@@ -201,29 +214,29 @@ class Request(Live, kw_only=True, eq=False):
 
 
 class PrefixRef(msgspec.Struct, frozen=True, eq=False):
-    """KV that was kept, and that somebody reads."""
+    """Reference to retained KV that somebody reads."""
 
     gang: Gang
     segment: Segment
-    """The last one."""
+    """Last segment."""
 
 
 class StepPlan(Live, kw_only=True, eq=False):
-    """The steps of a sequence, where those that are far off may be planned again."""
+    """Steps of a sequence, of which later ones may be planned again."""
 
     version: int
-    """Counts how often it was made."""
+    """Number of times that it was planned again."""
     made_ns: int
     ends_ns: int
-    """When its last step was to end, as predicted when it was made."""
+    """Predicted end of its last step, when it was planned."""
     ahead_ns: int
-    """How long before they begin its steps are sent."""
+    """Time before their begin at which its steps are sent."""
     steps: tuple[Step, ...]
-    """In order, those included that are over."""
+    """Steps in order, finished ones included."""
 
     @property
     def unsent(self) -> tuple[Step, ...]:
-        """Steps that the ranks have not heard of: the last ones."""
+        """Steps that the ranks do not know yet: the last ones."""
         return tuple([step for step in self.steps if step.unsent])
 
 
@@ -235,125 +248,124 @@ class Sequence(Live, kw_only=True, eq=False):
     prefill: Gang
     decode: Gang
     slices: tuple[PlacedSlice, ...]
-    """Where its prompt's KV is decoded; empty if nothing is decoded behind it."""
+    """Placement of its prompt's KV for decoding; empty if nothing is decoded."""
     master: Instance
     answer: tuple[PlacedSlice, ...] = ()
-    """Who keeps the answer's KV; empty: the master."""
+    """Placement of the answer's KV; empty: the master."""
     generated_before: int
-    """Tokens of the answer that earlier attempts have delivered."""
+    """Tokens of the answer that earlier attempts delivered."""
     piggybacked: bool = False
-    """Its prompt is computed in the stream in which it is decoded; `prefill` is `decode`."""
+    """Whether decode iterations compute its prompt; `prefill` is `decode` then."""
     computing: int = 0
     """Steps that are not done on all their instances."""
     unreceived: dict[InstanceId, int]
-    """Decode instances whose share has not landed: tokens of the share. Nothing of a rider is
-    sent."""
+    """Decode instances that have not received their slice, and its tokens. A piggybacked sequence
+    has none."""
     unfreed: dict[InstanceId, None]
     """Decode instances that hold slots, or may."""
     first_token_ns: int | None = None
     transfer_timer: Timer | None = None
-    """Ends the sequence if its KV takes too long."""
+    """Timer that ends the sequence if its KV transfer takes too long."""
     joined_ns: int | None = None
     moving: MoveKv | None = None
-    """Where its KV is on its way to."""
+    """Command that moves its KV, until it is there."""
     slots_stop: int = 0
-    """No position from here on has a slot."""
+    """First position without a slot."""
     over: bool = False
-    """Works for its request no more."""
+    """Whether it no longer serves its request."""
     cached: int = 0
-    """Tokens of the prompt whose KV was kept from others where it is computed."""
+    """First tokens of the prompt whose retained KV is reused where it is computed."""
     prefill_ref: PrefixRef | None = None
-    """Of that KV, while something may still read it."""
+    """Reference to that KV, while something may still read it."""
     decode_ref: PrefixRef | None = None
-    """Of KV that was kept where it is decoded, while it has slots there; if it is computed there as
-    well, `prefill_ref` is of both."""
+    """Reference to retained KV where it is decoded, while it has slots there. If it is computed
+    there as well, `prefill_ref` covers both."""
     retain: bool = False
-    """Its KV is to be kept where it is decoded."""
+    """Whether its KV is to be retained where it is decoded."""
     retained_slices: tuple[PlacedSlice, ...] = ()
-    """Where its steps leave what they compute, if that is to be kept there and is decoded
-    elsewhere."""
+    """Placement of what its steps compute, if it is retained there and decoded elsewhere."""
     plan: StepPlan | None = None
-    """Its steps, if they are sent one by one."""
+    """Plan of its steps, if they are sent one by one."""
     prefill_cancelled: bool = False
-    """The gang that prefills was told to drop it."""
+    """Whether the prefill gang was sent `Cancel`."""
 
     @property
     def in_place(self) -> bool:
-        """It is decoded where it is computed."""
+        """Whether it is decoded where it is computed."""
         return self.prefill is self.decode
 
     @property
     def master_id(self) -> InstanceId:
-        """Who draws it."""
+        """Instance that samples its tokens."""
         return self.master.id
 
     @property
     def request_id(self) -> RequestId:
-        """Whose attempt it is."""
+        """Request that it serves."""
         return self.request.id
 
     @property
     def answer_span(self) -> tuple[int, int]:
-        """Positions of the answer that have slots."""
+        """Start and stop of the answer's positions that have slots."""
         return max((kv_slice.stop for kv_slice in self.slices), default=0), self.slots_stop
 
     @property
     def is_moving(self) -> bool:
-        """Its KV is on its way to other instances."""
+        """Whether its KV is in transfer to other instances of the gang."""
         return self.moving is not None
 
     @property
     def piggyback_tokens(self) -> int:
-        """Tokens of its prompt that iterations have still to compute, at most."""
+        """Most tokens of its prompt that iterations have still to compute."""
         if not self.piggybacked or self.first_token_ns is not None:
             return 0
         return self.request.prompt_tokens - self.cached
 
     @property
     def received(self) -> bool:
-        """Its first token was drawn and all its KV is where it is decoded."""
+        """Whether its first token was sampled and all its KV is where it is decoded."""
         return self.first_token_ns is not None and not self.unreceived
 
 
 class Step(Live, kw_only=True, eq=False):
-    """A step from its launch until every instance of its group is done."""
+    """Step from its launch until every instance of its group is done."""
 
     id: StepId
     gang: Gang
     sequences: tuple[Sequence, ...]
-    """Whose tokens it computes."""
+    """Sequences whose chunks it computes."""
     high_priority: bool
     predicted_ns: int
     launched_ns: int
     undone: dict[InstanceId, None]
     """Instances that have not reported."""
     plan_steps: tuple[Step, ...] = ()
-    """All steps of its plan, if there are others, because a later chunk reads the KV of this one;
-    or if some of it stays. Nothing is given back before all are done."""
+    """All steps of its plan, if a later chunk reads its KV or some of its KV is retained. Their
+    slots are freed when all are done."""
     behind: int = 0
-    """Instances on which it is not the first long step; it begins when there is none."""
+    """Instances on which another low-priority step is first; at 0 the step begins."""
     first_ns: int = 0
-    """When it became the first one on the last of the others."""
+    """Time when it became first on the last of the others."""
     begin_ns: int = 0
-    """When it begins, or began, as far as is known. Of long steps only, as `end_ns`."""
+    """Begin, as far as is known; of low-priority steps only, as `end_ns`."""
     end_ns: int = 0
-    """When it will have been computed, as predicted."""
+    """Predicted end."""
     delayed_ns: int = 0
-    """What urgent steps on its instances have cost it, or will: predicted, then measured."""
+    """Time that high-priority steps on its instances cost it: predicted, then measured."""
     preemption_delay: PreemptionDelay = PreemptionDelay()
     command: RunStep | None = None
-    """For the ranks, as long as it has not been sent."""
+    """Command for the ranks, until it is sent."""
     charged: dict[InstanceId, tuple[Step, ...]] = msgspec.field(default_factory=dict)
-    """The steps that this one delays, if it is urgent."""
+    """Steps that this high-priority step delays, by instance."""
 
     @property
     def unsent(self) -> bool:
-        """The ranks have not heard of it."""
+        """Whether the ranks do not know it yet."""
         return self.command is not None
 
 
 def new_gang(event: GangUp, now_ns: int) -> Gang:
-    """A gang that holds nothing yet."""
+    """Make a gang that holds nothing yet."""
     gang = Gang(
         id=event.gang,
         may_prefill=event.may_prefill,
@@ -366,24 +378,6 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
     return gang
 
 
-def idle_copy(gang: Gang) -> Gang:
-    """The same gang without anything to do."""
-    copy = Gang(
-        id=gang.id,
-        may_prefill=gang.may_prefill,
-        may_decode=gang.may_decode,
-        tp=gang.tp,
-        max_positions=gang.max_positions,
-        kv_bytes_per_token=gang.kv_bytes_per_token,
-    )
-    instances = [
-        InstanceUp(location=str(instance.place), kv_slots=instance.capacity)
-        for instance in gang.instances
-    ]
-    _populate(copy, instances, 0)
-    return copy
-
-
 def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
     places = [Location.parse(instance.location) for instance in instances]
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
@@ -393,33 +387,34 @@ def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
             gang=gang,
             place=places[index],
             order=order.index(index),
-            capacity=it.kv_slots,
+            capacity=instance.kv_slots,
             free_at_ns=now_ns,
             stepped_ns=now_ns,
             last_heartbeat_ns=now_ns,
         )
-        for index, it in enumerate(instances)
+        for index, instance in enumerate(instances)
     )
     gang.largest = max((instance.capacity for instance in gang.instances), default=0)
+    gang.capacity = sum(instance.capacity for instance in gang.instances)
 
 
 @dataclass(slots=True)
 class Round:
-    """The time, the commands so far, and whether the policy has to be asked."""
+    """Time and commands of one round, shared by all parts of the scheduler."""
 
     now_ns: int = 0
     commands: list[AnyCommand] = field(default_factory=list)
     stale: bool = False
-    """Something that decisions depend on has changed since the policy was asked."""
+    """Whether state that decisions depend on has changed since the policy was asked."""
     wake_ns: int | None = None
-    """When the policy wants to be asked although nothing changes."""
+    """Time at which the policy asked to decide again even if nothing changes."""
 
     def emit(self, command: AnyCommand) -> None:
-        """Have the executor carry this out."""
+        """Add a command for the executor."""
         self.commands.append(command)
 
     def discard(self, gang: GangId) -> None:
-        """The gang went down later in the turn: no command is for it."""
+        """Drop the commands for a gang that went down later in the round."""
         kept: list[AnyCommand] = []
         for command in self.commands:
             if isinstance(command, Cancel) and gang in command.gangs:
@@ -433,6 +428,6 @@ class Round:
 
 
 def wire_error(error: Exception) -> WireError:
-    """An exception in the form that crosses the seam."""
+    """Convert an exception to the data that crosses to the executor."""
     wire = to_wire(error)
     return WireError(wire["code"], wire["message"], wire.get("data"))

@@ -1,10 +1,9 @@
-"""Spans of time as Chrome's trace format has them, which Perfetto reads.
+"""Write a trace as a timeline for Perfetto, in Chrome's trace format.
 
-A trace as a timeline for Perfetto: all processes on one time axis, with arrows between them.
-
-A rank is a process with a row for its jobs, one for computing and rows for each kind of transfer;
-router and configurator are processes with a row each. Arrows lead from what was under way in a
-process to what it began in another, and from a rank's prefill to where its KV has landed.
+All processes share one time axis. A rank is a process with a row for its jobs, one for computing
+and one for each kind of transfer; router and configurator are processes with a row each. Arrows
+lead from a process's open span to the span that it started in another process, and from a rank's
+prefill to the place that received its KV.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 Event = dict[str, Any]
 TICK_NS = 125
-"""Times are written in eighths of a microsecond: Perfetto multiplies what it reads by 1000, in
-floating point, and whole nanoseconds come out of these. It drops slices that cross, be it by one.
-"""
+"""Resolution of times, an eighth of a microsecond. Perfetto multiplies times by 1000 in floating
+point, which yields whole nanoseconds for these. It drops slices that cross, be it by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A span of time as Perfetto draws it."""
+    """A bar on Perfetto's timeline."""
 
     row: str
     name: str
     start_ns: int
-    """From a moment near the trace's first: Unix time has too many digits."""
+    """Start relative to a time near the trace's first span: Unix time has too many digits."""
     end_ns: int
     arguments: Mapping[str, Any]
     id: str = ""
-    """By which arrows find it."""
+    """Key by which arrows find the slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Where a slice is drawn."""
+    """Location of a slice: process and row."""
 
     pid: int
     tid: int
@@ -51,39 +49,39 @@ class Track:
 def process_trace(
     slices: Iterable[Slice], *, pid: int, name: str, tracks: dict[str, Track] | None = None
 ) -> list[Event]:
-    """Slices of one process, microseconds, from the first to the last.
+    """Write the slices of one process, in microseconds, from the first to the last.
 
     Args:
-        pid: more than the process has rows: Perfetto takes row 0, and the one that is numbered like
-            its process, for one and the same.
-        places: is given where each slice with an id was drawn.
+        pid: larger than the number of rows: Perfetto confuses row 0 with the row whose id equals
+            that of its process.
+        tracks: receives the location of each slice with an id.
     """
     rows: dict[str, int] = {}
     trace: list[Event] = [_named("process_name", pid, 0, name)]
-    for it, row in _without_crossings(slices):
-        start_us, end_us = microseconds(it.start_ns), microseconds(it.end_ns)
+    for bar, row in _without_crossings(slices):
+        start_us, end_us = microseconds(bar.start_ns), microseconds(bar.end_ns)
         tid = rows.setdefault(row, 1 + len(rows))
         if tracks is not None:
-            tracks[it.id] = Track(pid, tid)
+            tracks[bar.id] = Track(pid, tid)
         trace.append(
             {
                 "ph": "X",
-                "name": it.name,
+                "name": bar.name,
                 "pid": pid,
                 "tid": tid,
                 "ts": start_us,
                 "dur": end_us - start_us,
-                "args": it.arguments,
+                "args": bar.arguments,
             }
         )
     return trace + [_named("thread_name", pid, tid, row) for row, tid in rows.items()]
 
 
 def flow(
-    number: int, begin: Track, begin_ns: int, end: Track, end_ns: int, *, name: str
+    flow_id: int, begin: Track, begin_ns: int, end: Track, end_ns: int, *, name: str
 ) -> list[Event]:
-    """An arrow from the innermost slice that is open at one place to that at another."""
-    common = {"cat": "flow", "name": name, "id": number}
+    """Return an arrow from the innermost open slice of one track to that of another."""
+    common = {"cat": "flow", "name": name, "id": flow_id}
     return [
         {**common, "ph": "s", "pid": begin.pid, "tid": begin.tid, "ts": microseconds(begin_ns)},
         {
@@ -98,54 +96,57 @@ def flow(
 
 
 def microseconds(ns: int) -> float:
-    """As times are written."""
+    """Convert a time to the unit of the format."""
     return ns // TICK_NS / 8
 
 
 def _without_crossings(slices: Iterable[Slice]) -> Iterator[tuple[Slice, str]]:
-    """Each slice with the row that has room for it: its own, or "its own 2" and so on. On one row
-    Perfetto draws slices one after the other or one inside another, and drops those that cross."""
+    """Yield each slice with a row that has room for it: its own, or "its own 2" and so on.
+
+    On one row Perfetto draws slices one after the other or one inside another, and drops those that
+    cross.
+    """
     open_ends: dict[str, list[int]] = {}
-    for it in sorted(slices, key=lambda it: (it.start_ns, -it.end_ns)):
-        for row in chain([it.row], (f"{it.row} {lane}" for lane in count(2))):
+    for bar in sorted(slices, key=lambda bar: (bar.start_ns, -bar.end_ns)):
+        for row in chain([bar.row], (f"{bar.row} {lane}" for lane in count(2))):
             ends = open_ends.setdefault(row, [])
-            while ends and ends[-1] <= it.start_ns:
+            while ends and ends[-1] <= bar.start_ns:
                 ends.pop()
-            if not ends or it.end_ns <= ends[-1]:
+            if not ends or bar.end_ns <= ends[-1]:
                 break
-        ends.append(it.end_ns)
-        yield it, row
+        ends.append(bar.end_ns)
+        yield bar, row
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-LANDING, PREFILL = "kv.landing", "prefill.compute"
+RECEIVE, PREFILL = "kv.landing", "prefill.compute"
 INSIDE_NS = 1000
-"""So long before its end a slice is open for certain, by the microseconds of the format."""
+"""Distance from its end at which a slice is open for certain, given the format's resolution."""
 _PID = 1000
-"""The first process; the second one is twice that."""
+"""Id of the first process; the second one has twice that."""
 _ORDER = ("csps-router", "csps-configurator", "csps-prefill", "csps-elastic", "csps-decode")
 Process = tuple[str, int]
-"""Service, and rank or -1."""
+"""Type of a process: service, and rank or -1."""
 
 
 def trace_events(trace: Trace) -> list[Event]:
-    """In Chrome's trace format, from the beginning of the first span on."""
+    """Return the trace in Chrome's format, from the beginning of the first span."""
     first_ns = trace.spans[0].start_ns
     spans = [
-        replace(it, start_ns=it.start_ns - first_ns, end_ns=it.end_ns - first_ns)
-        for it in trace.spans
+        replace(span, start_ns=span.start_ns - first_ns, end_ns=span.end_ns - first_ns)
+        for span in trace.spans
     ]
     processes: dict[Process, list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         processes[_process(span)].append(span)
     tracks: dict[str, Track] = {}
     events: list[Event] = []
-    for number, process in enumerate(sorted(processes, key=_order), 1):
+    for position, process in enumerate(sorted(processes, key=_order), 1):
         slices = [_slice(span) for span in processes[process]]
-        events += process_trace(slices, pid=_PID * number, name=_name(process), tracks=tracks)
+        events += process_trace(slices, pid=_PID * position, name=_name(process), tracks=tracks)
     return events + list(_arrows(spans, tracks))
 
 
@@ -165,7 +166,7 @@ def _name(process: Process) -> str:
 
 
 def _slice(span: RecordedSpan) -> Slice:
-    """Phases in rows of their kinds, all else in the row of the process."""
+    """Return a phase in the row of its kind, any other span in the row of the process."""
     if not span.is_phase:
         row = "spans" if span.rank is None else "jobs"
         return Slice(row, span.name, span.start_ns, span.end_ns, span.attributes, span.span_id)
@@ -179,19 +180,19 @@ def _slice(span: RecordedSpan) -> Slice:
 
 
 def _arrows(spans: Sequence[RecordedSpan], tracks: dict[str, Track]) -> Iterator[Event]:
-    numbers = count(1)
+    flow_ids = count(1)
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         parent = by_id.get(span.parent_id or "")
         if parent is not None and _process(parent) != _process(span):
             begin, end = tracks[parent.span_id], tracks[span.span_id]
             at = span.start_ns
-            yield from flow(next(numbers), begin, at, end, at, name=span.name)
+            yield from flow(next(flow_ids), begin, at, end, at, name=span.name)
     jobs = [span for span in spans if span.name == PREFILL]
-    for landing in (span for span in spans if span.name == LANDING):
+    for receiving in (span for span in spans if span.name == RECEIVE):
         for job in jobs:
-            # Inside of both; clocks of two machines may differ, and no arrow leads back in time.
-            landed_ns = landing.end_ns - INSIDE_NS
-            at = min(job.end_ns - INSIDE_NS, landed_ns)
-            begin, end = tracks[job.span_id], tracks[landing.span_id]
-            yield from flow(next(numbers), begin, at, end, landed_ns, name="KV")
+            # Inside both slices. Clocks of two machines may differ; no arrow leads back in time.
+            received_ns = receiving.end_ns - INSIDE_NS
+            at = min(job.end_ns - INSIDE_NS, received_ns)
+            begin, end = tracks[job.span_id], tracks[receiving.span_id]
+            yield from flow(next(flow_ids), begin, at, end, received_ns, name="KV")

@@ -1,14 +1,14 @@
-"""Spans in OpenTelemetry's own file format, OTLP-JSON: an `ExportTraceServiceRequest` a line.
+"""Write a process's spans to a file in OTLP-JSON, if no OTLP endpoint receives them.
 
-As OpenTelemetry's file exporters write it: ids in hex, 64-bit numbers as strings, enumerations as
-numbers. `otelcol` reads these files with its `otlpjsonfile` receiver.
-
-The traces of a process in a file, where no OTLP endpoint takes them.
+A line is an `ExportTraceServiceRequest`, as OpenTelemetry's file exporters write it: ids in hex,
+64-bit numbers as strings, enumerations as numbers. `otelcol` reads these files with its
+`otlpjsonfile` receiver.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,29 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext
 
+_log = logging.getLogger(__name__)
+
 Json = dict[str, Any]
 
 
 def export_request(spans: Sequence[ReadableSpan]) -> Json:
-    """The spans of an export by resource and scope."""
-    # By identity: all spans of a process share these objects, and their hashes are made of JSON.
+    """Return the spans of an export, grouped by resource and scope."""
+    # By identity: all spans of a process share these objects, and their hashes encode JSON.
     groups: dict[int, dict[int, list[ReadableSpan]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         groups[id(span.resource)][id(span.instrumentation_scope)].append(span)
-    return {"resourceSpans": [_of_resource(list(group.values())) for group in groups.values()]}
+    return {"resourceSpans": [_resource_spans(list(group.values())) for group in groups.values()]}
 
 
-def _of_resource(scopes: Sequence[Sequence[ReadableSpan]]) -> Json:
+def _resource_spans(scopes: Sequence[Sequence[ReadableSpan]]) -> Json:
     return {
         "resource": {"attributes": _attributes(scopes[0][0].resource.attributes)},
         "scopeSpans": [
-            {"scope": _scope(some[0].instrumentation_scope), "spans": [_span(it) for it in some]}
-            for some in scopes
+            {
+                "scope": _scope(spans[0].instrumentation_scope),
+                "spans": [_span(span) for span in spans],
+            }
+            for spans in scopes
         ],
     }
 
@@ -51,11 +56,11 @@ def _scope(scope: InstrumentationScope | None) -> Json:
 
 def _span(span: ReadableSpan) -> Json:
     context, parent = span.get_span_context(), span.parent
-    assert context is not None, "only spans that were begun end"
-    it: Json = {
+    assert context is not None, f"span {span.name} ended without a context"
+    encoded: Json = {
         **_ids(context),
         "name": span.name,
-        # OTLP numbers from "unspecified" on, the SDK from "internal".
+        # OTLP counts from "unspecified", the SDK from "internal".
         "kind": span.kind.value + 1,
         "startTimeUnixNano": str(span.start_time),
         "endTimeUnixNano": str(span.end_time),
@@ -65,20 +70,20 @@ def _span(span: ReadableSpan) -> Json:
         "status": {"code": span.status.status_code.value},
     }
     if parent is not None:
-        it["parentSpanId"] = trace.format_span_id(parent.span_id)
+        encoded["parentSpanId"] = trace.format_span_id(parent.span_id)
     if span.status.description:
-        it["status"]["message"] = span.status.description
-    return it
+        encoded["status"]["message"] = span.status.description
+    return encoded
 
 
 def _ids(context: SpanContext) -> Json:
-    it: Json = {
+    ids: Json = {
         "traceId": trace.format_trace_id(context.trace_id),
         "spanId": trace.format_span_id(context.span_id),
     }
     if context.trace_state:
-        it["traceState"] = context.trace_state.to_header()
-    return it
+        ids["traceState"] = context.trace_state.to_header()
+    return ids
 
 
 def _event(event: Event) -> Json:
@@ -100,7 +105,7 @@ def _attributes(attributes: Mapping[str, Any] | None) -> list[Json]:
 
 
 def _value(value: Any) -> Json:
-    if isinstance(value, bool):  # before int, of which it is one
+    if isinstance(value, bool):  # a bool is also an int
         return {"boolValue": value}
     if isinstance(value, int):
         return {"intValue": str(value)}
@@ -108,16 +113,16 @@ def _value(value: Any) -> Json:
         return {"doubleValue": value}
     if isinstance(value, str):
         return {"stringValue": value}
-    assert isinstance(value, Sequence), f"OpenTelemetry has no attribute {value!r}"
-    return {"arrayValue": {"values": [_value(it) for it in value]}}
+    assert isinstance(value, Sequence), f"attribute {value!r} is not a type of OpenTelemetry's"
+    return {"arrayValue": {"values": [_value(element) for element in value]}}
 
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""A file that has grown to this becomes `NAME.1`, in place of an older one."""
+"""Size at which a file becomes `NAME.1`, in place of an older one."""
 
 
 class SpanFile(SpanExporter):
-    """Appends a line of OTLP-JSON for each export."""
+    """Exporter that appends a line of OTLP-JSON for each export."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,19 +131,21 @@ class SpanFile(SpanExporter):
         self._lock = threading.Lock()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Called by the batch processor on its own thread; a full disk must not stop a server."""
+        """Append the spans; the batch processor calls this on its own thread."""
         line = json.dumps(export_request(spans), separators=(",", ":")) + "\n"
         try:
             with self._lock:
                 self._rotate()
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(line)
-        except OSError:
+        except OSError as error:
+            # A full disk must not stop a server.
+            _log.debug("%d spans lost: cannot write %s: %s", len(spans), self._path, error)
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file stays open."""
 
     def _rotate(self) -> None:
         if self._path.exists() and self._path.stat().st_size > self._max_bytes:

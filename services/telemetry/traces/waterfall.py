@@ -1,4 +1,4 @@
-"""One trace as text: who did what when, for a terminal."""
+"""Draw one trace as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 BLOCKS = " ▏▎▍▌▋▊▉█"
 """Eighths of a column, from the left."""
 MANY = 4
-"""Spans of one name below one other that share a line from so many on."""
+"""Number of sibling spans of one name that share a line."""
 
 
 @dataclass(frozen=True)
 class WaterfallLine:
-    """What one line shows."""
+    """One line: one span, or several of one name."""
 
     depth: int
     spans: Sequence[RecordedSpan]
 
     @property
     def label(self) -> str:
-        """Process and name, indented as far as the tree has it."""
+        """Process and name, indented by depth."""
         first, count = self.spans[0], len(self.spans)
         times = f" x{count}" if count > 1 else ""
         return f"{_process(first):<14} {'  ' * self.depth}{first.name}{times}"
 
 
 def waterfall(trace: Trace, *, columns: int) -> str:
-    """A title, then a line a span: process, name, milliseconds, and a bar on a common axis. Spans
-    of one kind of which there are many share a line."""
+    """Return a title, then a line per span: process, name, milliseconds, and a bar on a common
+    axis.
+
+    Many sibling spans of one name share a line.
+    """
     lines = list(_lines(trace))
     labels = max(len(line.label) for line in lines)
     width = max(10, columns - labels - len("  12345.6 ms  "))
@@ -48,8 +51,8 @@ def waterfall(trace: Trace, *, columns: int) -> str:
 def _title(trace: Trace) -> str:
     attributes = trace.root.attributes
     tokens = " + ".join(
-        f"{attributes[key]} {what}"
-        for key, what in (
+        f"{attributes[key]} {unit}"
+        for key, unit in (
             ("gen_ai.usage.input_tokens", "prompt"),
             ("gen_ai.usage.output_tokens", "answer tokens"),
         )
@@ -79,16 +82,17 @@ def _below(
     alike: dict[tuple[str, str], list[RecordedSpan]] = defaultdict(list)
     for span in children[parent]:
         alike[_process(span), span.name].append(span)
-    for some in alike.values():
-        leaves = not any(children[span.span_id] for span in some)
-        for group in [some] if leaves and len(some) >= MANY else [[it] for it in some]:
+    for siblings in alike.values():
+        leaves = not any(children[span.span_id] for span in siblings)
+        shared = leaves and len(siblings) >= MANY
+        for group in [siblings] if shared else [[span] for span in siblings]:
             yield WaterfallLine(depth, group)
             for span in group:
                 yield from _below(span.span_id, depth + 1, children)
 
 
 def _bar(spans: Iterable[RecordedSpan], begin: int, end: int, width: int) -> str:
-    """Each column as full as its time is covered."""
+    """Draw a bar: each column as full as its time is covered."""
     column_ns = max(1.0, (end - begin) / width)
     covered = [0.0] * width
     for span in spans:
@@ -96,9 +100,9 @@ def _bar(spans: Iterable[RecordedSpan], begin: int, end: int, width: int) -> str
         for column in range(int(at / column_ns), min(width, int(stop / column_ns) + 1)):
             left, right = column * column_ns, (column + 1) * column_ns
             covered[column] += max(0.0, min(stop, right) - max(at, left)) / column_ns
-    return "".join(BLOCKS[_eighths(share)] for share in covered)
+    return "".join(BLOCKS[_eighths(fraction)] for fraction in covered)
 
 
-def _eighths(share: float) -> int:
-    """None only where nothing is."""
-    return min(8, max(1, round(8 * share))) if share else 0
+def _eighths(fraction: float) -> int:
+    """Round a fraction to eighths; only an empty column has none."""
+    return min(8, max(1, round(8 * fraction))) if fraction else 0

@@ -14,6 +14,6 @@ def world() -> Iterator[RankWorld]:
 
 @pytest.fixture(scope="session")
 def gloo_world() -> Iterator[RankWorld]:
-    """Whose clocks and timelines tell when exchanges ended."""
+    """Return a world whose clocks and timelines record when exchanges ended."""
     with rank_world(4, None) as threads:
         yield threads

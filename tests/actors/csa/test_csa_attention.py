@@ -1,4 +1,4 @@
-"""Sparse attention on ranks against the definition, for jobs of any shape."""
+"""Sparse attention on ranks against the definition, for steps of any shape."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def two_servers(**fields: object) -> CsaCase:
 
 
 def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], atol: float = 1e-10) -> None:
-    for layer, (one, other) in enumerate(zip(got, want, strict=True)):
-        difference = float((one.double() - other).abs().max())
+    for layer, (actual, expected) in enumerate(zip(got, want, strict=True)):
+        difference = float((actual.double() - expected).abs().max())
         assert difference < atol, f"layer {layer} is off by {difference}"
 
 
@@ -67,7 +67,7 @@ def test_chunks_equal_the_definition_with_all_history(world: RankWorld, case: Cs
 def test_chunks_are_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCase) -> None:
     for layer, (got, qkv) in enumerate(zip(on_ranks(world, case), case.qkv(), strict=True)):
         for chunk, rows in zip(case.chunks, prompt_rows(case.lengths), strict=True):
-            q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in qkv)
+            q_thd, k_thd, v_thd = (tensor[rows] for tensor in qkv)
             k_before, v_before = case.earlier(chunk.sequence_id)[layer]
             end = chunk.start + chunk.length
             want, _ = dense_attention(
@@ -83,19 +83,17 @@ def test_chunks_are_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCas
 
 @several
 @given(case=cases())
-def test_decode_is_to_see_the_last_spt_and_what_level_2_keeps(
-    world: RankWorld, case: CsaCase
-) -> None:
-    """And what the job itself computes stays as it is, to the last bit."""
+def test_decode_sees_the_last_spt_and_what_level_2_keeps(world: RankWorld, case: CsaCase) -> None:
+    """The output of the step itself does not change, to the last bit."""
     narrowed = case.with_plan(decode_kept_only=True)
     got, want = layers_on_ranks(world, narrowed), layers_by_brute_force(narrowed)
-    for one, other, exact in zip(got, want, on_ranks(world, case), strict=True):
-        assert other.seen_gt is not None
-        assert torch.equal(one.out_thd, exact)
-        if one.seen_gt is None:
-            assert other.seen_gt.all()
+    for actual, expected, exact in zip(got, want, on_ranks(world, case), strict=True):
+        assert expected.seen_gt is not None
+        assert torch.equal(actual.out_thd, exact)
+        if actual.seen_gt is None:
+            assert expected.seen_gt.all()
         else:
-            assert torch.equal(one.seen_gt, other.seen_gt)
+            assert torch.equal(actual.seen_gt, expected.seen_gt)
 
 
 @several
@@ -129,14 +127,14 @@ def test_pipelining_changes_nothing(world: RankWorld, case: CsaCase) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 6, 20, 1000])
-def test_every_judge(world: RankWorld, window: int) -> None:
+def test_every_window_equals_the_definition(world: RankWorld, window: int) -> None:
     """A window may span several members, or be longer than the prompt."""
     case = two_servers(importance_window=window)
     assert_equal(on_ranks(world, case), by_brute_force(case))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 5])
-def test_a_layer_may_judge_itself(world: RankWorld, micro: int) -> None:
+def test_a_layer_may_score_itself(world: RankWorld, micro: int) -> None:
     group = LayerGroup(first=0, stop=4, drop_ratios=halving(0.4, 3), micro_partitions=(micro, 2, 1))
     case = two_servers(importance_layer="same", layer_groups=(group,))
     assert_equal(on_ranks(world, case), by_brute_force(case))
@@ -144,7 +142,9 @@ def test_a_layer_may_judge_itself(world: RankWorld, micro: int) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("drop_queries", [False, True])
-def test_every_reading(world: RankWorld, nested: bool, drop_queries: bool) -> None:
+def test_every_variant_equals_the_definition(
+    world: RankWorld, nested: bool, drop_queries: bool
+) -> None:
     case = two_servers(nested=nested, drop_queries=drop_queries)
     assert_equal(on_ranks(world, case), by_brute_force(case))
 
@@ -158,7 +158,7 @@ def test_nested_levels_count_near_tokens_twice_even_if_nothing_is_dropped(
 
 
 def test_dropping_drops(world: RankWorld) -> None:
-    """All but the first layer, which nothing has judged yet, differ from exact attention."""
+    """All layers but the first, which has no scores yet, differ from exact attention."""
     sparse, exact = on_ranks(world, two_servers()), on_ranks(world, two_servers(layer_groups=()))
     differences = [float((a - b).abs().max()) for a, b in zip(sparse, exact, strict=True)]
     assert differences[0] < 1e-12
@@ -177,5 +177,5 @@ def test_bfloat16_is_as_good_as_on_one_device(world: RankWorld) -> None:
     for got, alone, exact in zip(
         on_ranks(world, coarse), on_ranks(world, single), want, strict=True
     ):
-        error, inherent = ((x.double() - exact).abs().max() for x in (got, alone))
+        error, inherent = ((out.double() - exact).abs().max() for out in (got, alone))
         assert error <= 2.5 * inherent + 2e-3

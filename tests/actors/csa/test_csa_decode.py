@@ -1,9 +1,7 @@
-"""What a model answers when decode sees kept tokens only, by brute force: whole matrices in fp64.
+"""Decode that sees kept tokens only, on real gangs, against brute force over pairs of tokens.
 
-Written from `CsaPlan.decode_kept_only`'s definition, and sharing nothing with the product but the
-network's own products and the kept sets' oracle.
-
-Decode that sees kept tokens only, on real gangs, against brute force over pairs of tokens.
+The brute force computes whole matrices in fp64 by the definition of `CsaPlan.decode_kept_only`. It
+uses nothing of the product but the network's layers, and the oracle of kept sets.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from csps.protocols.gang.messages import RequestFailed, SampledToken, Sampling
 
 @dataclass
 class DenseDecode:
-    """One prompt and what was answered; `owners` is the prefill member of each prompt token."""
+    """Brute force for one prompt; `owners` is the prefill member of each prompt token."""
 
     network: Network
     plan: CsaPlan
@@ -41,29 +39,29 @@ class DenseDecode:
     k_thd: list[Tensor] = field(default_factory=list)
     v_thd: list[Tensor] = field(default_factory=list)
     seen: list[list[set[int]]] = field(default_factory=list)
-    """[layer][KV head] -> prompt tokens that decode sees."""
+    """Prompt tokens that decode sees, [layer][KV head]."""
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        """(vocab,) log-probabilities of the first token of the answer."""
+        """Return log-probabilities (vocab,) of the first generated token."""
         rotary, x_td = self.network.rotary(torch.arange(len(prompt))), self.network.embed(prompt)
         importance: Tensor | None = None
         for index, layer in enumerate(self.network.layers):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
             oracle, scale = self._oracle(index), q_thd.shape[2] ** -0.5
-            judged = oracle.judged_by_window(q_thd, k_thd, self.plan.importance_window, scale)
+            scored = oracle.judged_by_window(q_thd, k_thd, self.plan.importance_window, scale)
             if self.plan.importance_layer == "same":
-                importance = judged
+                importance = scored
             weights = oracle.counts(importance)
             out_thd, _ = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
             self.seen.append([self._seen(oracle, h, importance) for h in range(k_thd.shape[1])])
-            importance = judged
+            importance = scored
             x_td = layer.finish(x_td, out_thd.float())
             self.k_thd.append(k_thd)
             self.v_thd.append(v_thd)
         return self.network.logits(x_td[-1:])[0].log_softmax(-1)
 
     def step(self, token: int) -> Tensor:
-        """The same of the token after this one."""
+        """Return log-probabilities (vocab,) of the token after this one."""
         position = len(self.k_thd[0])
         rotary = self.network.rotary(torch.tensor([position]))
         x_td = self.network.embed(torch.tensor([token]))
@@ -117,7 +115,7 @@ class DenseDecode:
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 8
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 LONG, SHORT = 90, 6
-"""The long prompt spans all members, the short one lies in the last."""
+"""Lengths of a prompt that spans all members, and of one inside the last member."""
 SAMPLING = Sampling(temperature=0, max_tokens=5, logprobs=0)
 
 
@@ -173,15 +171,18 @@ async def answers(cell: ThreadCell, requests: Sequence[Request], plan: CsaPlan) 
     cell.check_idle()
 
 
-def drawn_by_brute_force(
-    model: Path, plan: CsaPlan, requests: Sequence[Request], drawn: Sequence[Sequence[SampledToken]]
+def logprobs_by_brute_force(
+    model: Path,
+    plan: CsaPlan,
+    requests: Sequence[Request],
+    sampled: Sequence[Sequence[SampledToken]],
 ) -> list[list[float]]:
-    """Log-probability of each token that was drawn, after the ones that were drawn before."""
+    """Return the log-probability of each sampled token after the tokens before it."""
     network, begin, found = load_network(model), 0, []
     lengths = [len(request.prompt) for request in requests]
     bounds = even_bounds(sum(lengths), len(plan.locations))
     owner = np.repeat(range(len(plan.locations)), np.diff(bounds)).tolist()
-    for request, tokens in zip(requests, drawn, strict=True):
+    for request, tokens in zip(requests, sampled, strict=True):
         end = begin + len(request.prompt)
         dense = DenseDecode(network, plan, owner[begin:end])
         begin = end
@@ -189,13 +190,13 @@ def drawn_by_brute_force(
             rows = [dense.prefill(torch.from_numpy(request.prompt.astype(np.int64)))]
             rows += [dense.step(token.token) for token in tokens[:-1]]
         assert [int(row.argmax()) for row in rows] == [token.token for token in tokens]
-        found.append([float(row[it.token]) for row, it in zip(rows, tokens, strict=True)])
+        found.append([float(row[token.token]) for row, token in zip(rows, tokens, strict=True)])
     return found
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of both gangs."""
+    """Shape of both gangs."""
 
     prefill: int
     levels: int
@@ -225,9 +226,9 @@ async def check(model: Path, shape: Shape, plan: CsaPlan, *, lengths: Sequence[i
         decode_tp=shape.decode_tp,
     ) as cell:
         await answers(cell, requests, plan)
-        drawn = [cell.draws(request.sequence_id) for request in requests]
-    expected = drawn_by_brute_force(model, plan, requests, drawn)
-    for tokens, logprobs in zip(drawn, expected, strict=True):
+        sampled = [cell.draws(request.sequence_id) for request in requests]
+    expected = logprobs_by_brute_force(model, plan, requests, sampled)
+    for tokens, logprobs in zip(sampled, expected, strict=True):
         assert [token.logprob for token in tokens] == pytest.approx(logprobs, abs=2e-4)
 
 
@@ -238,7 +239,7 @@ async def test_decode_sees_kept_tokens_and_no_others(model: Path, shape: Shape) 
 
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_heads_that_keep_unequally_many(model: Path, tp: int) -> None:
-    """With two tensor-parallel ranks the first one's heads drop nothing, and the second's do."""
+    """With two tensor-parallel ranks, only the heads of the second drop tokens."""
     plan = plan_of(2, 2, ((0.0, 0.0, 0.5, 0.8),))
     await check(model, Shape(2, 2, prefill_tp=tp), plan, lengths=(LONG, SHORT))
 
@@ -248,7 +249,7 @@ async def test_heads_that_keep_unequally_many(model: Path, tp: int) -> None:
     [{"importance_layer": "same"}, {"nested": True}, {"drop_queries": False}, {"pipelined": False}],
     ids=str,
 )
-async def test_every_reading(model: Path, change: dict[str, Any]) -> None:
+async def test_every_variant_equals_brute_force(model: Path, change: dict[str, Any]) -> None:
     await check(model, Shape(4, 3), replace(plan_of(4, 3), **change), lengths=(LONG,))
 
 
@@ -256,13 +257,15 @@ async def test_the_tests_would_notice_a_decode_that_sees_all(model: Path) -> Non
     plan, (request,) = plan_of(2, 2, kept_only=False), requests_of(LONG, instances=[0])
     async with thread_cell(model, prefill=2, decode=1) as cell:
         await answers(cell, [request], plan)
-        drawn = cell.draws(request.sequence_id)
-    (exact,) = drawn_by_brute_force(model, plan, [request], [drawn])
-    assert [it.logprob for it in drawn] == pytest.approx(exact, abs=2e-4)
+        sampled = cell.draws(request.sequence_id)
+    (exact,) = logprobs_by_brute_force(model, plan, [request], [sampled])
+    assert [token.logprob for token in sampled] == pytest.approx(exact, abs=2e-4)
     dense = DenseDecode(load_network(model), replace(plan, decode_kept_only=True), _halves())
     with torch.inference_mode():
         dense.prefill(torch.from_numpy(request.prompt.astype(np.int64)))
-        narrowed = [float(dense.step(it.token)[after.token]) for it, after in pairwise(drawn)]
+        narrowed = [
+            float(dense.step(token.token)[after.token]) for token, after in pairwise(sampled)
+        ]
     assert max(abs(a - b) for a, b in zip(narrowed, exact[1:], strict=True)) > 1e-2
 
 
@@ -274,7 +277,7 @@ def _halves() -> list[int]:
 
 
 async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
-    """Bytes over the KV connection."""
+    """Return the bytes sent over the KV connection."""
     requests = requests_of(LONG, instances=[0], kept_only=kept_only)
     async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
         await answers(cell, requests, plan)
@@ -282,7 +285,7 @@ async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
         return sum(sender.connection.bytes_sent for sender in senders if sender is not None)
 
 
-async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:
+async def test_only_kept_tokens_are_sent_to_decode(model: Path) -> None:
     """Two of four layers drop; of two SPTs the first keeps two fifths, the last everything."""
     vector, spt, header = 2 * HEAD_DIM * 4, LONG // 2, KvHeader.WORDS * 8
     whole = await sent_to_decode(model, plan_of(2, 2, kept_only=False), kept_only=False)
@@ -295,7 +298,7 @@ async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:
     assert kept == whole - dropped * vector + masks
 
 
-async def test_a_request_that_is_to_have_all_tokens_takes_nothing_less(model: Path) -> None:
+async def test_a_request_reserved_for_all_tokens_fails_with_kept_ones_only(model: Path) -> None:
     (request,) = requests_of(LONG, instances=[0], kept_only=False)
     async with thread_cell(model, prefill=2, decode=1) as cell:
         cell.failures_expected = True
@@ -303,7 +306,7 @@ async def test_a_request_that_is_to_have_all_tokens_takes_nothing_less(model: Pa
         job = job_of([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
         cell.submit(job, request.prompt)
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=request.sequence_id))
-        assert {it.code for it in cell.about(RequestFailed)} == {"TransferError"}
+        assert {failed.code for failed in cell.about(RequestFailed)} == {"TransferError"}
         cell.cancel(request.sequence_id)
         await cell.prefilled(*cell.jobs)
         await cell.idle()

@@ -1,4 +1,4 @@
-"""Whole prefill jobs with sparse attention on real gangs, streamed to a decode gang."""
+"""Whole prefill steps with sparse attention on real gangs, streamed to a decode gang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from csps.protocols.gang.messages import PrefillDone
 
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 LAYERS = 4
-"""As many as any checkpoint here has, so that plans reach all layers."""
+"""Most layers of any checkpoint here, so that plans reach all layers."""
 
 
 def plan(members: int, *, levels: int, drop_ratio: float, micro: int = 2) -> CsaPlan:
@@ -57,18 +57,18 @@ async def test_tokens_are_transformers_when_nothing_is_dropped(
     async with thread_cell(tiny_llama, prefill=members, prefill_tp=tp, decode=1) as cell:
         await prefill(cell, requests, plan(members, levels=levels, drop_ratio=0.0))
         answers = await cell.answer(*requests)
-        assert answers == [greedy_tokens(tiny_llama, it.tolist(), 6) for it in prompts]
+        assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6) for prompt in prompts]
         await cell.freed(*range(len(requests)))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
 
 
 async def test_dropping_leaves_the_kv_cache_whole(tmp_path: Path) -> None:
-    """Decode finds all tokens of the prompt, and gives all slots back."""
-    # Of the tiny one's two layers neither drops anything.
+    """Decode finds all tokens of the prompt, and frees all slots."""
+    # Neither of the tiny model's two layers drops anything.
     model = make_checkpoint(tmp_path, num_hidden_layers=LAYERS)
     request = Request(sequence_id=1, prompt=prompt_of(80), slices=even_shares(80, [0, 1]))
-    # Plain gloo tells how long exchanges took.
+    # Plain gloo measures how long exchanges took.
     async with thread_cell(model, prefill=4, decode=2, data_group=None) as cell:
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
         (answer,) = await cell.answer(request)
@@ -93,32 +93,36 @@ async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None
             levels = 1 + request.sequence_id % 3
             await prefill(cell, [request], plan(4, levels=levels, drop_ratio=0.0))
         answers = await cell.answer(*requests)
-        assert answers == [greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in requests]
+        assert answers == [
+            greedy_tokens(tiny_llama, request.prompt.tolist(), 6) for request in requests
+        ]
         await cell.freed(*range(4))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
 
 
 class Doors:
-    """Before the second and before the seventh micro-partition of a layer's own rows: a step is let
-    run two quanta ahead, so that there are some parts between."""
+    """Doors before the second and the seventh micro-partition of a layer's own rows.
+
+    A step may run two quanta ahead, so there are some yield points between the doors.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.second, self.seventh = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
         attend_next = OwnRows.attend_next
 
-        def held(own: OwnRows) -> None:
+        def attend_behind_door(own: OwnRows) -> None:
             if own.done in (1, 6):
                 door = self.second if own.done == 1 else self.seventh
                 self.ranks_waiting.release()
                 assert door.wait(ANSWER_S), "the door stayed closed"
             attend_next(own)
 
-        patch.setattr(OwnRows, "attend_next", held)
+        patch.setattr(OwnRows, "attend_next", attend_behind_door)
 
 
-async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
+async def test_high_priority_steps_of_one_rank_run_inside_a_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doors = Doors(monkeypatch)
@@ -144,7 +148,8 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
         doors.seventh.set()
         answers = await cell.answer(long, *high_priority)
         assert answers == [
-            greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in (long, *high_priority)
+            greedy_tokens(tiny_llama, request.prompt.tolist(), 6)
+            for request in (long, *high_priority)
         ]
         await cell.freed(*range(len(lengths)))
         await cell.prefilled(*cell.jobs)
@@ -153,7 +158,7 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
         assert all(done.yielded_s > 0 for done in cell.about(PrefillDone, step_id=step_id))
 
 
-async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
+async def test_a_cancelled_step_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
     before = set(threading.enumerate())
     request = Request(sequence_id=1, prompt=prompt_of(400), slices=even_shares(400, [0]))
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:

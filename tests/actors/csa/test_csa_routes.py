@@ -1,4 +1,4 @@
-"""The consolidated all-to-all against the naive one, in which each level fetches for itself."""
+"""The consolidated all-to-all against the naive one, in which each level receives its own rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from csps.protocols.attention.csa import CsaPlan, LayerGroup
 
 several = settings(max_examples=examples(150))
 Datum = tuple[Kind, int, int, int]
-"""Kind, part, head, place in the head's kept order."""
+"""Kind, part, head, index in the head's kept order."""
 
 
 def routes_of(case: CsaCase, layer: int = 1) -> Routes:
@@ -46,7 +46,7 @@ def segments_of(routes: Routes, member: int) -> Iterator[SegmentRoutes]:
 
 
 def sent(routes: Routes, member: int) -> Counter[Datum]:
-    """What other members send to one, over all levels."""
+    """Count what other members send to one member, over all levels."""
     data: Counter[Datum] = Counter()
     for segment in segments_of(routes, member):
         for step in segment.steps:
@@ -61,12 +61,12 @@ def sent(routes: Routes, member: int) -> Counter[Datum]:
 
 
 def needed(case: CsaCase, routes: Routes, member: int) -> set[Datum]:
-    """What one member computes with at any level, of other members' tokens."""
+    """Return the data of other members with which one member computes at any level."""
     data: set[Datum] = set()
     group = case.heads // case.kv_heads
     for segment in segments_of(routes, member):
-        place, size = member - segment.members.start, len(segment.members)
-        owned = range(place * case.heads // size, (place + 1) * case.heads // size)
+        index, size = member - segment.members.start, len(segment.members)
+        owned = range(index * case.heads // size, (index + 1) * case.heads // size)
         for sight in segment.segment.sights:
             asking: set[tuple[Kind, int]] = {("queries", sight.part)}
             asking |= {("keys", key) for key in sight.sources}
@@ -98,7 +98,7 @@ def test_rectangles_are_what_the_level_sees(case: CsaCase) -> None:
     routes = routes_of(case)
     for member in range(case.members):
         for segment in segments_of(routes, member):
-            assert computed_pairs(segment, member) == wanted_pairs(segment, member)
+            assert computed_pairs(segment, member) == expected_pairs(segment, member)
 
 
 def computed_pairs(segment: SegmentRoutes, member: int) -> Counter[tuple[object, ...]]:
@@ -126,7 +126,7 @@ def computed_pairs(segment: SegmentRoutes, member: int) -> Counter[tuple[object,
 def places(
     segment: SegmentRoutes, kind: Kind, rows: dict[int, slice]
 ) -> dict[int, tuple[int, int]]:
-    """Buffer row -> (part, token from the part's first row)."""
+    """Return (part, token from the part's first row) of each buffer row."""
     return {
         row: (part, row - where.start)
         for part, where in rows.items()
@@ -134,7 +134,7 @@ def places(
     }
 
 
-def wanted_pairs(segment: SegmentRoutes, member: int) -> Counter[tuple[object, ...]]:
+def expected_pairs(segment: SegmentRoutes, member: int) -> Counter[tuple[object, ...]]:
     pairs: Counter[tuple[object, ...]] = Counter()
     for block in segment.owner(member).query_blocks:
         for sight in segment.segment.sights:
@@ -148,8 +148,8 @@ def wanted_pairs(segment: SegmentRoutes, member: int) -> Counter[tuple[object, .
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_what_a_nearer_level_got_is_not_sent_again(gpus: int) -> None:
-    """With four GPUs a server, the first one owns at level 3 heads that it owns at level 2."""
+def test_rows_received_for_a_nearer_level_are_not_sent_again(gpus: int) -> None:
+    """With four GPUs per server, the first one owns at level 3 heads that it owns at level 2."""
     locations = tuple(f"0-{server}-{gpu}" for server in range(2) for gpu in range(gpus))
     group = LayerGroup(first=1, stop=3, drop_ratios=((0.25,), (0.5,)))
     plan = CsaPlan(locations=locations, levels=3, layer_groups=(group,), sinks=0, tail=0)
@@ -163,6 +163,6 @@ def test_what_a_nearer_level_got_is_not_sent_again(gpus: int) -> None:
         for send_slice in segment.owner(0).send_slices(step)
         if 0 < send_slice.part < gpus
     ]
-    # Keys of the last GPU of the server nobody there has seen; those of the others member 0 has.
+    # No member of the server has seen the keys of its last GPU; member 0 has those of the others.
     expected = [None] if gpus == 2 else [2, 2, None]
     assert reused == expected

@@ -1,4 +1,4 @@
-"""What sparse attention puts on the wire, counted where it is sent."""
+"""Bytes and messages of sparse attention, counted at the sender."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def two_servers(drop_ratios: Ratios, *, micro: int = 1, levels: int = 3) -> CsaC
 
 
 def sent(world: RankWorld, case: CsaCase) -> list[list[int]]:
-    """Bytes from member to member over both layers."""
+    """Return the bytes from member to member over both layers."""
     before = [list(mesh.bytes_sent) for mesh in world.meshes]
     on_ranks(world, case)
     return [
@@ -50,7 +50,7 @@ def sent(world: RankWorld, case: CsaCase) -> list[list[int]]:
 
 
 def between_servers(traffic: list[list[int]]) -> tuple[int, int]:
-    """From the first server to the second, and back."""
+    """Return the bytes from the first server to the second, and back."""
     there = sum(traffic[a][b] for a in (0, 1) for b in (2, 3))
     back = sum(traffic[a][b] for a in (2, 3) for b in (0, 1))
     return there, back
@@ -64,15 +64,15 @@ OUTPUTS = SPT * HEADS * (DIM + 1) * FP64
 def test_exact_sparse_attention_sends_keys_one_way_and_queries_the_other(
     world: RankWorld,
 ) -> None:
-    """Each SPT's data for the half of the heads that the other server owns."""
+    """Each SPT sends its data for the half of the heads that the other server owns."""
     there, back = between_servers(sent(world, two_servers(())))
     assert there == 2 * (2 * KEYS / 2 + 2 * OUTPUTS / 2)
     assert back == 2 * (2 * QUERIES / 2)
 
 
 def test_dropping_shrinks_every_message_by_what_it_drops(world: RankWorld) -> None:
-    """In the second layer; in the first, which drops nothing, the last member tells its window of
-    queries, and everybody everybody else the LSEs over its keys."""
+    """The second layer drops. In the first, the last member sends its window of queries, and all
+    members send all others the LSEs over their keys."""
     there, back = between_servers(sent(world, two_servers(((0.5,), (0.75,)))))
     queries, lses = 2 * WINDOW * HEADS * DIM * FP64, 4 * WINDOW * HEADS * FP64
     assert there == (1 + 0.25) * (KEYS + OUTPUTS) + lses
@@ -85,10 +85,10 @@ def test_cutting_into_micro_partitions_sends_nothing_more(world: RankWorld) -> N
 
 
 def test_one_level_sends_what_exact_attention_over_heads_sends(world: RankWorld) -> None:
-    """Plain SP-NTP: a quarter of the heads to each other member and back, and the LSEs."""
+    """Plain SP-NTP sends a quarter of the heads to each other member and back, and the LSEs."""
     traffic = sent(world, two_servers((), levels=1))
-    each = (QUERIES + OUTPUTS + KEYS) / 4
-    expected = [[0 if a == b else 2 * each for b in range(4)] for a in range(4)]
+    quarter = (QUERIES + OUTPUTS + KEYS) / 4
+    expected = [[0 if a == b else 2 * quarter for b in range(4)] for a in range(4)]
     assert traffic == expected
 
 
@@ -126,13 +126,13 @@ def test_every_exchange_of_a_pipelined_job_can_be_drawn(gloo_world: RankWorld) -
     for clock in clocks.values():
         trace = rank_trace(clock.timeline.events)
         assert crossings(trace) == []
-        assert sum(it["ph"] == "X" for it in trace) == len(clock.timeline.events)
+        assert sum(entry["ph"] == "X" for entry in trace) == len(clock.timeline.events)
 
 
 def first_messages(
     world: RankWorld, case: CsaCase, patch: pytest.MonkeyPatch
 ) -> dict[int, list[Counter[int]]]:
-    """By sender, each exchange of the first all-to-alls: messages to each peer."""
+    """Count the messages to each peer in each exchange of the first all-to-alls, by sender."""
     exchanges: dict[int, list[Counter[int]]] = defaultdict(list)
     start = Mesh.start_exchange
 
@@ -156,7 +156,7 @@ def first_messages(
 def test_an_exchange_is_one_message_per_destination(
     world: RankWorld, monkeypatch: pytest.MonkeyPatch, pipelined: bool
 ) -> None:
-    """Whatever levels, prompts and blocks of heads it consists of."""
+    """Cover exchanges with several levels, prompts and blocks of heads."""
     case = two_servers(((0.0, 0.5, 0.5, 0.75), (0.5, 0.75, 0.75, 0.75)), micro=2)
     case = replace(case.with_plan(pipelined=pipelined), lengths=(100, 156))
     for exchanges in first_messages(world, case, monkeypatch).values():
@@ -170,26 +170,26 @@ def test_an_exchange_is_one_message_per_destination(
 def test_computing_is_in_one_phase_at_a_time(
     world: RankWorld, pipelined: bool, window: int
 ) -> None:
-    """So that sums over phases count nothing twice: neither another phase nor an urgent job."""
+    """Sums over phases count neither another phase nor a high-priority step twice."""
     case = two_servers(((0.5,), (0.75,)), micro=3)
     case = case.with_plan(pipelined=pipelined, importance_window=window)
-    clocks = {rank: _Watched(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
+    clocks = {rank: _PointClock(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}
     on_ranks(world, case, clocks, part=lambda rank, number: clocks[rank].pass_point())
     for clock in clocks.values():
         computing = [e for e in clock.timeline.events if e.name not in TRANSFERS]
         spans = sorted((e.start_ns, e.end_ns) for e in computing)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
-        assert clock.given, "no urgent job could have run"
-        assert not any(begin < now < end for now in clock.given for begin, end in spans)
+        assert clock.points_ns, "no high-priority step could have run"
+        assert not any(begin < now < end for now in clock.points_ns for begin, end in spans)
         assert {e.layer for e in computing if e.name == "importance"} == {0}
 
 
 @dataclass
-class _Watched(StepClock):
-    """Notes when a member passed a point; it must not while it counts its time as waiting."""
+class _PointClock(StepClock):
+    """Records when a member passed a point, which it must not while its time counts as waiting."""
 
     counting: int = 0
-    given: list[int] = field(default_factory=list)
+    points_ns: list[int] = field(default_factory=list)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class _Watched(StepClock):
 
     def pass_point(self) -> None:
         assert not self.counting
-        self.given.append(time.time_ns())
+        self.points_ns.append(time.time_ns())
 
 
 def test_levels_and_second_all_to_alls_are_in_order(gloo_world: RankWorld) -> None:

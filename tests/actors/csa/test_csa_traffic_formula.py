@@ -22,7 +22,7 @@ from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan
 
 @st.composite
 def one_prompt(draw: st.DrawFn) -> CsaCase:
-    """What the formula is for: one prompt, of which every member has some."""
+    """Return a case that the formula covers: one prompt, of which every member has tokens."""
     case = draw(cases())
     lengths = draw(
         st.lists(st.integers(4, 24), min_size=case.members, max_size=case.members), label="SPTs"
@@ -52,10 +52,10 @@ def shape_of(case: CsaCase) -> AttentionShape:
 
 
 def layer_traffic(shape: AttentionShape, plan: CsaPlan, spts: Sequence[int], layer: int) -> Traffic:
-    """In a certain layer, which is not the last."""
-    drops, judges, _ = _content(shape, plan, layer)
+    """Return the traffic of one layer, which is not the last."""
+    drops, scores, _ = _content(shape, plan, layer)
     dropping = layer if drops else None
-    return _layer(shape, plan, tp=1, spts=spts, dropping=dropping, judges=judges)
+    return _layer(shape, plan, tp=1, spts=spts, dropping=dropping, judges=scores)
 
 
 def spts_of(case: CsaCase) -> list[int]:
@@ -63,7 +63,7 @@ def spts_of(case: CsaCase) -> list[int]:
 
 
 def measured(world: RankWorld, case: CsaCase) -> Traffic:
-    """Of all layers but the last."""
+    """Return the traffic of all layers but the last."""
     before = [list(mesh.bytes_sent) for mesh in world.meshes]
     on_ranks(world, case)
     places = case.plan.topology.locations
@@ -99,16 +99,17 @@ QUERIES, KEYS = 1024 * 8 * 64, 2 * 1024 * 4 * 64
 OUTPUTS = 1024 * 8 * 65
 
 
-def test_levels_halve_what_goes_between_two_servers() -> None:
-    """Three levels: keys one way, queries the other and outputs back. One: everything both ways."""
+def test_levels_halve_the_traffic_between_two_servers() -> None:
+    """Three levels send keys one way, queries the other and outputs back; one level sends all both
+    ways."""
     three = layer_traffic(SHAPE, two_by_two(), SPTS, 0)
     one = layer_traffic(SHAPE, two_by_two(levels=1), SPTS, 0)
     assert three.between == KEYS + QUERIES + OUTPUTS
     assert one.between == 2 * three.between
 
 
-def test_a_ratio_is_seen_where_it_drops() -> None:
-    """p = 1/2 at level 2 keeps a quarter at level 3, besides sinks and tail; importance before."""
+def test_a_ratio_reduces_the_traffic_of_the_layers_that_drop() -> None:
+    """A ratio of 1/2 at level 2 keeps a quarter at level 3, besides sinks and tail."""
     plan = two_by_two(0.5)
     first, middle = (layer_traffic(SHAPE, plan, SPTS, i) for i in (0, 2))
     window = plan.importance_window * SHAPE.heads
@@ -116,8 +117,8 @@ def test_a_ratio_is_seen_where_it_drops() -> None:
     assert middle.between == pytest.approx((KEYS + QUERIES + OUTPUTS) / 4, rel=0.01)
 
 
-def test_a_layer_that_judges_itself_sends_as_much_as_one_that_judges_for_the_next() -> None:
-    """In the layers that drop, of which there are as many as of those before them."""
+def test_a_layer_that_scores_itself_sends_as_much_as_one_that_scores_for_the_next() -> None:
+    """There are as many layers that drop as layers before these."""
     plan = two_by_two(0.5)
     before, itself = (
         csa_traffic(SHAPE, replace(plan, importance_layer=by), tp=1, spts=SPTS)
@@ -127,7 +128,7 @@ def test_a_layer_that_judges_itself_sends_as_much_as_one_that_judges_for_the_nex
 
 
 def test_heads_split_over_ranks_send_as_much_and_sum_outputs() -> None:
-    """As long as no KV head has to go to two members."""
+    """Take as many KV heads as members, so that none goes to two members."""
     shape = replace(SHAPE, kv_heads=8)
     whole, split = (csa_traffic(shape, two_by_two(0.5), tp=tp, spts=SPTS) for tp in (1, 2))
     assert split.between == pytest.approx(whole.between)

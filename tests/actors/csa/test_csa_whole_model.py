@@ -25,7 +25,7 @@ KV_HEADS = 4
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 BOUNDS = (0, 20, 33, 60, 75)
 LONG, SHORT = 68, 7
-"""The long prompt spans all members, the short one lies in the last."""
+"""Lengths of a prompt that spans all members, and of one inside the last member."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def gang(model: Path) -> Iterator[StrategyRanks]:
 
 @pytest.fixture(scope="module")
 def parallel_gang(model: Path) -> Iterator[StrategyRanks]:
-    """Each instance of two tensor-parallel ranks, which have two KV heads each."""
+    """Return instances of two tensor-parallel ranks, which have two KV heads each."""
     with strategy_ranks(model, instances=4, tp=2) as ranks:
         yield ranks
 
@@ -60,14 +60,14 @@ def plan_of(levels: int, drop_ratio: float, window: int = 16, *, pipelined: bool
 
 
 def ratios_per_head() -> CsaPlan:
-    """No two heads of one tensor-parallel rank keep equally many."""
+    """Return a plan in which no two heads of one tensor-parallel rank keep equally many."""
     ratios = tuple((0.0, near, 0.5, 0.75) for (near,) in halving(0.25, 3))
     group = LayerGroup(first=0, stop=LAYERS, drop_ratios=ratios, micro_partitions=(2, 1, 2))
     return replace(plan_of(3, 0.0), layer_groups=(group,))
 
 
 def oracle(plan: CsaPlan, layer: int) -> DenseCsa:
-    """The definition for one layer of the long prompt."""
+    """Return the definition for one layer of the long prompt."""
     group, drops = plan.layer_group(layer), layer not in (0, LAYERS - 1)
     levels = range(1, plan.levels + 1)
     return DenseCsa(
@@ -83,17 +83,17 @@ def oracle(plan: CsaPlan, layer: int) -> DenseCsa:
 
 
 def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
-    """The long prompt's forward pass; kept sets are chosen by the layer before."""
-    judged: list[Tensor | None] = [None]
+    """Run the long prompt's forward pass; the layer before scores the kept sets."""
+    importance: list[Tensor | None] = [None]
 
     def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         dense, scale = oracle(plan, layer), q_thd.shape[2] ** -0.5
-        weights = dense.counts(judged[0])
+        weights = dense.counts(importance[0])
         out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, scale)
         if plan.importance_window == ALL_QUERIES:
-            judged[0] = dense.judged_by_all(q_thd, k_thd, lse_ht, weights, scale)
+            importance[0] = dense.judged_by_all(q_thd, k_thd, lse_ht, weights, scale)
         else:
-            judged[0] = dense.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
+            importance[0] = dense.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
         return out_thd
 
     with torch.inference_mode():
@@ -101,7 +101,7 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
-    """Residual stream and KV of every rank; returns the brute force's."""
+    """Check residual stream and KV of every rank; return the brute force's forward pass."""
 
     def csa(group: SpGroup, engine: Engine) -> Csa:
         schedule = DropSchedule(

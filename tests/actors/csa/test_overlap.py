@@ -1,4 +1,4 @@
-"""Pipelining is computing while exchanges are under way: begun, and not waited for yet."""
+"""Pipelining computes while exchanges are under way: begun, and not waited for yet."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from csa_cases import CsaCase, on_ranks
 from exchange_counter import counted
 from rank_world import RankWorld
 
-from csps.actors.attention.csa import level_attention as owned_level
-from csps.actors.attention.csa import running_attention as own_rows
+from csps.actors.attention.csa import level_attention, running_attention
 from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
@@ -34,7 +33,7 @@ def case(ratio: float, micro: int, *, pipelined: bool) -> CsaCase:
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_computing_goes_on_while_exchanges_do(world: RankWorld, ratio: float, micro: int) -> None:
-    with counted(own_rows, owned_level) as overlaps:
+    with counted(running_attention, level_attention) as overlaps:
         on_ranks(world, case(ratio, micro, pipelined=True))
     assert overlaps.share > 0.5
     assert max(map(len, overlaps.at_calls)) > 1
@@ -44,7 +43,7 @@ def test_computing_goes_on_while_exchanges_do(world: RankWorld, ratio: float, mi
 def test_without_pipelining_nothing_is_under_way_while_anything_is_computed(
     world: RankWorld, ratio: float
 ) -> None:
-    with counted(own_rows, owned_level) as overlaps:
+    with counted(running_attention, level_attention) as overlaps:
         on_ranks(world, case(ratio, 4, pipelined=False))
     assert overlaps.at_calls
     assert not any(overlaps.at_calls)

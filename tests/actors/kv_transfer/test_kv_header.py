@@ -32,11 +32,11 @@ from csps.protocols.core.placement import Span
         dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
     )
 )
-def test_a_header_survives_the_wire(it: KvHeader) -> None:
-    words = it.pack()
+def test_a_header_survives_the_wire(announced: KvHeader) -> None:
+    words = announced.pack()
     assert words.dtype == torch.int64
     assert words.shape == (KvHeader.WORDS,)
-    assert KvHeader.unpack(words) == it
+    assert KvHeader.unpack(words) == announced
 
 
 @pytest.mark.parametrize("kept", [None, 0, 1, 20])
@@ -60,14 +60,14 @@ def test_a_header_says_how_much_is_kept(kept: int | None) -> None:
         (11, 2**32),
     ],
 )
-def test_what_is_no_header_is_refused(word: int, value: int) -> None:
+def test_words_that_are_no_header_are_refused(word: int, value: int) -> None:
     words = header().pack()
     words[word] = value
     with pytest.raises(TransferError, match="expected a KV header"):
         KvHeader.unpack(words)
 
 
-def test_epochs_are_told_apart() -> None:
+def test_epochs_have_different_digests() -> None:
     names = [f"{prefill}.{decode}.{n}" for prefill in "ab" for decode in "cd" for n in range(50)]
     numbers = {name_digest(name) for name in names}
     assert len(numbers) == len(names)

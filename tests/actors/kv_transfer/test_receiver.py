@@ -159,8 +159,8 @@ def rows_of(tensors: list[Tensor]) -> list[list[float]]:
 # --- what goes wrong -----------------------------------------------------------------------
 
 
-def send(connection: KvConnection, it: KvHeader, message: KvBody | None = None) -> None:
-    sending = connection.send(DECODE, it, message or body(it))
+def send(connection: KvConnection, announced: KvHeader, message: KvBody | None = None) -> None:
+    sending = connection.send(DECODE, announced, message or body(announced))
     connection.next_credit(DECODE)
     sending.wait()
 
@@ -189,7 +189,7 @@ def check_next_lands(connection: KvConnection, receiver: Receiver, spec: ModelSp
     ],
     ids=str,
 )
-def test_wrong_kv_fails_its_request_and_nothing_of_it_lands(
+def test_wrong_kv_fails_its_request_and_is_not_stored(
     spec: ModelSpec, wrong: dict[str, Any]
 ) -> None:
     """The stream goes on behind it: the bad message was received to its end."""
@@ -210,8 +210,8 @@ def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> 
         kept_ht = torch.ones(spec.kv_heads, 10, dtype=torch.bool)
         kept_ht[0, :3] = False
         rows = torch.ones(5, HEAD_DIM)
-        it = header(heads=range(spec.kv_heads), kept=5)
-        send(connection, it, KvBody(rows, rows, kept_ht))
+        announced = header(heads=range(spec.kv_heads), kept=5)
+        send(connection, announced, KvBody(rows, rows, kept_ht))
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
         assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
@@ -234,26 +234,26 @@ def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
         check_next_lands(connection, receiver, spec)
 
 
-def test_a_message_larger_than_what_was_granted_breaks_the_rank(spec: ModelSpec) -> None:
+def test_a_message_larger_than_the_credit_breaks_the_rank(spec: ModelSpec) -> None:
     """Before memory is taken for it."""
     with pair(spec) as (connection, receiver):
-        it = header(span=Span(start=0, stop=2**40))
-        sending = connection.send(DECODE, it, KvBody(torch.empty(0), torch.empty(0)))
+        announced = header(span=Span(start=0, stop=2**40))
+        sending = connection.send(DECODE, announced, KvBody(torch.empty(0), torch.empty(0)))
         broken = receiver.report()
         assert isinstance(broken, TransferError)
-        assert "larger than what was granted" in str(broken)
+        assert "; the credit is" in str(broken)
         sending.wait()
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_sender_that_goes_or_stops_in_the_middle_of_a_message_is_reported(
+def test_a_sender_lost_or_stalled_inside_a_message_is_reported(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """What it announced will never come."""
     with pair(spec) as (connection, receiver):
         monkeypatch.setattr(connection_module, "MESSAGE_DEADLINE", timedelta(milliseconds=50))
-        it = header(heads=range(spec.kv_heads))
-        connection.send(DECODE, it, KvBody(torch.empty(0), torch.empty(0))).wait()
+        announced = header(heads=range(spec.kv_heads))
+        connection.send(DECODE, announced, KvBody(torch.empty(0), torch.empty(0))).wait()
         if dies:
             connection.close()
         assert receiver.report().startswith("prefill rank 0: ")
@@ -267,19 +267,19 @@ def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole
         receiver.reservations[SEQUENCE_ID] = reservation(
             (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=not whole
         )
-        it = header(heads=range(spec.kv_heads))
-        sent = body(it)
+        announced = header(heads=range(spec.kv_heads))
+        sent = body(announced)
         if not whole:
             kept_ht = torch.zeros(spec.kv_heads, 10, dtype=torch.bool)
             kept_ht[:, 3:5] = True
             rows = torch.randn(2 * spec.kv_heads, HEAD_DIM)
-            it, sent = replace(it, kept=len(rows)), KvBody(rows, -rows, kept_ht)
+            announced, sent = replace(announced, kept=len(rows)), KvBody(rows, -rows, kept_ht)
         checksum = sent.checksum()
         if sent.kept_ht is None:
             sent.v[9, 0, 1] += 1e-6
         else:
             sent.kept_ht[0, 3:7] = torch.tensor([False, True, True, False])
-        send(connection, replace(it, checksum=checksum), sent)
+        send(connection, replace(announced, checksum=checksum), sent)
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
         assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
@@ -290,7 +290,7 @@ def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole
         check_next_lands(connection, receiver, spec)
 
 
-def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
+def test_a_channel_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:
             nonsense = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
@@ -311,17 +311,17 @@ def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails:
     def fail(*_: Any, **__: Any) -> None:
         raise out_of_memory
 
-    it = header(heads=range(spec.kv_heads))
-    message = body(it)
+    announced = header(heads=range(spec.kv_heads))
+    message = body(announced)
     with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fails, fail)
-            sending = connection.send(DECODE, it, message)
+            sending = connection.send(DECODE, announced, message)
             assert receiver.report() is out_of_memory
         del sending  # as above
 
 
-def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:
+def test_a_lost_peer_ends_its_own_thread_only(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         connection.close()
         ended(receiver.end.threads)

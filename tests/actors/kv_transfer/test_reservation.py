@@ -32,12 +32,12 @@ from csps.protocols.core.placement import Span
     ],
     ids=str,
 )
-def test_what_was_not_promised_is_not_counted(wrong: dict[str, Any]) -> None:
-    it = reservation((Span(start=0, stop=10), Span(start=20, stop=25)))
-    promised = it.missing
+def test_kv_that_was_not_promised_is_refused(wrong: dict[str, Any]) -> None:
+    reserved = reservation((Span(start=0, stop=10), Span(start=20, stop=25)))
+    promised = reserved.missing
     with pytest.raises(TransferError):
-        it.accept(header(**wrong))
-    assert it.missing == promised
+        reserved.accept(header(**wrong))
+    assert reserved.missing == promised
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_what_was_not_promised_is_not_counted(wrong: dict[str, Any]) -> None:
     ids=str,
 )
 def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> None:
-    it = reservation((Span(start=0, stop=10),))
-    it.accept(header())
+    reserved = reservation((Span(start=0, stop=10),))
+    reserved.accept(header())
     with pytest.raises(TransferError, match="arrived before"):
-        it.accept(header(**again))
+        reserved.accept(header(**again))
 
 
 @given(
@@ -61,29 +61,29 @@ def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> No
 def test_a_span_is_counted_exactly_if_none_of_its_positions_has_arrived(
     spans: list[tuple[int, int, int]],
 ) -> None:
-    it = reservation((Span(0, 45),), layers=1)
+    reserved = reservation((Span(0, 45),), layers=1)
     arrived: set[int] = set()
     for start, extent, step in spans:
         span = Span(start, start + extent, step)
         if arrived.isdisjoint(span.positions):
-            it.accept(header(span=span))
+            reserved.accept(header(span=span))
             arrived.update(span.positions)
         else:
             with pytest.raises(TransferError, match="arrived before"):
-                it.accept(header(span=span))
-    assert it.missing == 2 * (45 - len(arrived))
+                reserved.accept(header(span=span))
+    assert reserved.missing == 2 * (45 - len(arrived))
 
 
 @pytest.mark.parametrize("kept", [None, 5])
 def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> None:
     """Heads that lie side by side in a pool cannot be read if only some of them are complete."""
-    it = reservation((Span(start=0, stop=10),), kept_only=True)
-    it.accept(header(heads=range(2, 3), kept=kept))
-    it.accept(header(layer=1, kept=None if kept else 5))
+    reserved = reservation((Span(start=0, stop=10),), kept_only=True)
+    reserved.accept(header(heads=range(2, 3), kept=kept))
+    reserved.accept(header(layer=1, kept=None if kept else 5))
     with pytest.raises(TransferError, match="other tokens"):
-        it.accept(header(heads=range(3, 4), kept=None if kept else 5))
-    it.accept(header(heads=range(3, 4), kept=kept))
-    assert it.missing == 0
+        reserved.accept(header(heads=range(3, 4), kept=None if kept else 5))
+    reserved.accept(header(heads=range(3, 4), kept=kept))
+    assert reserved.missing == 0
 
 
 @given(
@@ -91,10 +91,10 @@ def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> N
     order=st.randoms(use_true_random=False),
     spans=st.sampled_from([((0, 30),), ((0, 10), (10, 30)), ((5, 9), (0, 2), (20, 21))]),
 )
-def test_a_share_is_complete_exactly_when_all_of_it_has_arrived(
+def test_a_reservation_is_complete_exactly_when_all_of_it_was_received(
     cuts: set[int], order: Any, spans: tuple[tuple[int, int], ...]
 ) -> None:
-    it = reservation(tuple(Span(start=start, stop=stop) for start, stop in spans))
+    reserved = reservation(tuple(Span(start=start, stop=stop) for start, stop in spans))
     parts = [
         header(layer=layer, span=Span(start=start, stop=stop), heads=range(head, head + 1))
         for begin, end in spans
@@ -104,6 +104,6 @@ def test_a_share_is_complete_exactly_when_all_of_it_has_arrived(
     ]
     order.shuffle(parts)
     for part in parts:
-        assert it.missing
-        it.accept(part)
-    assert it.missing == 0
+        assert reserved.missing
+        reserved.accept(part)
+    assert reserved.missing == 0

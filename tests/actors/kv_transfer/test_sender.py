@@ -147,7 +147,7 @@ class SlowReceiver:
     own=st.integers(66, 1500),
     lags=st.lists(st.integers(0, 10), min_size=1, max_size=10),
 )
-def test_no_more_is_read_or_sent_than_is_granted(
+def test_no_more_is_read_or_sent_than_the_credit_allows(
     spec: ModelSpec, window: int, own: int, lags: Sequence[int]
 ) -> None:
     """Read out of the pool means held in memory. The receiver stays behind by so many messages, as
@@ -196,7 +196,7 @@ def check_messages(receiver: SlowReceiver, source: Source) -> None:
     assert (seen == 1).all()
 
 
-def test_what_lies_together_is_sent_from_where_it_lies(spec: ModelSpec) -> None:
+def test_contiguous_kv_is_sent_without_a_copy(spec: ModelSpec) -> None:
     """The pool's own memory is handed to the connection, unless it has to be gathered."""
     with sending(spec) as (source, (end,)):
         handed: list[KvBody] = []
@@ -224,7 +224,7 @@ def in_pool(source: Source, tensor: Tensor) -> bool:
     return any(0 <= tensor.data_ptr() - pool.data_ptr() < pool.nbytes for pool in pools)
 
 
-def test_posting_waits_for_nobody(spec: ModelSpec) -> None:
+def test_posting_never_blocks(spec: ModelSpec) -> None:
     """The receiver has not even said how much it takes."""
     with sending(spec) as (source, (end,)):
         for layer in range(LAYERS):
@@ -237,7 +237,7 @@ def test_posting_waits_for_nobody(spec: ModelSpec) -> None:
         assert source.sent() is None
 
 
-def test_a_receiver_that_takes_nothing_holds_up_no_other(spec: ModelSpec) -> None:
+def test_a_stalled_receiver_delays_no_other(spec: ModelSpec) -> None:
     with sending(spec, TWO) as (source, (stuck, other)):
         SlowReceiver(stuck, 100)
         receiver = SlowReceiver(other, IN_FLIGHT)
@@ -253,7 +253,10 @@ def test_steps_take_turns(spec: ModelSpec) -> None:
         source.send(0)
         other = TransferTracker(source.pool.slots, source._sent.put)
         source.pool.write(
-            1, SEQUENCE_ID, Span(start=0, stop=TOKENS), *(it[1] for it in (source._k, source._v))
+            1,
+            SEQUENCE_ID,
+            Span(start=0, stop=TOKENS),
+            *(pool_tensor[1] for pool_tensor in (source._k, source._v)),
         )
         source.sender.post(other, 1, source.parts[0])
         other.finish()
@@ -270,7 +273,7 @@ def test_steps_take_turns(spec: ModelSpec) -> None:
         check_messages(receiver, source)
 
 
-def test_a_window_smaller_than_a_token_is_a_mistake_of_the_settings(spec: ModelSpec) -> None:
+def test_a_credit_smaller_than_a_token_is_a_configuration_error(spec: ModelSpec) -> None:
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, 65)
         source.send(0)
@@ -293,7 +296,7 @@ def test_more_acknowledged_than_was_sent_breaks_the_rank(spec: ModelSpec) -> Non
 # --- what is not sent ----------------------------------------------------------------------
 
 
-def test_what_nobody_wants_any_more_stays(spec: ModelSpec) -> None:
+def test_cancelled_kv_is_not_sent(spec: ModelSpec) -> None:
     """But for what is under way; the slots come back when that has landed."""
     half = 5 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
     with sending(spec) as (source, (end,)):
@@ -310,7 +313,7 @@ def test_what_nobody_wants_any_more_stays(spec: ModelSpec) -> None:
         assert source.sender.connection.bytes_sent == sent
 
 
-def test_a_receiver_that_dies_with_kv_granted_fails_what_was_not_acknowledged(
+def test_a_receiver_that_dies_fails_what_it_did_not_acknowledge(
     spec: ModelSpec,
 ) -> None:
     """All slots come back, and what is posted later fails as well."""
@@ -325,7 +328,7 @@ def test_a_receiver_that_dies_with_kv_granted_fails_what_was_not_acknowledged(
         assert source.broken.empty()
 
 
-def test_closing_fails_what_has_not_landed_and_tells_nobody(spec: ModelSpec) -> None:
+def test_closing_fails_unacknowledged_kv_and_reports_no_lost_peer(spec: ModelSpec) -> None:
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, 200)
         for layer in range(LAYERS):
@@ -337,7 +340,7 @@ def test_closing_fails_what_has_not_landed_and_tells_nobody(spec: ModelSpec) -> 
         assert source.broken.empty()
 
 
-def test_what_cannot_be_read_fails_its_step_and_the_stream_goes_on(
+def test_unreadable_kv_fails_its_step_and_the_queue_goes_on(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it was announced."""
@@ -371,7 +374,7 @@ def heard(end: KvConnection) -> int:
     return int(words[0])
 
 
-def test_who_has_nothing_to_send_beats(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_sender_sends_heartbeats(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after it has, and while a device has not written yet what is next."""
     monkeypatch.setattr(send_queue, "HEARTBEAT_S", 0.01)
     device = Device()
@@ -418,7 +421,9 @@ def test_so_many_messages_carry_a_checksum_of_their_bytes(
             receiver.take()
             receiver.acknowledge()
         assert source.sent() is None
-    carried = [(it.checksum, body) for it, body in receiver.messages if it.checksum is not None]
+    carried = [
+        (header.checksum, body) for header, body in receiver.messages if header.checksum is not None
+    ]
     assert len(carried) == checked
     for checksum, body in carried:
         assert checksum == zlib.crc32(body.k.numpy().tobytes() + body.v.numpy().tobytes())

@@ -36,7 +36,9 @@ def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-async def test_answers_are_the_same(tiny_llama: Path, prefill_tp: int, decode_tp: int) -> None:
+async def test_answers_are_the_same_with_small_credits(
+    tiny_llama: Path, prefill_tp: int, decode_tp: int
+) -> None:
     async with thread_cell(
         tiny_llama,
         prefill=2 // prefill_tp,
@@ -53,21 +55,23 @@ async def test_answers_are_the_same(tiny_llama: Path, prefill_tp: int, decode_tp
         cell.check_idle()
 
 
-async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
+async def test_steps_go_on_while_a_receiver_stores_nothing(tiny_llama: Path) -> None:
     """A decode rank cannot store what arrives; what waits behind it is computed all the same. When
     it can again, what was cancelled meanwhile is not sent any more, and the rest lands."""
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
         stuck, *others = (request(sequence_id, 2) for sequence_id in range(4))
-        for it in (stuck, *others):
-            await cell.reserve(it)
+        for sequence in (stuck, *others):
+            await cell.reserve(sequence)
         reservation = cell.decode_gang.ranks[1].loop.decode_batch.reservations.find(
             stuck.sequence_id
         )
         assert reservation is not None
         with reservation.lock:
-            for it in (stuck, *others):
-                cell.submit(job_of([it.chunk()], [0, 1]), it.prompt)
-            await cell.until(lambda: all(cell.tokens(it.sequence_id) for it in (stuck, *others)))
+            for sequence in (stuck, *others):
+                cell.submit(job_of([sequence.chunk()], [0, 1]), sequence.prompt)
+            await cell.until(
+                lambda: all(cell.tokens(request.sequence_id) for request in (stuck, *others))
+            )
             await cell.told(1, RankKvReceived, sequence_id=stuck.sequence_id, rank=0)
             assert not cell.about(PrefillDone, step_id=1, rank=1)
             cell.cancel(stuck.sequence_id)
@@ -82,20 +86,20 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_some_are_cancelled_on_their_way(tiny_llama: Path, seed: int) -> None:
+async def test_requests_are_cancelled_during_their_transfer(tiny_llama: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
         requests = [request(sequence_id, 2) for sequence_id in range(8)]
-        unwanted = {int(it) for it in rng.choice(8, 4, replace=False)}
-        for it in requests:
-            await cell.reserve(it)
-        for it in requests:
-            cell.submit(job_of([it.chunk()], rng.permutation(2).tolist()), it.prompt)
-            if it.sequence_id in unwanted and rng.random() < 0.7:
-                await cell.until(lambda sequence_id=it.sequence_id: cell.tokens(sequence_id))  # type: ignore[misc]
-            if it.sequence_id in unwanted:
-                cell.cancel(it.sequence_id)
-        kept = [it for it in requests if it.sequence_id not in unwanted]
+        unwanted = {int(sequence_id) for sequence_id in rng.choice(8, 4, replace=False)}
+        for sequence in requests:
+            await cell.reserve(sequence)
+        for sequence in requests:
+            cell.submit(job_of([sequence.chunk()], rng.permutation(2).tolist()), sequence.prompt)
+            if sequence.sequence_id in unwanted and rng.random() < 0.7:
+                await cell.until(lambda sequence_id=sequence.sequence_id: cell.tokens(sequence_id))  # type: ignore[misc]
+            if sequence.sequence_id in unwanted:
+                cell.cancel(sequence.sequence_id)
+        kept = [sequence for sequence in requests if sequence.sequence_id not in unwanted]
         assert await cell.answer(*kept) == expected(tiny_llama, kept)
         await cell.prefilled(*cell.jobs)
         await cell.freed(*range(8))

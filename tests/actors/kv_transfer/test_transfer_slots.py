@@ -31,16 +31,18 @@ def request(sequence_id: int, decode: int = 2) -> Request:
     )
 
 
-def begin(cell: ThreadCell, it: Request) -> int:
+def begin(cell: ThreadCell, request: Request) -> int:
     """Its first chunk, on one of two ranks."""
-    return cell.submit(job_of([it.chunk(0, FIRST)], [it.sequence_id % 2]), it.prompt[:FIRST])
+    return cell.submit(
+        job_of([request.chunk(0, FIRST)], [request.sequence_id % 2]), request.prompt[:FIRST]
+    )
 
 
-def go_on(cell: ThreadCell, it: Request) -> int:
+def go_on(cell: ThreadCell, request: Request) -> int:
     """The second one, on both."""
-    history = (KvSlice(instance=it.sequence_id % 2, span=Span(start=0, stop=FIRST)),)
-    chunk = it.chunk(FIRST, LENGTH, history=history)
-    return cell.submit(job_of([chunk], [0, 1]), it.prompt[FIRST:])
+    history = (KvSlice(instance=request.sequence_id % 2, span=Span(start=0, stop=FIRST)),)
+    chunk = request.chunk(FIRST, LENGTH, history=history)
+    return cell.submit(job_of([chunk], [0, 1]), request.prompt[FIRST:])
 
 
 def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
@@ -83,23 +85,23 @@ async def test_one_backend_serves_many_requests_in_chunks(
         decode_processes=processes,
     ) as cell:
         requests = [request(sequence_id, decode) for sequence_id in range(5)]
-        for it in requests:
-            await cell.reserve(it)
-        left = [it for it in requests for _ in range(2)]
+        for sequence in requests:
+            await cell.reserve(sequence)
+        left = [sequence for sequence in requests for _ in range(2)]
         rng.shuffle(left)
-        for number, it in enumerate(left):
-            (begin if it not in left[:number] else go_on)(cell, it)
+        for number, sequence in enumerate(left):
+            (begin if sequence not in left[:number] else go_on)(cell, sequence)
         await whole(cell, tiny_llama, requests)
 
 
-async def test_what_is_cancelled_between_chunks_gives_its_turn_to_the_next(
+async def test_a_sequence_cancelled_between_chunks_frees_its_slot(
     tiny_llama: Path,
 ) -> None:
     """No step waits for it: both are computed while one holds the backends of both ranks."""
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
         holder, other = request(0), request(1)
-        for it in (holder, other):
-            await cell.reserve(it)
+        for sequence in (holder, other):
+            await cell.reserve(sequence)
         begin(cell, holder)
         await eventually(lambda: not turns(cell)[0]._backends.free)
         await cell.prefilled(*cell.jobs)
@@ -134,7 +136,7 @@ def expecting(
     return made, found
 
 
-def test_what_nobody_expects_gets_no_turn(
+def test_an_unknown_sequence_gets_no_slot(
     expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
 ) -> None:
     made, _ = expecting
@@ -144,7 +146,7 @@ def test_what_nobody_expects_gets_no_turn(
     assert made.idle
 
 
-def test_who_waits_for_what_has_left_is_told(
+def test_a_sender_waiting_for_a_sequence_that_left_is_notified(
     expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
 ) -> None:
     """And whoever is next has the turn."""
@@ -160,7 +162,7 @@ def test_who_waits_for_what_has_left_is_told(
     assert made.idle
 
 
-def test_a_sender_that_gives_up_waiting_leaves_the_line(
+def test_a_sender_that_gives_up_leaves_the_queue(
     expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
 ) -> None:
     made, _ = expecting

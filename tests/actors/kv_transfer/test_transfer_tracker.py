@@ -17,7 +17,7 @@ from csps.protocols.core.placement import Span
     finished_before=st.integers(0, 10),
     unposted=st.booleans(),
 )
-def test_the_end_is_told_once_with_the_first_failure(
+def test_the_end_is_reported_once_with_the_first_failure(
     ends: Sequence[str], finished_before: int, unposted: bool
 ) -> None:
     slots, told, steps = SlotAllocator(4), list[Exception | None](), list[None]()

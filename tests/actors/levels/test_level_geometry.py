@@ -20,7 +20,7 @@ def geometry_of(case: CsaCase) -> LevelGeometry:
 
 
 def seen_pairs(geometry: LevelGeometry) -> Counter[tuple[int, int, int]]:
-    """(level, part of the query, part of the key) over all segments, own parts included."""
+    """Count (level, part of the query, part of the key) in all segments, own parts included."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     for level, segments in enumerate(geometry.levels, start=1):
         for members in segments:
@@ -67,7 +67,7 @@ def test_nested_levels_see_their_whole_segment(case: CsaCase, nested: bool) -> N
         for members in segments:
             inside = [part for part in geometry.parts if part.member in members]
             for query in inside:
-                # Own parts at farther levels are computed at home.
+                # The member of a part computes it at farther levels too, outside of the routes.
                 last = query.index if level == 1 else query.index - 1
                 for key in inside:
                     expected = key.chunk == query.chunk and key.index <= last
@@ -78,7 +78,7 @@ def chunk(sequence_id: int, length: int) -> PrefillChunk:
     return PrefillChunk(sequence_id=sequence_id, start=0, length=length)
 
 
-def test_only_pieces_of_several_members_have_parts() -> None:
+def test_only_chunks_of_several_members_have_parts() -> None:
     parts = spanning_parts([chunk(1, 13), chunk(2, 5), chunk(3, 12)], [0, 10, 20, 30])
     assert parts == (
         LevelPart(index=0, member=0, chunk=0, rows=slice(0, 10), start=0),
@@ -97,7 +97,7 @@ def test_level_one_is_local_unless_it_is_the_only_one(levels: int) -> None:
 
 @settings(max_examples=examples(50))
 @given(case=cases())
-def test_parts_and_local_pieces_cover_the_batch(case: CsaCase) -> None:
+def test_parts_and_local_chunks_cover_the_batch(case: CsaCase) -> None:
     spread = sum(part.length for part in spanning_parts(case.job.chunks, case.bounds))
     ends = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
     whole = sum(

@@ -140,7 +140,7 @@ class SingleGroupScheduler:
             self._decode, self._decoders = event.gang, len(event.instances)
 
     def _start_waiting(self) -> list[AnyCommand]:
-        waiting = [it for it in self._open if it not in self._sequence_of]
+        waiting = [request for request in self._open if request not in self._sequence_of]
         return [command for request in waiting for command in self._start(request)]
 
     def _cancel(self, request: int) -> Cancel:
@@ -148,7 +148,7 @@ class SingleGroupScheduler:
         return Cancel(sequence_id=self._sequence_of.pop(request), gangs=gangs)
 
     def _finished(self, sequence: int) -> list[AnyCommand]:
-        request = next(it for it, of in self._sequence_of.items() if of == sequence)
+        request = next(request for request, of in self._sequence_of.items() if of == sequence)
         del self._open[request]
         cancel = self._cancel(request)
         return [] if sequence in self._joined else [cancel]

@@ -62,7 +62,10 @@ def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
         ({"latency": {"steps": {1: [0, 0, 0, 0]}}}, "no latencies of decode with tp=4"),
         ({"servers": SMALL["servers"][:1]}, "the decode gang has no instances"),
         ({"servers": []}, "servers"),
-        ({"servers": [{**it, "cores": 2} for it in SMALL["servers"]]}, "ranks of an elastic"),
+        (
+            {"servers": [{**server, "cores": 2} for server in SMALL["servers"]]},
+            "ranks of an elastic",
+        ),
         ({"max_positions": 0}, "max_positions"),
     ],
 )
@@ -120,7 +123,7 @@ def test_latencies_are_those_that_a_router_has_learned(tmp_path: Path) -> None:
     assert parse_cluster(data, name="learned").table.steps == SHIPPED.steps
     for damage in (b"", b"no table"):
         (tmp_path / "learned").write_bytes(damage)
-        with pytest.raises(ConfigError, match="is no table of a router's log"):
+        with pytest.raises(ConfigError, match="is not a cost table of a router's decision log"):
             parse_cluster(data, name="learned")
 
 
@@ -133,7 +136,7 @@ def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
         load_cluster(str(broken))
 
 
-@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda it: it.stem)
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_named_cluster_can_be_loaded(path: Path) -> None:
     model = load_cluster(path.stem)
     assert model.table.step(1, model.prefill.tp).predict_ns(1000) > 0

@@ -18,8 +18,8 @@ def gang(*cores: int | None, tp: int = 1) -> GangModel:
     """Instances one after the other over servers with so many cores."""
     kinds = len(cores)
     instances = tuple(
-        InstanceModel(location=f"0-{it % kinds}-{it}", kv_slots=1, cores=cores[it % kinds])
-        for it in range(INSTANCES)
+        InstanceModel(location=f"0-{index % kinds}-{index}", kv_slots=1, cores=cores[index % kinds])
+        for index in range(INSTANCES)
     )
     return GangModel(instances=instances, tp=tp)
 
@@ -47,7 +47,7 @@ def test_alone_a_group_takes_what_it_was_profiled_to_take() -> None:
 
 def test_as_many_ranks_as_cores_do_not_slow_each_other_and_more_do() -> None:
     two = ends(gang(2), (0, (0,), 30 * MS), (0, (1,), 30 * MS))
-    three = ends(gang(2), *((0, (it,), 30 * MS) for it in range(3)))
+    three = ends(gang(2), *((0, (rank,), 30 * MS) for rank in range(3)))
     assert (two, three) == ([30 * MS] * 2, [45 * MS] * 3)
 
 
@@ -57,7 +57,7 @@ def test_who_had_less_than_a_core_in_its_profile_loses_less() -> None:
 
 
 def test_a_group_over_two_servers_waits_for_the_slower_one() -> None:
-    busy = [(0, (it,), 60 * MS) for it in (2, 4)]  # three ranks on server 0
+    busy = [(0, (rank,), 60 * MS) for rank in (2, 4)]  # three ranks on server 0
     assert ends(gang(2, 2), (0, (0, 1), 20 * MS), *busy)[0] == 30 * MS
     assert ends(gang(None, 2), (0, (0, 1), 20 * MS), *busy)[0] == 20 * MS
 

@@ -87,7 +87,9 @@ def test_the_mean_wait_is_pollaczek_and_khinchines(load: float, constant: bool) 
     square = mean_ns**2 if constant else (100**2 + 1900**2) / 2
     expected = load / mean_ns * square / 2 / (1 - load)
     mean = sum(means) / len(means)
-    error = math.sqrt(sum((it - mean) ** 2 for it in means) / (len(means) - 1) / len(means))
+    error = math.sqrt(
+        sum((mean_wait - mean) ** 2 for mean_wait in means) / (len(means) - 1) / len(means)
+    )
     assert abs(mean - expected) < 3 * error
 
 
@@ -128,7 +130,7 @@ def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
 
     def least_queue(submitted: Submitted) -> tuple[int, int]:
         at = times[submitted.request_id - 1]
-        group = min((0, 1), key=lambda it: (max(free[it], at), it))
+        group = min((0, 1), key=lambda server: (max(free[server], at), server))
         free[group] = max(free[group], at) + work
         return group * 2, 2
 
@@ -167,12 +169,12 @@ def test_the_log_of_a_run_does_not_know_the_future() -> None:
     outcomes = Simulator(SingleGroupScheduler(sp=4), cluster(decode=2), arrivals).run().outcomes
     later = [
         Arrival(
-            at_ns=it.at_ns,
-            prompt_tokens=it.prompt_tokens,
-            output_tokens=it.output_tokens if outcome.ended_ns < cut_ns else 50,
+            at_ns=arrival.at_ns,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens if outcome.ended_ns < cut_ns else 50,
             max_tokens=64,
         )
-        for it, outcome in zip(arrivals, outcomes, strict=True)
+        for arrival, outcome in zip(arrivals, outcomes, strict=True)
     ]
     assert whole == turns(arrivals[:30])
     assert whole == turns(later)
@@ -235,7 +237,7 @@ def test_transfers_take_turns(backends: int | None, ends_ns: tuple[int, int]) ->
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=2)] * 2
     found = run(arrivals, instances=1, receiving_backends=backends, **KV).outcomes
     joined = [ends_ns[0], max(ends_ns[1], ends_ns[0] + 1000)]
-    assert [it.token_ns[1] - 1000 for it in found] == joined
+    assert [outcome.token_ns[1] - 1000 for outcome in found] == joined
 
 
 def test_with_one_backend_each_everything_lands() -> None:
@@ -262,7 +264,7 @@ def test_what_lies_before_the_scheduler_makes_everything_later() -> None:
     at_once, later = run(arrivals), run(arrivals, front_ns=900)
     for before, after in zip(at_once.outcomes, later.outcomes, strict=True):
         assert after.ttft_ns == before.ttft_ns + 900
-        assert after.token_ns == [it + 900 for it in before.token_ns]
+        assert after.token_ns == [stamp + 900 for stamp in before.token_ns]
 
 
 def test_a_client_that_leaves_draws_nothing_more() -> None:

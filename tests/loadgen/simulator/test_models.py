@@ -66,15 +66,15 @@ def processor_sharing(sends: list[tuple[int, int]], rate: int) -> list[Fraction]
     ends = [Fraction(0)] * len(sends)
     now = Fraction(0)
     while left:
-        active = [it for it in left if sends[it][0] <= now]
-        coming = [Fraction(sends[it][0]) for it in left if sends[it][0] > now]
-        finish = [now + left[it] * len(active) / rate for it in active]
+        active = [flow for flow in left if sends[flow][0] <= now]
+        coming = [Fraction(sends[flow][0]) for flow in left if sends[flow][0] > now]
+        finish = [now + left[flow] * len(active) / rate for flow in active]
         later = min([*coming, *finish])
-        for it in active:
-            left[it] -= (later - now) * rate / len(active)
-            if not left[it]:
-                ends[it] = later
-                del left[it]
+        for flow in active:
+            left[flow] -= (later - now) * rate / len(active)
+            if not left[flow]:
+                ends[flow] = later
+                del left[flow]
         now = later
     return ends
 
@@ -284,7 +284,7 @@ def iterated(
     before: tuple[int, ...] = ()
     while coming or rows or leaves:
         if not rows:
-            now = max(now, min([*(it[0] for it in coming.values()), *leaves.values()]))
+            now = max(now, min([*(entry[0] for entry in coming.values()), *leaves.values()]))
             part = 0
         changed = False
         for number, at in list(leaves.items()):

@@ -94,7 +94,9 @@ def test_a_row_that_decodes_waits_for_no_more_than_a_piece() -> None:
         Arrival(at_ns=1_000_000, prompt_tokens=40 * BUDGET, output_tokens=2),
     ]
     first, second = run(arrivals, pair()).outcomes
-    between = [it for it in first.token_ns if arrivals[1].at_ns <= it <= second.first_token_ns]
+    between = [
+        stamp for stamp in first.token_ns if arrivals[1].at_ns <= stamp <= second.first_token_ns
+    ]
     gaps = [stop - start for start, stop in pairwise(between)]
     drawn = first.token_ns.index(between[1])
     chunk, past = BUDGET - 1, 0
@@ -156,24 +158,32 @@ def sarathi(arrivals: list[Arrival], max_batch: int) -> list[list[int]]:
         if not batch:
             now_ns = max(now_ns, coming[0][1].at_ns)
             batch += come()
-        decoding = [it for it in batch if done[it] == arrivals[it].prompt_tokens]
+        decoding = [
+            request for request in batch if done[request] == arrivals[request].prompt_tokens
+        ]
         left, chunks = BUDGET - len(decoding), []
-        for it in batch:
-            length = min(left, arrivals[it].prompt_tokens - done[it])
+        for request in batch:
+            length = min(left, arrivals[request].prompt_tokens - done[request])
             if length > 0:
-                chunks.append((it, length))
+                chunks.append((request, length))
                 left -= length
-        context = sum(arrivals[it].prompt_tokens + len(tokens[it]) for it in decoding)
-        rows = [[(length, done[it]) for it, length in chunks]] if chunks else []
+        context = sum(
+            arrivals[request].prompt_tokens + len(tokens[request]) for request in decoding
+        )
+        rows = [[(length, done[request]) for request, length in chunks]] if chunks else []
         now_ns += HYBRID.predict_ns(rows, len(decoding), context)
-        for it, length in chunks:
-            done[it] += length
-        drawing = [it for it, _ in chunks if done[it] == arrivals[it].prompt_tokens]
-        for it in [*decoding, *drawing]:
-            tokens[it].append(now_ns)
+        for request, length in chunks:
+            done[request] += length
+        drawing = [
+            request for request, _ in chunks if done[request] == arrivals[request].prompt_tokens
+        ]
+        for request in [*decoding, *drawing]:
+            tokens[request].append(now_ns)
         batch, late = batch + late, []
         batch += come()
-        batch = [it for it in batch if len(tokens[it]) < arrivals[it].output_tokens]
+        batch = [
+            request for request in batch if len(tokens[request]) < arrivals[request].output_tokens
+        ]
         late = come()
     return tokens
 
@@ -199,7 +209,7 @@ def test_tokens_come_when_sarathi_draws_them(
     expected = sarathi(arrivals, max_batch)
     # An arrival within the rounding of an iteration's end may be an iteration earlier or later.
     starts = {arrival.at_ns for arrival in arrivals}
-    near = any(abs(it - at) < 200 for drawn in expected for it in drawn for at in starts)
+    near = any(abs(stamp - at) < 200 for drawn in expected for stamp in drawn for at in starts)
     if not near:
         for outcome, drawn in zip(found.outcomes, expected, strict=True):
             assert len(outcome.token_ns) == len(drawn)
@@ -228,8 +238,8 @@ def crowd(count: int = 80, seed: int = 3) -> list[Arrival]:
 def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
     arrivals = crowd()
     found = run(arrivals, elastic(3, kv_slots=2000))
-    assert not any(it.error for it in found.outcomes)
-    assert [it.generated_tokens for it in found.outcomes] == [
+    assert not any(outcome.error for outcome in found.outcomes)
+    assert [outcome.generated_tokens for outcome in found.outcomes] == [
         arrival.output_tokens for arrival in arrivals
     ]
     assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
@@ -266,8 +276,11 @@ def test_riders_outlive_their_gang_and_clients_may_leave() -> None:
     errors = [outcome.error for outcome in found.outcomes if outcome.error]
     assert set(errors) <= {"Cancelled"}
     whole = [outcome for outcome in found.outcomes if not outcome.error]
-    assert all(it.generated_tokens == len(it.token_ns) == it.arrival.output_tokens for it in whole)
-    assert any(it.sequences == 2 for it in whole)
+    assert all(
+        outcome.generated_tokens == len(outcome.token_ns) == outcome.arrival.output_tokens
+        for outcome in whole
+    )
+    assert any(outcome.sequences == 2 for outcome in whole)
 
 
 @pytest.mark.parametrize("model", [pair(2), elastic(2)], ids=["pair", "elastic"])
@@ -288,7 +301,7 @@ def test_the_past_does_not_know_the_future() -> None:
 
 def _compare(whole: SimulationResult, part: SimulationResult, cut_ns: int) -> None:
     for one, other in zip(part.outcomes, whole.outcomes, strict=False):
-        early = [it for it in one.token_ns if it <= cut_ns]
+        early = [stamp for stamp in one.token_ns if stamp <= cut_ns]
         assert early == other.token_ns[: len(early)]
 
 
@@ -304,7 +317,7 @@ def test_on_an_elastic_gang_a_rider_waits_for_two_leases_at_most() -> None:
     assert 0 < late_ns <= 2 * GRANT_ITERATIONS * iteration_ns
     # Rounded down at every iteration, or once a jump.
     decoded = (leased[0].token_ns[i + 1] - leased[0].token_ns[i] for i in range(20))
-    assert all(it - LINE.predict_ns(1, 11 + n) in (0, 1) for n, it in enumerate(decoded))
+    assert all(stamp - LINE.predict_ns(1, 11 + n) in (0, 1) for n, stamp in enumerate(decoded))
 
 
 # --- the command -----------------------------------------------------------------------------

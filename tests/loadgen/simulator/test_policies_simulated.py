@@ -68,9 +68,9 @@ def test_fixed_sp_on_all_instances_is_lindleys_recursion(rate: float) -> None:
     arrivals = prompts(random.Random(1), 400, rate)
     outcomes = run(cluster, "fixed_sp", {"sp": 16, **UNBOUNDED}, arrivals).outcomes
     free_ns = 0
-    for outcome, it in zip(outcomes, arrivals, strict=True):
-        began = max(it.at_ns, free_ns)
-        free_ns = began + cluster.table.step(16).predict_ns(it.prompt_tokens)
+    for outcome, arrival in zip(outcomes, arrivals, strict=True):
+        began = max(arrival.at_ns, free_ns)
+        free_ns = began + cluster.table.step(16).predict_ns(arrival.prompt_tokens)
         assert (outcome.started_ns, outcome.first_token_ns) == (began, free_ns)
 
 
@@ -131,8 +131,8 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
     whole = turns(arrivals)
     outcomes = run(cluster, policy, {}, arrivals).outcomes
     later = [
-        it if outcome.ended_ns < cut_ns else replace(it, output_tokens=200)
-        for it, outcome in zip(arrivals, outcomes, strict=True)
+        arrival if outcome.ended_ns < cut_ns else replace(arrival, output_tokens=200)
+        for arrival, outcome in zip(arrivals, outcomes, strict=True)
     ]
     assert later != arrivals
     assert len(whole) > 40
@@ -175,19 +175,21 @@ def test_requests_go_on_when_gangs_die(policy: str) -> None:
         GangFault(at_ns=40_000_000_000, role="prefill"),
         GangFault(at_ns=41_000_000_000, role="prefill", up=True),
     ]
-    gone = [Abandoned(at_ns=arrivals[it].at_ns + 300_000_000, request=it + 1) for it in (5, 50)]
+    gone = [
+        Abandoned(at_ns=arrivals[index].at_ns + 300_000_000, request=index + 1) for index in (5, 50)
+    ]
     scheduler = scheduler_of(cluster, policy, {})
     simulator = Simulator(scheduler, cluster, arrivals, faults=faults, abandoned=gone)
     outcomes = simulator.run().outcomes
     simulator.gangs.check_idle()
     scheduler.check_invariants()
-    assert max(it.sequences for it in outcomes) > 1
+    assert max(outcome.sequences for outcome in outcomes) > 1
     for outcome in outcomes:
         if not outcome.error:
             assert (
                 outcome.generated_tokens == outcome.arrival.output_tokens == len(outcome.token_ns)
             )
-    assert {it.error for it in outcomes} <= {"", "Cancelled"}
+    assert {outcome.error for outcome in outcomes} <= {"", "Cancelled"}
 
 
 def test_requests_that_find_no_slots_wait_for_them() -> None:
@@ -209,7 +211,7 @@ def test_requests_that_find_no_slots_wait_for_them() -> None:
     ]
     short = run(small, "fixed_sp", {"sp": 16}, arrivals).outcomes
     roomy = run(cluster, "fixed_sp", {"sp": 16}, arrivals).outcomes
-    assert [it.generated_tokens for it in short] == [400] * 150
+    assert [outcome.generated_tokens for outcome in short] == [400] * 150
     assert all(a.started_ns >= b.started_ns for a, b in zip(short, roomy, strict=True))
     assert sum(a.started_ns - b.started_ns for a, b in zip(short, roomy, strict=True)) > 10**9
 
@@ -251,7 +253,9 @@ def test_the_command_prints_and_writes_what_load_tests_write(
 
 def test_a_trace_is_replayed_at_a_rate_of_ones_own(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 100 * it, "input_length": 2000, "output_length": 5} for it in range(20)]
+    rows = [
+        {"timestamp": 100 * index, "input_length": 2000, "output_length": 5} for index in range(20)
+    ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "result.json"
     arguments = ["--cluster", "local", "--trace", str(trace), "--json", str(path)]

@@ -55,7 +55,7 @@ def conversations(seed: int, count: int = 8, turns: int = 4) -> list[Arrival]:
             arrivals.append(
                 Arrival(at_ns=at_ns, prompt_tokens=tokens, output_tokens=5, hashes=names)
             )
-    return sorted(arrivals, key=lambda it: it.at_ns)
+    return sorted(arrivals, key=lambda arrival: arrival.at_ns)
 
 
 def run(
@@ -91,7 +91,9 @@ def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool
         assert outcome.cached in ((0, expected) if policy == "loongserve" else (expected,))
         known[hashes[0]] = len(hashes)
     again = run([replace(arrival, hashes=()) for arrival in arrivals], policy, elastic)
-    kept, all_computed = (sum(it.ttft_ns for it in each.outcomes) for each in (found, again))
+    kept, all_computed = (
+        sum(outcome.ttft_ns for outcome in each.outcomes) for each in (found, again)
+    )
     assert kept < all_computed
 
 
@@ -135,8 +137,8 @@ def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
         for more in ({"rides": 448, "faults": faults}, {"faults": faults})
     )
     second = [arrival for arrival in arrivals if 500 * MS <= arrival.at_ns < 1000 * MS]
-    assert not any(without[it.at_ns] for it in second)
-    assert all(found[it.at_ns] for it in second)
+    assert not any(without[arrival.at_ns] for arrival in second)
+    assert all(found[arrival.at_ns] for arrival in second)
 
 
 def test_a_cluster_without_times_of_what_rides_is_refused_before_the_run() -> None:

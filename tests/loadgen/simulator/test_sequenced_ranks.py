@@ -28,7 +28,8 @@ HYBRID = HybridCost(step=STEP, decode=DecodeCost(small=LINE, large=LINE, tipping
 def _gang(instances: int, cores: int | None) -> GangModel:
     return GangModel(
         instances=tuple(
-            InstanceModel(location=f"0-0-{it}", kv_slots=1, cores=cores) for it in range(instances)
+            InstanceModel(location=f"0-0-{index}", kv_slots=1, cores=cores)
+            for index in range(instances)
         ),
         tp=1,
     )
@@ -151,7 +152,7 @@ def test_a_step_that_nobody_wants_ends_early_or_never_begins() -> None:
     ranks.gang.cancel_step(waiting)
     ranks.gang.cancel_step(running)
     ranks.run()
-    assert [len(it) for it in ranks.ended.values()] == [1, 1]
+    assert [len(ends) for ends in ranks.ended.values()] == [1, 1]
     assert ranks.ended[1][0] <= 300 * MS + 3 * QUANTUM_NS
     assert 2 not in ranks.started
 
@@ -185,7 +186,7 @@ def test_in_random_worlds_everything_ends_once(seed: int) -> None:
             victim = chance.choice(list(batch_members))
             ranks.gang.leave(victim, lambda victim=victim: ranks.left.append(victim))
     ranks.run()
-    assert dict.fromkeys(tasks, 1) == {it: len(ranks.ended[it]) for it in ranks.ended}
+    assert dict.fromkeys(tasks, 1) == {rank: len(ranks.ended[rank]) for rank in ranks.ended}
     assert len(ranks.gang) == 0
     for number, member in batch_members.items():
         sampled = len(ranks.tokens.get(number, ()))
@@ -217,7 +218,7 @@ def crowd() -> list[Arrival]:
 
 
 def test_an_elastic_gang_prefills_and_decodes() -> None:
-    arrivals = sorted(crowd(), key=lambda it: it.at_ns)
+    arrivals = sorted(crowd(), key=lambda arrival: arrival.at_ns)
     simulator = Simulator(SingleGroupScheduler(sp=3), elastic(quantum_ns=QUANTUM_NS), arrivals)
     found = simulator.run()
     simulator.gangs.check_idle()
@@ -233,7 +234,7 @@ def test_what_an_elastic_gang_did_is_done_again_when_it_dies() -> None:
         GangFault(at_ns=900 * MS, role="elastic"),
         GangFault(at_ns=1500 * MS, role="elastic", up=True),
     ]
-    arrivals = sorted(crowd(), key=lambda it: it.at_ns)
+    arrivals = sorted(crowd(), key=lambda arrival: arrival.at_ns)
     simulator = Simulator(
         SingleGroupScheduler(sp=2),
         elastic(quantum_ns=QUANTUM_NS),
@@ -243,8 +244,8 @@ def test_what_an_elastic_gang_did_is_done_again_when_it_dies() -> None:
     )
     found = simulator.run()
     simulator.gangs.check_idle()
-    assert {it.error for it in found.outcomes} <= {"", "Cancelled"}
-    assert any(it.sequences == 2 for it in found.outcomes)
+    assert {outcome.error for outcome in found.outcomes} <= {"", "Cancelled"}
+    assert any(outcome.sequences == 2 for outcome in found.outcomes)
     for outcome in found.outcomes:
         if not outcome.error:
             assert len(outcome.token_ns) == outcome.arrival.output_tokens

@@ -26,7 +26,31 @@ import msgspec
 from csps.services.scheduling.events.commands import AnyCommand
 from csps.services.scheduling.events.events import AnyEvent
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    # events
+    "request_cancelled": "cancelled",
+    "kv_received": "landed",
+    "retained": "kept",
+    "heartbeat": "heard",
+    "cost_table_updated": "calibrated",
+    # commands
+    "piggyback": "ride",
+    "retain": "keep",
+    "evict": "release",
+    # fields
+    "request_id": "request",
+    "sequence_id": "sequence",
+    "step_id": "step",
+    "generated_tokens": "drawn",
+    "slices": "shares",
+    "chunks": "pieces",
+    "high_priority": "urgent",
+    "piggybacked": "rides",
+    "PlacedSlice.source": "origin",
+    "Chunk.placement": "keep",
+    "Chunk.retain": "stays",
+    "reserve.retain": "stays",
+}
 """What a tag or a field is called now, and what the recording calls it. `"reserve.prompt": "..."`
 concerns one structure, named by its present tag, or by its class where it has no tag; `"prompt"`
 concerns all others. A field that the recording lacks is renamed to "" and left out."""
@@ -63,7 +87,7 @@ def event_of(data: Canonical) -> AnyEvent:
 
 @cache
 def _events() -> dict[str, type[msgspec.Struct]]:
-    return {_kind(get_arg): get_arg for get_arg in typing.get_args(AnyEvent)}
+    return {_kind(event): event for event in typing.get_args(AnyEvent)}
 
 
 def forget_names() -> None:

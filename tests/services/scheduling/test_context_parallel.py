@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +27,7 @@ from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.policies.rounds.decode_overlay import Placed
 from csps.services.scheduling.policies.rounds.prefill_overlay import NOTHING
 from csps.services.scheduling.state.ledger import decode_slots
+from csps.services.scheduling.state.state import Cached, Request
 
 SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)
 RULES = RingRules(
@@ -76,16 +76,10 @@ def test_an_instance_is_given_so_many_steps_at_a_time() -> None:
 # --- rings -----------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    tokens: int
-    slices: tuple[PlacedSlice, ...]
-    taken: dict[int, int]
-
-
 class Conversation(Picture):
     """The prefill gang has kept the beginning of every prompt, on its first two instances."""
 
-    kept = Kept(0, (), {})
+    kept = Cached(0, ())
 
     def keep(self, tokens: int) -> None:
         self.cost = Costs(replace(self.cost.table, rings=RULES))
@@ -95,9 +89,9 @@ class Conversation(Picture):
             PlacedSlice(first, 0, half, source=9),
             PlacedSlice(second, half, tokens, source=9),
         )
-        self.kept = Kept(tokens, slices, {first: half, second: tokens - half})
+        self.kept = Cached(tokens, slices, {first: half, second: tokens - half})
 
-    def cached(self, request: object, gang: int) -> Kept | None:  # type: ignore[override]
+    def cached(self, request: Request, gang: int) -> Cached | None:
         return self.kept if gang == self.pairs[0].prefill.id else None
 
 

@@ -5,9 +5,8 @@ What counts of a prompt is what is left to compute: short ends, and where they a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,37 +19,28 @@ from timed_gangs import MS, TimedCell
 from csps.protocols.core.errors import ConfigError
 from csps.services.scheduling.deciding.decisions import Decision, PiggybackPlan
 from csps.services.scheduling.events.commands import PlacedSlice
-from csps.services.scheduling.events.events import InstanceId, gang_of, index_of, instance_id
+from csps.services.scheduling.events.events import gang_of, index_of, instance_id
 from csps.services.scheduling.policies.registry import make_policy
-from csps.services.scheduling.state.state import Request
+from csps.services.scheduling.state.state import Cached, Request
 
 
-class Kept(NamedTuple):
-    """A `view.CachedView`."""
-
-    tokens: int
-    slices: tuple[PlacedSlice, ...]
-    taken: Mapping[InstanceId, int]
-
-
-def kept(gang: int, tokens: int, *indices: int) -> Kept:
+def kept(gang: int, tokens: int, *indices: int) -> Cached:
     """On these instances in equal parts, and in nobody's use."""
     cuts = [tokens * at // len(indices) for at in range(len(indices) + 1)]
     slices = tuple(
         PlacedSlice(instance_id(gang, index), start, stop, source=9)
         for index, start, stop in zip(indices, cuts, cuts[1:], strict=False)
     )
-    return Kept(tokens, slices, {kv_slice.instance: kv_slice.tokens for kv_slice in slices})
+    return Cached(tokens, slices, {kv_slice.instance: kv_slice.tokens for kv_slice in slices})
 
 
 @dataclass
 class KeptPicture(Picture):
     """Of some requests, by their numbers and gangs (1 prefills, 2 decodes)."""
 
-    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Cached] = field(default_factory=dict)
 
-    def cached(self, request: object, gang: int) -> Kept | None:  # type: ignore[override]
-        assert isinstance(request, Request)
+    def cached(self, request: Request, gang: int) -> Cached | None:
         return self.kept.get((request.id, gang))
 
 
@@ -149,7 +139,7 @@ def test_a_gang_decodes_no_prompt_of_which_it_has_nothing() -> None:
 
 @pytest.mark.parametrize("policy", ["chunked_prefill", "fixed_sp", "loongserve", "tetris"])
 def test_other_policies_refuse_ends_where_they_are_decoded(policy: str) -> None:
-    with pytest.raises(ConfigError, match="prefill_tokens_max is for context_parallel and csps"):
+    with pytest.raises(ConfigError, match=r"prefill_tokens_max \(supported: context_parallel, csps\)"):
         make_policy(policy, {"prefill_tokens_max": 40})
 
 

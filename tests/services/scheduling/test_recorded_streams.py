@@ -19,12 +19,15 @@ from canonical_streams import (
 )
 from recorded_workloads import WORKLOADS
 
-from csps.services.scheduling.core.scheduler import RoundResult as Outcome
-from csps.services.scheduling.core.scheduler import Scheduler
-from csps.services.scheduling.events.commands import AnyCommand, Fail, RunStep
-from csps.services.scheduling.events.commands import Chunk as Piece
-from csps.services.scheduling.events.commands import Evict as Release
-from csps.services.scheduling.events.commands import PlacedSlice as Share
+from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
+from csps.services.scheduling.events.commands import (
+    AnyCommand,
+    Chunk,
+    Evict,
+    Fail,
+    PlacedSlice,
+    RunStep,
+)
 from csps.services.scheduling.events.events import (
     AnyEvent,
     Failed,
@@ -67,7 +70,7 @@ def replay(name: str, stream: Stream, scheduler: Scheduler) -> None:
             raise
         follower.commands(outcome.commands, outcome.wake_at_ns)
     follower.end()
-    scheduler.check_integrity()
+    scheduler.check_invariants()
 
 
 class Following:
@@ -77,7 +80,7 @@ class Following:
         self._scheduler = WORKLOADS[name].scheduler()
         self.follower = Follower(name, stream_of(name))
 
-    def handle(self, events: Sequence[AnyEvent], now_ns: int) -> Outcome:
+    def handle(self, events: Sequence[AnyEvent], now_ns: int) -> RoundResult:
         """Compare events, decide, compare commands."""
         self.follower.events(now_ns, events)
         outcome = self._scheduler.handle(events, now_ns)
@@ -88,12 +91,12 @@ class Following:
 # --- what a comparison finds ---------------------------------------------------------------------
 
 
-RELEASE = Release(gang=2, sequence=5, start=0, stop=64)
+EVICT = Evict(gang=2, sequence_id=5, start=0, stop=64)
 STEP = RunStep(
-    step=9,
+    step_id=9,
     group=(65536,),
     bounds=(0, 100),
-    chunks=(Piece(5, 0, 100, rows=(Share(65536, 0, 100),)),),
+    chunks=(Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 100),)),),
     history=((),),
     strategy="ulysses",
     cls="exact",
@@ -115,15 +118,15 @@ def follower_of(tmp_path: Path, commands: Sequence[AnyCommand], full: int) -> Fo
 
 @pytest.mark.parametrize("full", [0, 1, 2])
 def test_the_recorded_commands_are_followed(tmp_path: Path, full: int) -> None:
-    follower = follower_of(tmp_path, [STEP, RELEASE], full)
-    follower.commands([STEP, RELEASE], 50)
+    follower = follower_of(tmp_path, [STEP, EVICT], full)
+    follower.commands([STEP, EVICT], 50)
     follower.commands([], None)
     follower.end()
 
 
 def test_the_first_other_field_is_named(tmp_path: Path) -> None:
-    follower = follower_of(tmp_path, [STEP, RELEASE], 2)
-    late = Release(gang=2, sequence=5, start=32, stop=64)
+    follower = follower_of(tmp_path, [STEP, EVICT], 2)
+    late = Evict(gang=2, sequence_id=5, start=32, stop=64)
     expected = r"named: turn 0 at 10 ns \(told: wake\): command 1 differs(?s:.*)\.start: 0, now 32"
     with pytest.raises(AssertionError, match=expected):
         follower.commands([STEP, late], 50)
@@ -131,7 +134,7 @@ def test_the_first_other_field_is_named(tmp_path: Path) -> None:
 
 def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP], 2)
-    shorter = Piece(5, 0, 100, rows=(Share(65536, 0, 99),))
+    shorter = Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 99),))
     other = msgspec.structs.replace(STEP, chunks=(shorter,))
     with pytest.raises(AssertionError, match=r"\.pieces\[0\]\.rows\[0\]\.stop: 100, now 99"):
         follower.commands([other], 50)
@@ -140,16 +143,16 @@ def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("commands", "expected"),
     [
-        ([RELEASE], r"command 0 differs(?s:.*)present: .\"command\":\"release\""),
+        ([EVICT], r"command 0 differs(?s:.*)present: .\"command\":\"release\""),
         ([STEP], r"command 1 is missing(?s:.*)missing: .\"command\":\"release\""),
-        ([STEP, RELEASE, RELEASE], r"3 commands, recorded 2"),
+        ([STEP, EVICT, EVICT], r"3 commands, recorded 2"),
     ],
 )
 def test_a_command_too_few_or_too_many_is_found(
     tmp_path: Path, commands: list[AnyCommand], expected: str
 ) -> None:
     with pytest.raises(AssertionError, match=expected):
-        follower_of(tmp_path, [STEP, RELEASE], 2).commands(commands, 50)
+        follower_of(tmp_path, [STEP, EVICT], 2).commands(commands, 50)
 
 
 def test_another_wake_time_is_found(tmp_path: Path) -> None:
@@ -158,8 +161,8 @@ def test_another_wake_time_is_found(tmp_path: Path) -> None:
 
 
 def test_a_difference_behind_the_full_commands_is_found_by_their_digest(tmp_path: Path) -> None:
-    follower = follower_of(tmp_path, [STEP, RELEASE, STEP], 1)
-    follower.commands([STEP, RELEASE, RELEASE], 50)
+    follower = follower_of(tmp_path, [STEP, EVICT, STEP], 1)
+    follower.commands([STEP, EVICT, EVICT], 50)
     follower.commands([], None)
     with pytest.raises(AssertionError, match="2 commands from 1 on differs, in turns 0 to 0"):
         follower.end()
@@ -175,9 +178,14 @@ def test_a_run_that_ends_too_early_is_found(tmp_path: Path) -> None:
 # --- the vocabulary ------------------------------------------------------------------------------
 
 EVENTS: list[AnyEvent] = [
-    Submitted(request=1, prompt_tokens=5, output_tokens=3, hashes=(b"a", b"bc")),
-    Submitted(request=2, prompt_tokens=5, output_tokens=3, deadline_ns=1 << 60),
-    Failed(sequence=1, drawn=1, error=WireError("GangLost", "x", {"a": 1}), retryable=True),
+    Submitted(request_id=1, prompt_tokens=5, output_tokens=3, hashes=(b"a", b"bc")),
+    Submitted(request_id=2, prompt_tokens=5, output_tokens=3, deadline_ns=1 << 60),
+    Failed(
+        sequence_id=1,
+        generated_tokens=1,
+        error=WireError("GangLost", "x", {"a": 1}),
+        retryable=True,
+    ),
     GangUp(
         gang=1,
         generation=2,
@@ -196,13 +204,18 @@ def test_events_come_back_from_their_canonical_form(event: AnyEvent) -> None:
 
 
 def test_present_names_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    renamed = {"release": "evict", "release.start": "begin", "Share.stop": "end", "tp": "ranks"}
+    renamed = canonical_streams.RENAMED | {
+        "evict": "give",
+        "evict.start": "begin",
+        "PlacedSlice.stop": "end",
+        "tp": "ranks",
+    }
     renamed |= {"submitted": "arrived", "hashes": "blocks", "generation": ""}
     monkeypatch.setattr(canonical_streams, "RENAMED", renamed)
     canonical_streams.forget_names()
     try:
-        assert canonical_command(RELEASE) == {
-            "command": "evict",
+        assert canonical_command(EVICT) == {
+            "command": "give",
             "gang": 2,
             "sequence": 5,
             "begin": 0,
@@ -222,7 +235,7 @@ def test_present_names_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch
 
 def test_present_texts_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canonical_streams, "REWORDED", {r"no room for (\d+)": r"\1 do not fit"})
-    refused = Fail(request=1, error=WireError("TooLong", "no room for 7 tokens", {"tokens": 7}))
+    refused = Fail(request_id=1, error=WireError("TooLong", "no room for 7 tokens", {"tokens": 7}))
     assert canonical_command(refused)["error"] == {
         "code": "TooLong",
         "message": "7 do not fit tokens",

@@ -20,7 +20,7 @@ from csps.services.scheduling.deciding.decisions import (
     Replan,
     StartPlan,
 )
-from csps.services.scheduling.deciding.view import View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
@@ -61,7 +61,7 @@ class Seeing(Scripted):
         self.seen: list[tuple[int, int, list[int]]] = []
         """(sequence, version, starts of held pieces)."""
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         self.seen = [
             (it.id, it.plan.version, [unsent.command.chunks[0].start for unsent in it.plan.unsent])  # type: ignore[union-attr]
             for it in view.planned
@@ -226,7 +226,7 @@ class Counting(Tetris):
 
     made_again = 0
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         decisions = super().decide(view)
         self.made_again += sum(
             1 for decision in decisions if isinstance(decision, Replan) and decision.steps

@@ -182,9 +182,9 @@ def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
         (changed(group=(P0, D0)), "another gang"),
         (changed(group=(D0,), bounds=(0, 500)), "no pair"),
         (changed(master=P0), "no pair"),
-        (changed(shares=(cmd.PlacedSlice(P0, 0, 500),)), "another gang"),
-        (changed(shares=(cmd.PlacedSlice(D0, 0, 499),)), "not placed once"),
-        (changed(shares=(cmd.PlacedSlice(D0, 1, 500),)), "not placed once"),
+        (changed(slices=(cmd.PlacedSlice(P0, 0, 500),)), "another gang"),
+        (changed(slices=(cmd.PlacedSlice(D0, 0, 499),)), "not placed once"),
+        (changed(slices=(cmd.PlacedSlice(D0, 1, 500),)), "not placed once"),
         (changed(chunks=(PlannedChunk(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
         (changed(chunks=(PlannedChunk(1, 100, 500),)), "out of order"),
         (changed(chunks=(PlannedChunk(9, 0, 500),)), "is over"),
@@ -235,7 +235,7 @@ def test_a_good_plan_is_not_applied_when_another_is_bad() -> None:
 def test_plans_together_must_fit_the_free_slots() -> None:
     """Each of them would fit alone."""
     whole = changed(group=(P0,), bounds=(0, 3000), chunks=(PlannedChunk(1, 0, 3000),),
-                    shares=(cmd.PlacedSlice(D0, 0, 3000),))  # fmt: skip
+                    slices=(cmd.PlacedSlice(D0, 0, 3000),))  # fmt: skip
     (one,), (placement,) = whole.steps, whole.decode
     other = StartPlan(
         steps=(msgspec.structs.replace(one, chunks=(PlannedChunk(2, 0, 3000),)),),

@@ -112,7 +112,7 @@ def test_the_line_is_always_in_order_of_admission(moves: list[tuple[str, int]]) 
         assert (request in queue) == (number in expected)
         assert len(queue) == len(expected)
         for parity, line in enumerate(LINES):
-            numbers = [it.id for it in queue.waiting(line)]
+            numbers = [it.id for it in queue.by_priority[line]]
             assert numbers == sorted(it for it in expected if it % 2 == parity)
     assert {it.id for it in queue.everyone()} == expected
 
@@ -428,5 +428,5 @@ def test_limits_and_deadlines_are_checked() -> None:
         QueueLimits(max_attempts=0)
     with pytest.raises(ConfigError, match="transfer_ns must not be negative"):
         SchedulerDeadlines(transfer_ns=-1)
-    with pytest.raises(ConfigError, match="watch_ns must be positive"):
+    with pytest.raises(ConfigError, match="liveness_check_ns must be positive"):
         SchedulerDeadlines(liveness_check_ns=0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import LINK, MS, SECOND, SMALL, Desk, Sent, only, sent
 
+from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import COUNTER_BITS
+from csps.services.scheduling.state.state import GangPair
 
 
 def reserved(desk: Desk) -> float:
@@ -250,7 +252,7 @@ class Counted:
     whole_prompts = True
     regroups = False
 
-    def __init__(self, real: object) -> None:
+    def __init__(self, real: Policy) -> None:
         self._real, self.asked = real, 0
 
     def priority(self, prompt_tokens: int, pairs: object) -> str:
@@ -260,8 +262,8 @@ class Counted:
         self.asked += 1
         return []
 
-    def idle_capacity(self, pair: object) -> object:
-        return self._real.idle_capacity(pair)  # type: ignore[attr-defined]
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        return self._real.fits(pair, prompt_tokens, output_tokens)
 
 
 def test_the_policy_is_asked_once_a_turn_and_only_when_something_has_changed() -> None:

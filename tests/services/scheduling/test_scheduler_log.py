@@ -15,6 +15,7 @@ from random_executor import RandomCell
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.protocols.core.errors import ConfigError
 from csps.services.scheduling.core.decision_log import (
+    SCHEMA_VERSION,
     DecisionLogHeader,
     LogWriter,
     command_bytes,
@@ -187,13 +188,14 @@ def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
         read_log(path)
 
 
-def test_a_log_of_another_schema_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", [1, SCHEMA_VERSION + 1])
+def test_log_of_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "scheduler.log"
+    header = DecisionLogHeader(policy="csps", policy_digest="", table_digest="", schema=schema)
     with path.open("wb") as file:
-        LogWriter(
-            file, DecisionLogHeader(policy="csps", policy_digest="", table_digest="", schema=99)
-        ).flush()
-    with pytest.raises(ConfigError, match="has schema 99; this release reads schema 1"):
+        LogWriter(file, header).flush()
+    assert SCHEMA_VERSION == 2
+    with pytest.raises(ConfigError, match=f"has schema {schema}; this release reads schema 2"):
         read_log(path)
 
 

@@ -30,7 +30,7 @@ IDS = ("traceId", "spanId", "parentSpanId")
 
 
 def some_spans() -> tuple[ReadableSpan, ...]:
-    """Of two scopes, with all that a span can have."""
+    """Return spans of two scopes, with all that a span can have."""
     exporter = InMemorySpanExporter()
     provider = make_provider("csps-test", TelemetrySettings(), exporter, rank=3)
     first, second = provider.get_tracer("first", "1.2"), provider.get_tracer("second")
@@ -47,18 +47,18 @@ def some_spans() -> tuple[ReadableSpan, ...]:
 
 
 def as_protobuf(request: dict[str, Any]) -> ExportTraceServiceRequest:
-    """As a receiver reads it. Protobuf's own JSON has bytes in base 64, OTLP-JSON ids in hex."""
+    """Parse as a receiver does. Protobuf's own JSON has bytes in base 64, OTLP-JSON ids in hex."""
 
-    def with_base64(it: Any) -> Any:
-        if isinstance(it, list):
-            return [with_base64(one) for one in it]
-        if not isinstance(it, dict):
-            return it
+    def with_base64(node: Any) -> Any:
+        if isinstance(node, list):
+            return [with_base64(child) for child in node]
+        if not isinstance(node, dict):
+            return node
         return {
             key: base64.b64encode(bytes.fromhex(value)).decode()
             if key in IDS
             else with_base64(value)
-            for key, value in it.items()
+            for key, value in node.items()
         }
 
     return json_format.ParseDict(with_base64(request), ExportTraceServiceRequest())

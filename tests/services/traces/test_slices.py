@@ -46,15 +46,19 @@ def test_exchanges_begun_together_and_ended_in_turn_have_a_row_each() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 999), st.integers(0, 999))))
 @example([("a", 130, 1_240), ("a", 1_370, 1_000)])
-def test_no_slices_of_a_row_cross(drawn: list[tuple[str, int, int]]) -> None:
-    """As Perfetto reads what is written, late in a long request."""
+def test_no_slices_of_a_row_cross(slices_given: list[tuple[str, int, int]]) -> None:
+    """Perfetto reads what is written, late in a long request."""
     slices = [
         Slice(row, row, HOUR_NS + begin, HOUR_NS + begin + length, {"place": place})
-        for place, (row, begin, length) in enumerate(drawn)
+        for place, (row, begin, length) in enumerate(slices_given)
     ]
     trace = json.loads(json.dumps(process_trace(slices, pid=3000, name="process")))
     assert crossings(trace) == []
     drawn_rows = by_row(trace)
-    assert all(it["name"] == row.split()[0] for (_, row), its in drawn_rows.items() for it in its)
-    places = [it["args"]["place"] for its in drawn_rows.values() for it in its]
-    assert sorted(places) == list(range(len(drawn)))
+    assert all(
+        event["name"] == row.split()[0]
+        for (_, row), events in drawn_rows.items()
+        for event in events
+    )
+    places = [event["args"]["place"] for events in drawn_rows.values() for event in events]
+    assert sorted(places) == list(range(len(slices_given)))

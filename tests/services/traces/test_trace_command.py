@@ -106,10 +106,11 @@ def test_a_request_is_found_by_its_name_or_its_trace(
     assert "request-2" in capsys.readouterr().out
 
 
-def test_requests_of_one_trace_are_told_apart(
+def test_requests_of_one_trace_are_separate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A client's trace may have several, and spans of the client's own that are not here."""
+    """A client's trace may have several requests, and spans of the client's own that are not
+    here."""
     context = trace_context.extract({"traceparent": f"00-{7:032x}-{9:016x}-01"})
     router, rank = provider("csps-router", tmp_path), provider("csps-prefill", tmp_path, rank=0)
     for name in ("first", "second"):
@@ -132,7 +133,7 @@ def test_requests_of_one_trace_are_told_apart(
     assert "second" not in shown
 
 
-def test_a_name_that_does_not_tell_is_refused(folder: Path) -> None:
+def test_an_ambiguous_name_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="2 requests are called '000'"):
         main(["show", "000", "--traces", str(folder)])
     with pytest.raises(ConfigError, match="no request is called 'other'"):

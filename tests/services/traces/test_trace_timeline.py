@@ -1,4 +1,5 @@
-"""From what a rank does to spans, to files of OTLP-JSON, and to a timeline that Perfetto reads."""
+"""Test the way of a rank's events to spans, to files of OTLP-JSON, and to a timeline for
+Perfetto."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ EVENTS = (
 
 
 class CountingMesh:
-    """As much of a mesh as a job's span reads."""
+    """Part of a mesh that a step's span reads."""
 
     def __init__(self) -> None:
         self.bytes_sent = [7, 7]
@@ -62,7 +63,7 @@ class Written:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written]:
-    """Spans of this test, with an SDK of its own."""
+    """Return spans of this test, with an SDK of its own."""
     path = tmp_path / "spans.jsonl"
     provider = TracerProvider(resource=Resource({"service.name": "csps-prefill"}))
     provider.add_span_processor(SimpleSpanProcessor(SpanFile(path)))
@@ -72,7 +73,7 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written
 
 
 def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
-    """A job that does what EVENTS say, if anybody listens."""
+    """Run a step that does what EVENTS say, if anybody listens."""
     job = PrefillStep(step_id=3, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=carrier)
     clock, mesh = StepClock(), CountingMesh()
     timeline = clock.timeline  # as a strategy keeps it from before the job begins
@@ -86,9 +87,9 @@ def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
     return clock
 
 
-def test_phases_lie_below_their_job_in_the_requests_trace(written: Written) -> None:
+def test_phases_are_children_of_their_step_in_the_requests_trace(written: Written) -> None:
     _run_job(TIMELINE)
-    job, *phases = sorted(written.spans, key=lambda it: it.is_phase)
+    job, *phases = sorted(written.spans, key=lambda span: span.is_phase)
     assert job.name == "prefill.compute"
     assert {span.trace_id for span in (job, *phases)} == {TRACE_ID}
     assert {span.parent_id for span in phases} == {job.span_id}
@@ -99,7 +100,7 @@ def test_phases_lie_below_their_job_in_the_requests_trace(written: Written) -> N
 
 
 @pytest.mark.parametrize("carrier", [{}, UNSAMPLED, {**UNSAMPLED, **STATE}])
-def test_nothing_is_noted_of_a_job_that_is_not_sampled(
+def test_nothing_is_recorded_of_a_step_that_is_not_sampled(
     carrier: dict[str, str], written: Written
 ) -> None:
     clock = _run_job(carrier)
@@ -108,8 +109,8 @@ def test_nothing_is_noted_of_a_job_that_is_not_sampled(
     assert written.spans == []
 
 
-def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(written: Written) -> None:
-    """An urgent job runs inside of the span of the job that it interrupts."""
+def test_an_untraced_step_inside_a_traced_one_records_nothing(written: Written) -> None:
+    """A high-priority step runs inside the span of the step that it preempts."""
     outer = PrefillStep(step_id=2, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=TIMELINE)
     sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
     with engine_export.traced_step(outer, StepClock(), sent, rank=0):
@@ -120,7 +121,7 @@ def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(written: Written) 
 
 
 @pytest.mark.parametrize("state", [{}, {"tracestate": "csps=other,vendor=timeline"}])
-def test_a_trace_that_asks_for_no_timeline_has_the_jobs_costs_alone(
+def test_a_trace_without_a_timeline_has_only_the_steps_costs(
     state: dict[str, str], written: Written
 ) -> None:
     clock = _run_job({**SAMPLED, **state})
@@ -130,7 +131,7 @@ def test_a_trace_that_asks_for_no_timeline_has_the_jobs_costs_alone(
     assert job.attributes["csps.bytes_sent"] == [10, 1000]
 
 
-def test_a_job_that_fails_says_with_what(written: Written) -> None:
+def test_a_step_that_fails_records_the_error(written: Written) -> None:
     job = PrefillStep(step_id=3, group=(0,), bounds=(0, 2), chunks=(), trace=SAMPLED)
     sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
     with (
@@ -150,7 +151,7 @@ def test_the_timeline_has_the_phases_of_both_ranks(written: Written) -> None:
     assert {process for process, _ in rows} == {"prefill rank 0", "prefill rank 1"}
     for rank in (0, 1):
         compute = rows[f"prefill rank {rank}", "compute"]
-        assert [it["name"] for it in compute] == ["qkv", "attention", "wait"]
+        assert [event["name"] for event in compute] == ["qkv", "attention", "wait"]
         # Microseconds, as the format wants them, after the first span's beginning.
         (exchange,) = rows[f"prefill rank {rank}", "first all-to-all"]
         assert (exchange["ts"], exchange["dur"]) == (1000, 4000)
@@ -185,14 +186,17 @@ def test_spans_of_a_service_that_cross_are_on_several_rows() -> None:
     )
     events = trace_events(Trace(spans))
     assert crossings(events) == []
-    assert {row: [it["name"] for it in its] for row, its in by_row(events).items()} == {
+    assert {
+        row: [event["name"] for event in row_events] for row, row_events in by_row(events).items()
+    } == {
         ("router", "spans"): ["request", "queue", "prefill", "last"],
         ("router", "spans 2"): ["attach"],
     }
 
 
 def test_arrows_lead_from_process_to_process() -> None:
-    """To what was begun elsewhere, and from each rank's prefill to where KV has landed."""
+    """Expect arrows to spans started in other processes, and from each rank's prefill to the
+    receiver of its KV."""
     spans = (
         span("llm_request", 0, 100),
         span("queue", 0, 10, parent="llm_request"),

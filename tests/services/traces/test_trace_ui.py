@@ -91,7 +91,7 @@ def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_ending() -> Iterator[None]:
-    """What SIGTERM does here, once a test is over."""
+    """Return what SIGTERM does here once a test is over."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -99,7 +99,7 @@ def own_ending() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_ending")
 def test_sigterm_ends_the_viewer_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the server has started or not."""
+    """Send it before and after the server has started."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "config.yaml", tmp_path)
     viewer, port = program(tmp_path, STAND_IN), free_port()

@@ -19,21 +19,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
 
-from csps.configurator.costs.cost_table import EXACT, EXACT_STRATEGY, BestOption, StepLatency
+from csps.configurator.costs.cost_table import EXACT, BestOption, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.placement import round_robin
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import rows_of
-from csps.services.scheduling.deciding.view import (
-    CachedView,
-    CostView,
-    GangView,
-    PairView,
-    RequestView,
-    View,
-)
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import level_sizes, own, tokens_on
@@ -56,6 +49,7 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import (
 )
 from csps.services.scheduling.policies.tetris.cdsp import group_sizes
 from csps.services.scheduling.policies.tetris.groups import PooledGroup
+from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,35 +69,20 @@ RING = "ring/exact"
 """The class of requests that take whichever variant of the ring is better for their prefill."""
 
 
-class RingCosts:
-    """Requests that ask for no strategy of their own are of the class `RING`; others run as they
-    ask."""
+class RingCosts(Costs):
+    """Costs in which exact attention is a ring: a request that asks for no strategy of its own is
+    of the class `RING`. One round uses it."""
 
-    def __init__(self, cost: CostView) -> None:
-        self._cost = cost
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs.table)
+        self._costs = costs
 
     def best(
         self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
     ) -> BestOption:
-        """As `CostView`."""
+        """Return the best option; `costs` remembers cache misses."""
         asked = RING if cls in (EXACT, AUTO) else cls
-        return self._cost.best(asked, shape, history, length, waited_ns)
-
-    def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
-        """As `CostView`."""
-        return self._cost.iteration_ns(sp, tp, batch, context)
-
-    def rows_alone(self, tp: int) -> int:
-        """As `CostView`."""
-        return self._cost.rows_alone(tp)
-
-    def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepLatency:
-        """As `CostView`."""
-        return self._cost.exact(sp, tp, strategy)
-
-    def transfer_ns(self, kind: str, size: int) -> int | None:
-        """As `CostView`."""
-        return self._cost.transfer_ns(kind, size)
+        return self._costs.best(asked, shape, history, length, waited_ns)
 
 
 class KvHolders:
@@ -114,7 +93,7 @@ class KvHolders:
         max_batch: requests that it decodes at a time, landing ones included.
     """
 
-    def __init__(self, gang: GangView, max_batch: int) -> None:
+    def __init__(self, gang: Gang, max_batch: int) -> None:
         instances = sorted(gang.instances, key=lambda it: it.order)
         self.free = {instance.id: instance.free_slots for instance in instances}
         """In topology order."""
@@ -129,7 +108,7 @@ class KvHolders:
         """
         return self._left > 0 and tokens + sum((taken or {}).values()) <= sum(self.free.values())
 
-    def spread(self, request: RequestView, kept: CachedView | None) -> Placed:
+    def spread(self, request: Request, kept: Cached | None) -> Placed:
         """The prompt evenly over all instances, as far as they have slots and what they have kept
         of it allows, which stays where it is."""
         if kept is None or any(self.free[it] < count for it, count in kept.taken.items()):
@@ -149,9 +128,7 @@ class KvHolders:
                 room[instance] -= size
         return self._with_answer(request, tuple(slices), room, kept.taken)
 
-    def in_place(
-        self, request: RequestView, cached: CachedView, rows: tuple[PlacedSlice, ...]
-    ) -> Placed:
+    def in_place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
         """The prompt where it is computed, behind what is reused; the answer there as well, if it
         finds slots."""
         slices, new = (*cached.slices, *rows), tokens_on(rows)
@@ -173,7 +150,7 @@ class KvHolders:
 
     def _with_answer(
         self,
-        request: RequestView,
+        request: Request,
         slices: tuple[PlacedSlice, ...],
         room: Mapping[InstanceId, int],
         taken: Mapping[InstanceId, int],
@@ -246,7 +223,11 @@ class ContextParallelPair:
     """
 
     def __init__(
-        self, pair: PairView, view: View, options: ContextParallelOptions, decode: DecodeOptions
+        self,
+        pair: GangPair,
+        view: SchedulerView,
+        options: ContextParallelOptions,
+        decode: DecodeOptions,
     ) -> None:
         self._view, self._options = view, options
         self._max_positions = pair.max_positions
@@ -267,7 +248,7 @@ class ContextParallelPair:
         for plan in self._plans:
             yield plan.plan() if isinstance(plan, WholePrompts) else plan
 
-    def start_high_priority(self, request: RequestView) -> GangStartResult:
+    def start_high_priority(self, request: Request) -> GangStartResult:
         """Compute a short prompt inside whatever runs on one instance, with others if they start in
         the same round, or its end on those that have kept its beginning, if it so ends no later
         than where it waits least."""
@@ -288,7 +269,7 @@ class ContextParallelPair:
             return GangStartResult.WAITS if waits else GangStartResult.BLOCKED
         return GangStartResult.STARTS
 
-    def start_end(self, request: RequestView, *, at_head: bool) -> bool:
+    def start_end(self, request: Request, *, at_head: bool) -> bool:
         """Whether a longer prompt starts so, all but a short end of which was kept.
 
         Args:
@@ -307,7 +288,7 @@ class ContextParallelPair:
             self._start(request, end, high_priority=True)
         return end is not None
 
-    def start_low_priority(self, request: RequestView) -> GangStartResult:
+    def start_low_priority(self, request: Request) -> GangStartResult:
         """Compute a prompt, or what follows upon what was kept of it, on the group that will be
         done first; a larger group has to be worth it."""
         if self._too_long(request):
@@ -321,11 +302,11 @@ class ContextParallelPair:
         self._start(request, work, high_priority=False)
         return GangStartResult.STARTS
 
-    def _too_long(self, request: RequestView) -> bool:
+    def _too_long(self, request: Request) -> bool:
         """Others may serve it, but not these."""
         return request.prompt_tokens + request.output_tokens > self._max_positions
 
-    def _has_room(self, request: RequestView, cached: CachedView) -> bool:
+    def _has_room(self, request: Request, cached: Cached) -> bool:
         """Slots where it is decoded."""
         tokens = request.prompt_tokens + request.output_tokens
         if not self._is_one:
@@ -334,7 +315,7 @@ class ContextParallelPair:
 
     # --- on which instances ---
 
-    def _least_wait(self, request: RequestView) -> Reuse | None:
+    def _least_wait(self, request: Request) -> Reuse | None:
         """All of a short prompt on the instance where it waits least for other urgent ones; None
         if no instance may be interrupted for so long, or has slots for it, and a turn left or a
         step to which it can be added."""
@@ -350,7 +331,7 @@ class ContextParallelPair:
         candidate = min(candidates, key=_wait)
         return Reuse(NOTHING, [candidate], [tokens], choice.strategy, choice.time_ns)
 
-    def _end(self, request: RequestView, whole: Reuse | None) -> Reuse | None:
+    def _end(self, request: Request, whole: Reuse | None) -> Reuse | None:
         """A short end of a prompt where its beginning is, if it is done no later than all of it."""
         cached = self._view.cached(request, self._gang)
         if cached is None or not self._has_room(request, cached):
@@ -362,14 +343,14 @@ class ContextParallelPair:
             return None
         return end
 
-    def _lacks_little(self, request: RequestView) -> bool:
+    def _lacks_little(self, request: Request) -> bool:
         """The gang that decodes has kept all of a prompt but an end that may ride."""
         if self._is_one or not self._piggybacking.most:
             return False
         kept = self._view.cached(request, self._decode_gang)
         return kept is not None and request.prompt_tokens - kept.tokens <= self._piggybacking.most
 
-    def _piggyback(self, request: RequestView, within_ns: int | None) -> bool:
+    def _piggyback(self, request: Request, within_ns: int | None) -> bool:
         """Have the gang that decodes compute what it lacks of a prompt, if that is done within this
         time from now on; None if nobody else can start it."""
         if not self._lacks_little(request) or not self._has_room(request, NOTHING):
@@ -381,7 +362,7 @@ class ContextParallelPair:
             self._plans.append(piggyback)
         return piggyback is not None
 
-    def _long(self, request: RequestView) -> Reuse | None:
+    def _long(self, request: Request) -> Reuse | None:
         """A prompt, or what follows upon what was kept of it, on the group that will be done
         first."""
         most = self._options.jobs_per_instance
@@ -396,9 +377,7 @@ class ContextParallelPair:
                 work = rest
         return work
 
-    def _best(
-        self, request: RequestView, cached: CachedView, candidates: list[Candidate]
-    ) -> Reuse | None:
+    def _best(self, request: Request, cached: Cached, candidates: list[Candidate]) -> Reuse | None:
         """The group that pays, of those with slots; all of them have the instances that hold what
         is reused."""
         held = {kv_slice.instance for kv_slice in cached.slices}
@@ -428,7 +407,7 @@ class ContextParallelPair:
 
     # --- starting ---
 
-    def _start(self, request: RequestView, work: Reuse, *, high_priority: bool) -> None:
+    def _start(self, request: Request, work: Reuse, *, high_priority: bool) -> None:
         step = reuse_step(request, work, high_priority=high_priority)
         (rows,) = rows_of(step)
         placed = self._place(request, work.cached, rows)
@@ -442,7 +421,7 @@ class ContextParallelPair:
         self._share_slots()
         self._plans.append(plan_of(request, step, placed))
 
-    def _start_whole(self, request: RequestView, work: Reuse) -> None:
+    def _start_whole(self, request: Request, work: Reuse) -> None:
         """A short prompt, in a step with those before it if there is one."""
         (candidate,) = work.candidates
         placed = self._place(
@@ -453,9 +432,7 @@ class ContextParallelPair:
             self._plans.append(step)
         self._share_slots()
 
-    def _place(
-        self, request: RequestView, cached: CachedView, rows: tuple[PlacedSlice, ...]
-    ) -> Placed:
+    def _place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
         """Where the KV goes of a prompt that these compute."""
         if self._is_one:
             placed = self._holders.in_place(request, cached, rows)

@@ -22,17 +22,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from csps.services.scheduling.deciding.decisions import Blocked, Decision, IdleCapacity, WakeAt
-from csps.services.scheduling.deciding.view import PairView, RequestView, View
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, WakeAt
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.policies.context_parallel.pair import (
     ContextParallelOptions,
     ContextParallelPair,
     GangStartResult,
-    KvHolders,
 )
 from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
 from csps.services.scheduling.policies.rounds.prefill_overlay import priority_of
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.state.state import GangPair, Priority, Request
 
 MOST_STARTS = 128
 """Requests that a round starts. More wait for the next one, which follows at once: an event loop
@@ -57,11 +56,11 @@ class ContextParallel:
         self.options = options or ContextParallelOptions()
         self.decode_options = decode or DecodeOptions()
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
         """Short prompts are urgent."""
         return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         """Start requests in order of admission; whoever waits for instances closes its line, and
         whoever waits for slots both."""
         gangs = [
@@ -90,32 +89,21 @@ class ContextParallel:
                     lines.close(high_priority=high_priority)
         return [*(plan for gang in gangs for plan in gang.plans()), *others]
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        """On idle gangs."""
-        return _Trial(pair, self.decode_options.max_batch)
-
-
-class _Trial:
-    def __init__(self, pair: PairView, max_batch: int) -> None:
-        self._slots = sum(instance.free_slots for instance in pair.prefill.instances)
-        self._holders = KvHolders(pair.decode, max_batch)
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Any token may lie on any instance."""
-        return prompt_tokens <= self._slots and self._holders.has_room(
-            prompt_tokens + output_tokens
-        )
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether there are slots enough: any token may lie on any instance."""
+        total = prompt_tokens + output_tokens
+        return prompt_tokens <= pair.prefill.capacity and total <= pair.decode.capacity
 
 
 class _Lines:
     """Both lines in order of admission, each until it is closed."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: SchedulerView) -> None:
         self._left = {True: iter(view.waiting("high")), False: iter(view.waiting("low"))}
         self._next = {high_priority: next(line, None) for high_priority, line in self._left.items()}
         self._open = {True: True, False: True}
 
-    def __iter__(self) -> Iterator[tuple[RequestView, bool]]:
+    def __iter__(self) -> Iterator[tuple[Request, bool]]:
         while first := [
             (it.id, high_priority) for high_priority, it in self._next.items() if it is not None
         ]:
@@ -140,7 +128,7 @@ class _Lines:
 
 
 def _try(
-    gangs: Sequence[ContextParallelPair], request: RequestView, *, high_priority: bool
+    gangs: Sequence[ContextParallelPair], request: Request, *, high_priority: bool
 ) -> GangStartResult:
     """The best that any pair of gangs has to say."""
     best = GangStartResult.BLOCKED

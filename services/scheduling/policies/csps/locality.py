@@ -1,7 +1,7 @@
-"""Choosing instances near each other for a prompt (CSPS §3.2), many times a round.
+"""The locality allocator chooses instances near each other for a prompt (CSPS §3.2).
 
-Instances are kept sorted by server, so that a choice costs a few look-ups instead of a walk over
-all of them.
+It keeps the instances sorted by server, because a round chooses many times: a choice costs a few
+look-ups instead of a walk over all instances.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import Candidate
 
 
 class Preference(NamedTuple):
-    """A spot as it is sorted: in order of preference, and no two are equal."""
+    """Sort key of a candidate, the most preferred first; no two are equal."""
 
     minus_free: int
     free_at_ns: int
@@ -28,7 +28,7 @@ class CandidateGroup(NamedTuple):
 
     candidates: list[Candidate]
     room: list[int]
-    """Tokens that each may be given."""
+    """Most tokens of each instance."""
 
 
 class _Server:
@@ -40,16 +40,16 @@ class _Server:
         self.rack = rack
         self.preferences: list[Preference] = []
         self.room = 0
-        """Tokens that they can take together."""
+        """Most tokens of all its instances together."""
 
 
 class LocalityAllocator:
-    """The instances whose line is not full.
+    """The instances that may be given another low-priority step.
 
     Args:
-        spots: all of the gang.
-        most: tokens that an instance is given, if it has slots for so many.
-        steps: long steps that an instance may have at a time.
+        candidates: all instances of the gang.
+        most: most tokens given to an instance.
+        steps: most low-priority steps of an instance at a time.
     """
 
     def __init__(self, candidates: Sequence[Candidate], most: int, steps: int) -> None:
@@ -61,29 +61,35 @@ class LocalityAllocator:
                 self._server(candidate).preferences.append(self._preference(candidate))
         for server in self._servers.values():
             server.preferences.sort()
-            server.room = sum(min(most, -seat.minus_free) for seat in server.preferences)
+            server.room = sum(
+                min(most, -preference.minus_free) for preference in server.preferences
+            )
 
     def update(self, candidate: Candidate) -> None:
-        """The instance was given something to do."""
-        seat = self._preferences.pop(candidate.id, None)
-        if seat is None:
+        """Update an instance that was given a step."""
+        preference = self._preferences.pop(candidate.id, None)
+        if preference is None:
             return
         server = self._server(candidate)
-        del server.preferences[bisect_left(server.preferences, seat)]
-        server.room -= min(self._most, -seat.minus_free)
+        del server.preferences[bisect_left(server.preferences, preference)]
+        server.room -= min(self._most, -preference.minus_free)
         if candidate.low_priority_steps < self._steps:
             insort(server.preferences, self._preference(candidate))
             server.room += min(self._most, candidate.free)
 
     def group(self, tokens: int) -> CandidateGroup | None:
-        """The smallest group whose SPTs hold a prompt: most tokens of each, in topology order.
+        """Return the smallest group whose SPTs hold a prompt, or None.
 
         A prompt longer than an SPT on every instance of the gang takes all, with longer SPTs.
         """
         candidates = self.nearest(tokens)
         if candidates is None and len(self._preferences) == self._all:
             candidates = _candidates(
-                [seat for server in self._servers.values() for seat in server.preferences]
+                [
+                    preference
+                    for server in self._servers.values()
+                    for preference in server.preferences
+                ]
             )
         if candidates is None:
             return None
@@ -92,58 +98,60 @@ class LocalityAllocator:
         return group if sum(group.room) >= tokens else None
 
     def nearest(self, tokens: int) -> list[Candidate] | None:
-        """Instances that take so many tokens: on one server if there is one with room for all,
-        else in one rack, else anywhere; None if there is not as much room.
+        """Return instances for this many tokens: on one server, else in one rack, else anywhere.
 
-        They are on the fewest racks, there on the fewest servers, and of these the fewest
-        instances. Where several are needed those with the most room come first, as with the paper's
-        servers with the most free GPUs. Of equally good choices it is the one whose least preferred
-        instance is preferred to the others'.
+        The choice has the fewest racks, then the fewest servers, then the fewest instances. Racks,
+        servers and instances with the most room come first, like the paper's servers with the most
+        free GPUs. Among equal choices, the one with the best least-preferred instance wins.
+
+        Returns:
+            None without enough room.
         """
-        servers = [it for it in self._servers.values() if it.room >= tokens]
+        servers = [server for server in self._servers.values() if server.room >= tokens]
         if servers:
-            groups = [it.preferences[: self._fewest(it.preferences, tokens)] for it in servers]
+            groups = [
+                server.preferences[: self._fewest(server.preferences, tokens)] for server in servers
+            ]
             return _candidates(min(groups, key=_cost))
         racks: dict[int, list[_Server]] = {}
         for server in sorted(
             filter(_has_preferences, self._servers.values()), key=_first_preference
         ):
             racks.setdefault(server.rack, []).append(server)
-        wide = [it for it in racks.values() if sum(s.room for s in it) >= tokens]
+        wide = [rack for rack in racks.values() if _room(rack) >= tokens]
         if wide:
-            return _candidates(min((self._within(it, tokens) for it in wide), key=_wide_cost))
+            return _candidates(min((self._within(rack, tokens) for rack in wide), key=_wide_cost))
         chosen: list[_Server] = []
-        for rack in sorted(racks.values(), key=lambda it: -sum(s.room for s in it)):
-            if sum(it.room for it in chosen) < tokens:
+        for rack in sorted(racks.values(), key=_room, reverse=True):
+            if _room(chosen) < tokens:
                 chosen += rack
-        if sum(it.room for it in chosen) < tokens:
+        if _room(chosen) < tokens:
             return None
-        # Which rack a server is in has done its part: of equal ones the preferred is taken.
+        # The racks are chosen: sort by preference again, so that it decides among equal servers.
         return _candidates(self._within(sorted(chosen, key=_first_preference), tokens))
 
     def _within(self, servers: list[_Server], tokens: int) -> list[Preference]:
-        """The fewest instances on the fewest of these servers; of equal ones the first."""
+        """Return the fewest instances on the fewest of these servers; of equal ones the first."""
         preferences: list[Preference] = []
         missing = tokens
-        for server in sorted(servers, key=lambda it: -it.room):
+        for server in sorted(servers, key=lambda server: -server.room):
             if missing > 0:
                 preferences += server.preferences
                 missing -= server.room
-        preferences.sort(key=lambda seat: -min(self._most, -seat.minus_free))
+        preferences.sort(key=lambda preference: -min(self._most, -preference.minus_free))
         return preferences[: self._fewest(preferences, tokens)]
 
     def _fewest(self, preferences: list[Preference], tokens: int) -> int:
-        """How many of these take the tokens; the first ones have the most room."""
+        """Return how many instances hold the tokens; the first ones have the most room."""
         count = -(-tokens // self._most)
-        if (
-            count <= len(preferences) and -preferences[count - 1].minus_free >= self._most
-        ):  # and so have all before it
+        # If the last of `count` instances has room for a whole SPT, those before it have, too.
+        if count <= len(preferences) and -preferences[count - 1].minus_free >= self._most:
             return count
-        for count, seat in enumerate(preferences, 1):
-            tokens -= min(self._most, -seat.minus_free)
+        for count, preference in enumerate(preferences, 1):
+            tokens -= min(self._most, -preference.minus_free)
             if tokens <= 0:
                 return count
-        raise AssertionError("not room enough")
+        raise AssertionError(f"{len(preferences)} chosen instances lack room for {tokens} tokens")
 
     def _server(self, candidate: Candidate) -> _Server:
         place = candidate.place
@@ -153,23 +161,31 @@ class LocalityAllocator:
         return server
 
     def _preference(self, candidate: Candidate) -> Preference:
-        seat = Preference(-candidate.free, candidate.free_at_ns, candidate.order, candidate)
-        self._preferences[candidate.id] = seat
-        return seat
+        preference = Preference(-candidate.free, candidate.free_at_ns, candidate.order, candidate)
+        self._preferences[candidate.id] = preference
+        return preference
 
 
 def _candidates(preferences: list[Preference]) -> list[Candidate]:
-    """In topology order."""
-    return sorted((seat.candidate for seat in preferences), key=lambda candidate: candidate.order)
+    """Return the candidates in topology order."""
+    return sorted(
+        (preference.candidate for preference in preferences),
+        key=lambda candidate: candidate.order,
+    )
+
+
+def _room(servers: list[_Server]) -> int:
+    return sum(server.room for server in servers)
 
 
 def _cost(preferences: list[Preference]) -> tuple[int, Preference]:
-    """Of groups on one server each, the least is the best: few, and the last one preferred."""
+    """Order groups of one server each: the fewest instances, then the best last one."""
     return len(preferences), preferences[-1]
 
 
 def _wide_cost(preferences: list[Preference]) -> tuple[int, int, Preference]:
-    servers = {seat.candidate.place.server for seat in preferences}
+    """Order groups of several servers: the fewest servers, the fewest instances, the best last."""
+    servers = {preference.candidate.place.server for preference in preferences}
     return len(servers), len(preferences), max(preferences)
 
 

@@ -1,12 +1,8 @@
-"""Options of the policy `csps`.
+"""One pair of gangs in a round of the policy `csps`.
 
-What a round of the policy `csps` has started on a pair of gangs, and what that leaves.
-
-Where a short prompt waits least, for many of them in a round.
-
-Longer prompts in a round of the policy `csps`: on the groups that they fill, with others.
-
-One pair of gangs in a round of the policy `csps`: short prompts, and short ends of others.
+`RoundPlan` collects what starts on the pair and tracks what is left. `LeastWait` finds the instance
+for each short prompt, and `LongPrompts` the group for each longer one, with fillers in the slack of
+its last SPT. `CspsPair` starts short prompts and short ends of prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from itertools import islice
 
 from csps.configurator.costs.cost_table import EXACT, BestOption
 from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
-from csps.services.scheduling.deciding.view import CachedView, PairView, RequestView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import RequestId
 from csps.services.scheduling.events.slices import level_sizes
 from csps.services.scheduling.policies.csps.locality import CandidateGroup, LocalityAllocator
@@ -40,20 +36,20 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import (
     WholePrompts,
     reuse_plan,
 )
+from csps.services.scheduling.state.state import Cached, GangPair, Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class CspsOptions(ShortPromptOptions):
-    """Sizes in tokens."""
+    """Options of the policy `csps`. Sizes in tokens."""
 
     spt_tokens: int = 4096
     """Target length of a sequence partition; less where an instance has fewer free slots."""
     look_ahead: int = 64
-    """Requests that a round tries in vain before it leaves the rest of the line for the next one.
-    It bounds the time of a round; what starts does not count."""
+    """Failed attempts after which a round ends, which bounds its time."""
     most_starts: int = 128
-    """Requests that a round starts. More wait for the next one, which follows at once: an event
-    loop must not stand still while hundreds are placed."""
+    """Most requests that a round starts. More wait for the next round, which follows at once, so
+    that the router's event loop is not blocked while hundreds are placed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,22 +57,22 @@ class CspsOptions(ShortPromptOptions):
 
 
 class StartResult(IntEnum):
-    """What becomes of a request in a round; the least is the best."""
+    """Result of trying to start a request; the least is the best."""
 
     STARTS = 0
     WAITS = 1
-    """For instances to finish other steps."""
+    """The request waits for other steps to finish."""
     TOO_LATE = 2
-    """It would pass somebody who is blocked for longer than is allowed."""
+    """The request would pass a blocked one for too long."""
     BLOCKED = 3
-    """There are not slots enough."""
+    """The request finds too few slots."""
 
 
 class RoundPlan:
-    """Everything that starts on one pair."""
+    """Everything that starts on one pair in a round."""
 
     def __init__(
-        self, pair: PairView, view: View, options: CspsOptions, decode: DecodeOptions
+        self, pair: GangPair, view: SchedulerView, options: CspsOptions, decode: DecodeOptions
     ) -> None:
         self.options, self.cost, self.now_ns = options, view.cost, view.now_ns
         self.prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
@@ -86,64 +82,65 @@ class RoundPlan:
         self._view, self._pair = view, pair
         self._steps: list[WholePrompts] = []
         self._others: list[StartPlan | PiggybackPlan] = []
-        """Of prompts that are computed behind what was kept of them."""
-        self._started: dict[RequestId, None] = {}
+        """Plans of prompts that are computed after a cached prefix."""
+        self._started: set[RequestId] = set()
 
-    def started(self, request: RequestView) -> bool:
-        """The request has a place."""
+    def started(self, request: Request) -> bool:
+        """Return True if the request starts in this round."""
         return request.id in self._started
 
     def plans(self) -> Iterator[StartPlan | PiggybackPlan]:
-        """All of it."""
+        """Yield the plans of all requests that start."""
         for step in self._steps:
             yield step.plan()
         yield from self._others
 
-    def too_long(self, request: RequestView) -> bool:
-        """Another pair may serve it, but not this one."""
+    def too_long(self, request: Request) -> bool:
+        """Return True if the model of this pair has too few positions."""
         return request.prompt_tokens + request.output_tokens > self._pair.max_positions
 
-    def cached(self, request: RequestView) -> CachedView | None:
-        """What the gang that prefills has kept of a prompt."""
+    def cached(self, request: Request) -> Cached | None:
+        """Return the prefix of a prompt that the prefill gang has cached."""
         return self._view.cached(request, self._pair.prefill.id)
 
-    def cached_decoding(self, request: RequestView) -> CachedView | None:
-        """What the gang that decodes has kept of it."""
+    def cached_decoding(self, request: Request) -> Cached | None:
+        """Return the prefix of a prompt that the decode gang has cached."""
         return self._view.cached(request, self._pair.decode.id)
 
-    def place(self, request: RequestView) -> Placed | None:
-        """Where a request is decoded; None while there is no room, or never will be."""
+    def place(self, request: Request) -> Placed | None:
+        """Place a request on the decode gang; None without enough slots or positions."""
         if self.too_long(request):
             return None
-        kept = self.cached_decoding(request)
-        return self.decode.place_behind(kept, request.prompt_tokens, request.output_tokens)
+        cached = self.cached_decoding(request)
+        return self.decode.place_after(cached, request.prompt_tokens, request.output_tokens)
 
-    def take(self, request: RequestView, placed: Placed) -> None:
-        """A request was placed so, and starts."""
+    def take(self, request: Request, placed: Placed) -> None:
+        """Record that a request starts with a placement."""
         self.decode.take(placed, request.output_tokens)
-        self._started[request.id] = None
+        self._started.add(request.id)
 
     def add_step(self, step: WholePrompts) -> None:
-        """A step starts, or grows from now on."""
+        """Add a step, which may still grow in this round."""
         self._steps.append(step)
 
     def add(self, plan: StartPlan | PiggybackPlan) -> None:
-        """What follows upon what was kept of a prompt starts."""
+        """Add the plan of a prompt that is computed after a cached prefix."""
         self._others.append(plan)
 
 
 _Wait = tuple[int, int, int, int, int, Candidate]
-"""How long an urgent prompt waits on an instance, the least is the best: time of urgent steps, time
-that its long steps were delayed by, when it is free, its place, its version, and itself."""
+"""Sort key of an instance for a short prompt: waiting time behind other high-priority steps, time
+that its low-priority steps were preempted for, predicted end of all steps, order, version; and the
+instance."""
 
 
 class LeastWait:
-    """The instances of a gang, by how long an urgent prompt waits there.
+    """The instances of a gang, ordered by the waiting time of a short prompt.
 
     Args:
         prefill: the instances.
-        urgent: what starts on them.
-        turn_ns: what a part of a long step costs: about as much as a short prompt.
+        high_priority: steps that start on them in this round.
+        yield_ns: time until a low-priority step yields, about that of a short prompt.
     """
 
     def __init__(
@@ -151,36 +148,33 @@ class LeastWait:
     ) -> None:
         self._prefill, self._high_priority, self._yield_ns = prefill, high_priority, yield_ns
         self._waits: list[_Wait] | None = None
-        self._vain: dict[str, tuple[int, int]] = {}
-        """Tokens and time of a prompt of a class that found no instance."""
+        self._failed: dict[str, tuple[int, int]] = {}
+        """Tokens and time of a prompt that found no instance, by class."""
 
-    def candidate(self, request: RequestView, time_ns: int) -> Candidate | None:
-        """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer;
-        of the instances that admit it.
-
-        Of equal instances the one that was overtaken less since it has long steps: the members of a
-        step wait for one another, so it is held up least when all are preempted alike.
-        """
+    def candidate(self, request: Request, time_ns: int) -> Candidate | None:
+        """Return the instance that admits a short prompt and where it waits least."""
         tokens = request.prompt_tokens
-        vain = self._vain.get(request.cls)  # slots, turns and budgets only become less in a round
-        if vain and tokens >= vain[0] and time_ns >= vain[1]:
+        # Slots, steps and budgets only shrink in a round, so larger prompts fail as well.
+        failed = self._failed.get(request.cls)
+        if failed and tokens >= failed[0] and time_ns >= failed[1]:
             return None
         heap = self._heap()
         unfit: list[_Wait] = []
-        found = None
-        while heap and found is None:
+        chosen = None
+        while heap and chosen is None:
             *_, version, candidate = heap[0]
-            if version != candidate.version:  # whatever it was given since makes it wait longer
+            if version != candidate.version:
+                # Changes only lengthen the wait, so a stale entry is too early, never too late.
                 heapq.heapreplace(heap, self._wait(candidate))
             elif self._high_priority.admits(candidate, request, time_ns):
-                found = candidate
+                chosen = candidate
             else:
                 unfit.append(heapq.heappop(heap))
         for wait in unfit:
             heapq.heappush(heap, wait)
-        if found is None:
-            self._vain[request.cls] = tokens, time_ns
-        return found
+        if chosen is None:
+            self._failed[request.cls] = tokens, time_ns
+        return chosen
 
     def _heap(self) -> list[_Wait]:
         if self._waits is None:
@@ -192,6 +186,8 @@ class LeastWait:
         wait_ns = candidate.high_priority_ns + (
             self._yield_ns if candidate.low_priority_steps else 0
         )
+        # Among equal waits, the instance that was preempted less: the members of a step wait for
+        # one another, so it is delayed least if all are preempted equally.
         return (
             wait_ns,
             candidate.preempted_ns,
@@ -203,11 +199,11 @@ class LeastWait:
 
 
 FILLERS_PASS = 8
-"""Waiting prompts that others may pass to fill the slack of a step."""
+"""Most waiting prompts that fillers of a step may pass."""
 
 
 class LongPrompts:
-    """Those of one pair."""
+    """The low-priority prompts that start on one pair."""
 
     def __init__(self, round_plan: RoundPlan) -> None:
         self._round_plan, self._options = round_plan, round_plan.options
@@ -215,27 +211,28 @@ class LongPrompts:
         self._allocator: LocalityAllocator | None = None
 
     def changed(self, candidate: Candidate) -> None:
-        """An instance was given something."""
+        """Update an instance that was given a step."""
         if self._allocator is not None:
             self._allocator.update(candidate)
 
     def _allocator_of_round(self) -> LocalityAllocator:
         if self._allocator is None:
-            it = self._options
             self._allocator = LocalityAllocator(
-                self._prefill.candidates, it.spt_tokens, it.jobs_per_instance
+                self._prefill.candidates,
+                self._options.spt_tokens,
+                self._options.jobs_per_instance,
             )
         return self._allocator
 
     def start(
-        self, queue: Sequence[RequestView], index: int, high_priority_id: RequestId | None
+        self, queue: Sequence[Request], index: int, short_id: RequestId | None
     ) -> StartResult:
         """Compute a prompt on the group that it fills, with others in the slack of the last SPT.
 
         Args:
-            line: of longer prompts.
-            index: of the prompt in the line.
-            urgent_id: the oldest short one that this round has not come to.
+            queue: the low-priority queue.
+            index: index of the prompt in the queue.
+            short_id: the oldest short prompt that this round has not reached.
         """
         request = queue[index]
         placed = self._round_plan.place(request)
@@ -247,7 +244,7 @@ class LongPrompts:
             self._start_reuse(request, reuse, placed)
             return StartResult.STARTS
         if group is None:
-            # With slots enough, only outstanding steps are in the way.
+            # With enough free slots, the prompt only waits for outstanding steps.
             room = sum(candidate.free for candidate in self._prefill.candidates)
             return StartResult.WAITS if room >= request.prompt_tokens else StartResult.BLOCKED
         choice = self._best(request, group, request.prompt_tokens)
@@ -256,51 +253,58 @@ class LongPrompts:
         )
         self._add(step, request, placed)
         younger = islice(queue, index + 1, index + 1 + self._options.look_ahead)
-        self._fill(step, younger, group, high_priority_id)
+        self._fill(step, younger, group, short_id)
         if len(step.members) > 1:
             choice = self._best(request, group, step.tokens)
         self._launch(step, group, choice.time_ns)
         return StartResult.STARTS
 
-    def _ends_ns(self, request: RequestView, group: CandidateGroup) -> int:
-        """When a group will have computed all of a prompt."""
+    def _ends_ns(self, request: Request, group: CandidateGroup) -> int:
+        """Predict when a group ends a whole prompt."""
         choice = self._best(request, group, request.prompt_tokens)
         return max(candidate.free_at_ns for candidate in group.candidates) + choice.time_ns
 
-    def _best(self, request: RequestView, group: CandidateGroup, tokens: int) -> BestOption:
-        """How a group computes all of a prompt, and others that fill its last SPT, when it is
-        free."""
+    def _best(self, request: Request, group: CandidateGroup, tokens: int) -> BestOption:
+        """Return the best option for a step of `tokens` when the group is free."""
         waited_ns = (
             max(candidate.free_at_ns for candidate in group.candidates) - request.submitted_ns
         )
         shape = self._prefill.shape(group.candidates)
         return self._cost.best(request.cls, shape, 0, tokens, waited_ns)
 
-    def _add(self, step: WholePrompts, request: RequestView, placed: Placed) -> None:
+    def _add(self, step: WholePrompts, request: Request, placed: Placed) -> None:
         self._round_plan.take(request, placed)
         step.add(request, placed)
 
     def _launch(self, step: WholePrompts, group: CandidateGroup, predicted_ns: int) -> None:
         sizes = level_sizes(step.tokens, group.room)
-        assert sizes is not None, "fillers exceed the slack"
-        used = [(candidate, n) for candidate, n in zip(group.candidates, sizes, strict=True) if n]
-        step.group, step.sizes = [candidate for candidate, _ in used], [n for _, n in used]
+        assert sizes is not None, f"a step of {step.tokens} tokens exceeds its group's {group.room}"
+        used = [
+            (candidate, size)
+            for candidate, size in zip(group.candidates, sizes, strict=True)
+            if size
+        ]
+        step.group, step.sizes = [candidate for candidate, _ in used], [size for _, size in used]
         step.predicted_ns = predicted_ns
         oldest, _ = step.members[0]
         self._prefill.start_low_priority(oldest, step.group, step.sizes, predicted_ns)
         self._round_plan.add_step(step)
-        self._given(step.group)
+        self._update(step.group)
 
-    def _given(self, candidates: list[Candidate]) -> None:
-        """Instances were given a long step."""
+    def _update(self, candidates: list[Candidate]) -> None:
+        """Update instances that were given a low-priority step."""
         for candidate in candidates:
             self._allocator_of_round().update(candidate)
         self._round_plan.high_priority.close(candidates)
 
-    # --- behind what was kept ------------------------------------------------------------------
+    # --- after a cached prefix ------------------------------------------------------------------
 
-    def reuse(self, request: RequestView) -> Reuse | None:
-        """The rest of a prompt, where its beginning was kept and around it."""
+    def reuse(self, request: Request) -> Reuse | None:
+        """Compute the rest of a prompt on the holders of its cached prefix, and near them.
+
+        Returns:
+            None if nothing is cached, or if one of the instances has no step left.
+        """
         cached = self._round_plan.cached(request)
         if cached is None:
             return None
@@ -309,8 +313,12 @@ class LongPrompts:
         if left > len(candidates) * self._options.spt_tokens:
             wider = self._allocator_of_round().group(left)
             ids = {candidate.id for candidate in candidates}
-            candidates += [it for it in (wider.candidates if wider else ()) if it.id not in ids]
-            candidates.sort(key=lambda it: it.order)
+            candidates += [
+                candidate
+                for candidate in (wider.candidates if wider else ())
+                if candidate.id not in ids
+            ]
+            candidates.sort(key=lambda candidate: candidate.order)
         if any(
             candidate.low_priority_steps >= self._options.jobs_per_instance
             for candidate in candidates
@@ -318,27 +326,27 @@ class LongPrompts:
             return None
         return self._round_plan.reuses.on(request, cached, candidates)
 
-    def _start_reuse(self, request: RequestView, reuse: Reuse, placed: Placed) -> None:
+    def _start_reuse(self, request: Request, reuse: Reuse, placed: Placed) -> None:
         self._round_plan.reuses.take(reuse)
         self._prefill.start_low_priority(request, reuse.candidates, reuse.sizes, reuse.time_ns)
         self._round_plan.take(request, placed)
         self._round_plan.add(reuse_plan(request, reuse, placed))
-        self._given(reuse.candidates)
+        self._update(reuse.candidates)
 
-    # --- with others in the slack --------------------------------------------------------------
+    # --- fillers ---------------------------------------------------------------------------------
 
     def _fill(
         self,
         step: WholePrompts,
-        younger: Iterable[RequestView],
+        younger: Iterable[Request],
         group: CandidateGroup,
-        high_priority_id: RequestId | None,
+        short_id: RequestId | None,
     ) -> None:
-        """Add younger prompts for the slack of the last SPT, if they would otherwise wait.
+        """Add younger prompts in the slack of the last SPT, if they would otherwise wait.
 
-        They may pass `FILLERS_PASS` longer ones, for which slots are kept meanwhile, but nobody
-        who is blocked, nor a short one that may be found to be: what they take is not given back
-        within any bound.
+        They may pass `FILLERS_PASS` longer prompts, whose slots stay reserved meanwhile. They pass
+        no blocked request, nor a short one that may turn out to be blocked: their slots are not
+        freed within any bound.
         """
         spt = min(self._options.spt_tokens, *group.room)
         slack = len(group.candidates) * spt - step.tokens
@@ -346,8 +354,8 @@ class LongPrompts:
         if slack <= 0 or (
             idle and idle > sum(not candidate.low_priority_steps for candidate in group.candidates)
         ):
-            return  # an idle instance serves them sooner
-        queue = self._queue_to_last_filler(younger, slack, step.cls, high_priority_id)
+            return  # An idle instance serves them sooner.
+        queue = self._queue_to_last_filler(younger, slack, step.cls, short_id)
         if not queue:
             return
         decode = self._round_plan.decode
@@ -365,22 +373,20 @@ class LongPrompts:
                 decode.take(placed, other.output_tokens)
                 passed.append((placed, other.output_tokens))
         for placed, output_tokens in passed:
-            decode.put_back(placed, output_tokens)
+            decode.free(placed, output_tokens)
 
     def _queue_to_last_filler(
         self,
-        younger: Iterable[RequestView],
+        younger: Iterable[Request],
         slack: int,
         cls: str,
-        high_priority_id: RequestId | None,
-    ) -> list[RequestView]:
-        """The part of the line that matters for the slack; mostly nobody in it is small enough."""
-        queue: list[RequestView] = []
+        short_id: RequestId | None,
+    ) -> list[Request]:
+        """Return the queue up to the last prompt that fits the slack; mostly none does."""
+        queue: list[Request] = []
         passing = end = 0
         for other in younger:
-            if other.blocked_ns is not None or (
-                high_priority_id is not None and high_priority_id < other.id
-            ):
+            if other.blocked_ns is not None or (short_id is not None and short_id < other.id):
                 break
             if self._round_plan.started(other) or self._round_plan.too_long(other):
                 continue
@@ -395,10 +401,10 @@ class LongPrompts:
 
 
 class CspsPair:
-    """What starts on a pair of gangs in this round."""
+    """The starts on a pair of gangs in a round."""
 
     def __init__(
-        self, pair: PairView, view: View, options: CspsOptions, decode: DecodeOptions
+        self, pair: GangPair, view: SchedulerView, options: CspsOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._cost, self._now_ns = options, view.cost, view.now_ns
         self._gang = pair.decode
@@ -410,7 +416,7 @@ class CspsPair:
         yield_ns = self._cost.best(EXACT, self._prefill.single, 0, short).time_ns
         self._least_wait = LeastWait(self._prefill, self._high_priority, yield_ns)
 
-    def start_high_priority(self, request: RequestView, end_by_ns: int | None) -> StartResult:
+    def start_high_priority(self, request: Request, end_by_ns: int | None) -> StartResult:
         """Compute a short prompt inside whatever runs on the instance where it waits least."""
         tokens = request.prompt_tokens
         placed = self.round_plan.place(request)
@@ -423,7 +429,7 @@ class CspsPair:
         if self._start_end(request, placed, soonest_ns, end_by_ns):
             return StartResult.STARTS
         if candidate is None:
-            roomy = any(it.free >= tokens for it in self._prefill.candidates)
+            roomy = any(other.free >= tokens for other in self._prefill.candidates)
             return StartResult.WAITS if roomy else StartResult.BLOCKED
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
         if by_ns is not None and self._now_ns + candidate.high_priority_ns + choice.time_ns > by_ns:
@@ -436,11 +442,13 @@ class CspsPair:
         self.long.changed(candidate)
         return StartResult.STARTS
 
-    def start_end(self, request: RequestView, end_by_ns: int | None, *, at_head: bool) -> bool:
-        """Compute the end of a longer prompt, if that is short and all before it was kept.
+    def start_end(self, request: Request, end_by_ns: int | None, *, at_head: bool) -> bool:
+        """Compute the end of a longer prompt, if it is short and the rest is cached.
 
         Args:
-            in_turn: nobody before it in its line waits, so that it may also start as a long one.
+            end_by_ns: time by which the answer must end; None: any.
+            at_head: True if no older low-priority prompt waits, so that this one may also start as
+                a low-priority step.
         """
         left = _left(request, self.round_plan.cached(request))
         if not (left <= self._options.short_tokens or self._may_piggyback(request)):
@@ -452,26 +460,27 @@ class CspsPair:
         soonest_ns = None if reuse is None else reuse.ends_ns - self._now_ns
         return self._start_end(request, placed, soonest_ns, end_by_ns)
 
-    def _may_piggyback(self, request: RequestView) -> bool:
+    def _may_piggyback(self, request: Request) -> bool:
         most = self._piggybacking.most
         return most > 0 and _left(request, self.round_plan.cached_decoding(request)) <= most
 
     def _start_end(
         self,
-        request: RequestView,
+        request: Request,
         placed: Placed,
         soonest_ns: int | None,
         end_by_ns: int | None,
     ) -> bool:
-        """Compute the end of a prompt inside whatever runs on the instances that have kept what
-        comes before it, or in an iteration of the gang that will decode it: wherever it is over
-        first, if that is no later than elsewhere.
+        """Compute the end of a prompt where it ends first, if that is no later than elsewhere.
+
+        The places are the holders of its cached prefix, as a high-priority step, and an iteration
+        of the gang that will decode it.
 
         Args:
-            soonest_ns: when it would be computed elsewhere, from now on; None if nobody can.
+            soonest_ns: time until it would be computed elsewhere; None if that is impossible.
         """
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request) - self._now_ns
-        within_ns = min((it for it in (soonest_ns, by_ns) if it is not None), default=None)
+        within_ns = min((ns for ns in (soonest_ns, by_ns) if ns is not None), default=None)
         cached = self.round_plan.cached(request)
         reuse = self.round_plan.reuses.end(request, cached, self._options.short_tokens)
         if reuse is not None:
@@ -489,7 +498,7 @@ class CspsPair:
         return True
 
     def _start_high_priority_reuse(
-        self, request: RequestView, reuse: Reuse, placed: Placed, by_ns: int | None
+        self, request: Request, reuse: Reuse, placed: Placed, by_ns: int | None
     ) -> None:
         self.round_plan.reuses.take(reuse)
         for candidate, tokens in zip(reuse.candidates, reuse.sizes, strict=True):
@@ -498,8 +507,8 @@ class CspsPair:
             self.long.changed(candidate)
         self.round_plan.add(reuse_plan(request, reuse, placed, high_priority=True))
 
-    def _decode_ns(self, request: RequestView) -> int:
-        """How long it takes to draw the whole answer."""
+    def _decode_ns(self, request: Request) -> int:
+        """Predict the time to sample the whole answer."""
         gang = self._gang
         iteration_ns = gang.iteration_ns or self._cost.iteration_ns(
             1, gang.tp, gang.mastered + 1, request.prompt_tokens
@@ -507,6 +516,6 @@ class CspsPair:
         return iteration_ns * request.output_tokens
 
 
-def _left(request: RequestView, cached: CachedView | None) -> int:
-    """What a gang would have to compute of a prompt."""
+def _left(request: Request, cached: Cached | None) -> int:
+    """Return the number of prompt tokens that are not cached."""
     return request.prompt_tokens - (cached.tokens if cached else 0)

@@ -1,29 +1,13 @@
-"""Prompts cut into sequence partitions (SPTs) over as many instances as they fill (CSPS §3.2).
+"""The policy `csps` cuts prompts into sequence partitions (SPTs) over the instances they fill.
 
-First come, first served, with these exceptions, each of them bounded:
+Requests start first come, first served (CSPS §3.2), except that short prompts preempt long ones,
+short ends of prompts start on the holders of their cached prefix (or piggybacked where they are
+decoded), and waiting prompts fill the slack of the last SPT of a starting step.
 
-1. A *short* prompt (at most `short_tokens`) starts at once, on the instance where it will wait
-   least, as an *urgent* step that ranks let run inside a long one. One that fits no single
-   instance is not short. What was kept does not count: a longer prompt keeps its place in line,
-   but as soon as no more than a short *end* of it is left to compute, that starts as an urgent step
-   on the instances that have kept the rest. An end may also be computed by the gang that decodes,
-   if that has kept all before it (`decode_rides.py`).
-2. Longer prompts that would otherwise wait fill up the slack of the last SPT of a starting step.
-
-**Nobody starves.** Overtaking is bounded in seconds, predicted when a request is placed and trued
-up by what was measured:
-
-- while a long step is outstanding, urgent steps on its instances delay it by `overtaking_s` at
-  most, or by its own time if that is more; and its oldest request altogether, the line behind
-  others included, by `overtaking_s`, or by what it takes without them (`holdups.py`). So the bounds
-  of several steps in line do not add up. When that is used up, short prompts go elsewhere or wait
-  for the step;
-- while a request waits for KV slots, no longer prompt passes it, and a short one only if its last
-  token will have been drawn `overtaking_s` after the older one became blocked. From then on the
-  request waits for none but older ones.
-
-An instance is given at most `jobs_per_instance` long steps at a time, one to run and one to follow
-without a gap: what is not yet sent can still be decided otherwise.
+No request starves, because preemption is bounded in seconds, predicted when a request is placed and
+corrected by measured times (`events/limits.py`). While a request waits for KV slots, no longer
+prompt passes it, and a short one only if its last token is predicted within `overtaking_s` of the
+time at which the older request was blocked. From then on it waits only for older requests.
 """
 
 from __future__ import annotations
@@ -31,18 +15,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from csps.services.scheduling.deciding.decisions import Blocked, Decision, IdleCapacity, WakeAt
-from csps.services.scheduling.deciding.view import PairView, RequestView, View
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, WakeAt
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import RequestId
-from csps.services.scheduling.policies.csps.locality import LocalityAllocator
 from csps.services.scheduling.policies.csps.pair import CspsOptions, CspsPair, StartResult
-from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions, DecodeOverlay
-from csps.services.scheduling.policies.rounds.prefill_overlay import PrefillOverlay, priority_of
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.policies.rounds.decode_overlay import (
+    DecodeOptions,
+    fits_idle,
+)
+from csps.services.scheduling.policies.rounds.prefill_overlay import priority_of
+from csps.services.scheduling.state.state import GangPair, Priority, Request
 
 
 class Csps:
-    """The policy of this module's description."""
+    """The policy `csps`."""
 
     name = "csps"
     whole_prompts = True
@@ -53,119 +39,106 @@ class Csps:
     ) -> None:
         self.options, self.decode_options = options or CspsOptions(), decode or DecodeOptions()
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
-        """Short prompts are urgent."""
+    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
+        """Return high priority for short prompts."""
         return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
-    def decide(self, view: View) -> Sequence[Decision]:
-        """One pass over both lines, in order of admission."""
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
+        """Decide about both queues in one pass, in order of admission."""
         return _Round(view, self.options, self.decode_options).decide()
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        """On idle gangs."""
-        return _Trial(pair, self.options, self.decode_options)
-
-
-class _Trial:
-    def __init__(self, pair: PairView, options: CspsOptions, decode: DecodeOptions) -> None:
-        self._decode = DecodeOverlay(pair.decode, decode)
-        candidates = PrefillOverlay(pair.prefill, 0).candidates
-        self._rooms = LocalityAllocator(candidates, options.spt_tokens, options.jobs_per_instance)
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """What fits on one instance also fits on a group, so that short prompts need no trial of
-        their own."""
-        if not self._decode.has_room(prompt_tokens, output_tokens):
-            return False
-        return self._rooms.group(prompt_tokens) is not None
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether all instances together have slots: a prompt of any length may take all."""
+        roomy = prompt_tokens <= pair.prefill.capacity
+        return roomy and fits_idle(pair.decode, prompt_tokens, output_tokens)
 
 
 class _Round:
-    """One pass over the lines."""
+    """One pass over both queues, in order of admission."""
 
-    def __init__(self, view: View, options: CspsOptions, decode: DecodeOptions) -> None:
+    def __init__(self, view: SchedulerView, options: CspsOptions, decode: DecodeOptions) -> None:
         self._view, self._options = view, options
         self._pairs = [CspsPair(pair, view, options, decode) for pair in view.pairs]
         self._others: list[Decision] = []
         self._blocked = deque(view.blocked)
-        """Those that were blocked before, and that this round has not come to."""
+        """Requests blocked before that this round has not reached."""
         self._end_by_ns: int | None = None
-        """When whoever starts now must have ended, or somebody would be passed for too long."""
+        """Time by which a request that starts now must end, so that none is passed for too long."""
         self._long_queue_open = True
-        """False as soon as a longer prompt waits: the ones behind it do, too."""
+        """False as soon as a longer prompt waits: those behind it wait, too."""
 
     def decide(self) -> list[Decision]:
-        """What starts, and who is blocked."""
-        high_priority, long = self._view.waiting("high"), self._view.waiting("low")
-        next_urgent = next_long = misses = passed = 0
+        """Return the plans of requests that start, and the blocked requests."""
+        short, long = self._view.waiting("high"), self._view.waiting("low")
+        next_short = next_long = misses = passed = 0
         look_ahead, most_starts = self._options.look_ahead, self._options.most_starts
         while misses < look_ahead:
-            if next_urgent + next_long - misses - passed >= most_starts:
+            if next_short + next_long - misses - passed >= most_starts:
                 self._others.append(WakeAt(at_ns=self._view.now_ns))
                 break
             take_long = passed < look_ahead and next_long < len(long)
-            if take_long and next_urgent < len(high_priority):
-                take_long = long[next_long].id < high_priority[next_urgent].id
+            if take_long and next_short < len(short):
+                take_long = long[next_long].id < short[next_short].id
             if take_long and self._long_queue_open:
-                high_priority_id = (
-                    high_priority[next_urgent].id if next_urgent < len(high_priority) else None
-                )
-                misses += not self._consider_long(long, next_long, high_priority_id)
+                short_id = short[next_short].id if next_short < len(short) else None
+                misses += not self._consider_long(long, next_long, short_id)
                 next_long += 1
             elif take_long:
                 passed += not self._consider_end(long[next_long], at_head=False)
                 next_long += 1
-            elif next_urgent < len(high_priority):
-                misses += not self._consider_short(high_priority[next_urgent])
-                next_urgent += 1
+            elif next_short < len(short):
+                misses += not self._consider_short(short[next_short])
+                next_short += 1
             else:
                 break
         return [*self._others, *(plan for pair in self._pairs for plan in pair.round_plan.plans())]
 
-    def _consider_short(self, request: RequestView) -> bool:
-        self._come_to(request)
-        verdict = self._try(lambda pair: pair.start_high_priority(request, self._end_by_ns))
-        if verdict in (StartResult.TOO_LATE, StartResult.BLOCKED):
-            # How late a long step ends is not known to the second: others may overtake it.
+    def _consider_short(self, request: Request) -> bool:
+        """Start a short prompt; return True if it starts."""
+        self._bound_by_older(request)
+        result = self._try(lambda pair: pair.start_high_priority(request, self._end_by_ns))
+        if result in (StartResult.TOO_LATE, StartResult.BLOCKED):
+            # No long prompt may pass this one: its step may itself be preempted, so its end cannot
+            # be predicted well enough to be bounded.
             self._long_queue_open = False
-        return self._note(request, verdict)
+        return self._note(request, result)
 
     def _consider_long(
-        self, long: Sequence[RequestView], index: int, high_priority_id: RequestId | None
+        self, long: Sequence[Request], index: int, short_id: RequestId | None
     ) -> bool:
+        """Start the long prompt at an index; return True if it starts."""
         request = long[index]
         if self._consider_end(request, at_head=True):
             return True
-        verdict = self._try(lambda pair: pair.long.start(long, index, high_priority_id))
-        self._long_queue_open = verdict is StartResult.STARTS
-        return self._note(request, verdict)
+        result = self._try(lambda pair: pair.long.start(long, index, short_id))
+        self._long_queue_open = result is StartResult.STARTS
+        return self._note(request, result)
 
-    def _consider_end(self, request: RequestView, *, at_head: bool) -> bool:
-        """Of a longer prompt that was mostly kept: what counts is what is left to compute."""
+    def _consider_end(self, request: Request, *, at_head: bool) -> bool:
+        """Start a longer prompt if only a short end is left to compute."""
         if self._started(request):
-            return True  # as a filler
-        self._come_to(request)
+            return True  # It fills the slack of a step already.
+        self._bound_by_older(request)
         end_by_ns = self._end_by_ns
         return any(pair.start_end(request, end_by_ns, at_head=at_head) for pair in self._pairs)
 
-    def _started(self, request: RequestView) -> bool:
+    def _started(self, request: Request) -> bool:
         return any(pair.round_plan.started(request) for pair in self._pairs)
 
-    def _come_to(self, request: RequestView) -> None:
-        """Whoever is blocked and older must not be passed for too long, whether or not this round
-        has found it blocked."""
+    def _bound_by_older(self, request: Request) -> None:
+        """Apply the bounds of all older blocked requests, reached in this round or not."""
         while self._blocked and self._blocked[0].id < request.id:
             older = self._blocked.popleft()
             if not self._started(older):
                 self._bound(older)
 
-    def _bound(self, blocked: RequestView) -> None:
+    def _bound(self, blocked: Request) -> None:
         end_by_ns = self._view.blocked_ns(blocked) + self._options.preemption_budget_ns
         if self._end_by_ns is None or end_by_ns < self._end_by_ns:
             self._end_by_ns = end_by_ns
 
     def _try(self, start: Callable[[CspsPair], StartResult]) -> StartResult:
-        """The best that any pair of gangs has to say."""
+        """Return the best result of all pairs of gangs."""
         best = StartResult.BLOCKED
         for pair in self._pairs:
             best = min(best, start(pair))
@@ -173,8 +146,9 @@ class _Round:
                 break
         return best
 
-    def _note(self, request: RequestView, verdict: StartResult) -> bool:
-        if verdict is StartResult.BLOCKED:
+    def _note(self, request: Request, result: StartResult) -> bool:
+        """Record a blocked request; return True if the request starts."""
+        if result is StartResult.BLOCKED:
             self._others.append(Blocked(request_id=request.id))
             self._bound(request)
-        return verdict is StartResult.STARTS
+        return result is StartResult.STARTS

@@ -19,15 +19,17 @@ Which sequences move, and where to, when an instance is to be emptied (LoongServ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from functools import cached_property
 from typing import NamedTuple
 
+from csps.configurator.costs.cost_table import Costs
 from csps.services.scheduling.deciding.decisions import DecodePlacement, MovePlan
-from csps.services.scheduling.deciding.view import CostView, GangView, SequenceView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.policies.loongserve.inputs import Elastic, PendingPrompt, PrefillModel
+from csps.services.scheduling.state.state import Gang, Sequence
 
 
 class Migration(NamedTuple):
@@ -52,12 +54,12 @@ class Allocation(NamedTuple):
 
 
 def allocate(
-    prompts: Sequence[PendingPrompt],
-    idle: Sequence[Elastic],
-    decoding: Sequence[Elastic],
+    prompts: Many[PendingPrompt],
+    idle: Many[Elastic],
+    decoding: Many[Elastic],
     model: PrefillModel,
     *,
-    others: Sequence[Elastic] = (),
+    others: Many[Elastic] = (),
     move_ns: MoveNs,
 ) -> Allocation | None:
     """Choose instances for all of the requests.
@@ -76,7 +78,7 @@ def allocate(
     return _Allocating(prompts, idle, decoding, others, model, move_ns).run()
 
 
-def targets_of(source: Elastic, others: Sequence[Elastic]) -> Migration | None:
+def targets_of(source: Elastic, others: Many[Elastic]) -> Migration | None:
     """Where all KV of an instance fits, those with the most unused slots first; None if nowhere."""
     left, targets = source.used, []
     for other in sorted(others, key=lambda it: (-it.unused, it.order)):
@@ -90,10 +92,10 @@ def targets_of(source: Elastic, others: Sequence[Elastic]) -> Migration | None:
 class _Allocating:
     def __init__(
         self,
-        prompts: Sequence[PendingPrompt],
-        idle: Sequence[Elastic],
-        decoding: Sequence[Elastic],
-        others: Sequence[Elastic],
+        prompts: Many[PendingPrompt],
+        idle: Many[Elastic],
+        decoding: Many[Elastic],
+        others: Many[Elastic],
         model: PrefillModel,
         move_ns: MoveNs,
     ) -> None:
@@ -189,9 +191,9 @@ class MoveCosts:
 
     def __init__(
         self,
-        gang: GangView,
-        cost: CostView,
-        drawn: Callable[[SequenceView], int],
+        gang: Gang,
+        cost: Costs,
+        drawn: Callable[[Sequence], int],
         iteration_ns: int,
     ) -> None:
         self._gang, self._cost, self._generated_tokens = gang, cost, drawn
@@ -232,7 +234,7 @@ class MoveCosts:
                 found[instance] = found.get(instance, 0) + 1
         return found
 
-    def _residency(self, sequence: SequenceView) -> Iterator[tuple[InstanceId, int]]:
+    def _residency(self, sequence: Sequence) -> Iterator[tuple[InstanceId, int]]:
         for share in sequence.slices:
             yield share.instance, share.tokens
         start, stop = sequence.answer_span
@@ -243,7 +245,7 @@ class MoveCosts:
             yield sequence.master_id, seen - start
 
 
-def moves(migration: Migration, sequences: Sequence[SequenceView]) -> Iterator[MovePlan]:
+def moves(migration: Migration, sequences: Many[Sequence]) -> Iterator[MovePlan]:
     """One for each sequence that has slots on the instance: all that it has there goes to the
     targets, as many tokens to each as the migration says.
 
@@ -268,7 +270,7 @@ def moves(migration: Migration, sequences: Sequence[SequenceView]) -> Iterator[M
 
 
 def _elsewhere(
-    slices: Sequence[PlacedSlice], source: InstanceId, room: dict[InstanceId, int]
+    slices: Many[PlacedSlice], source: InstanceId, room: dict[InstanceId, int]
 ) -> Iterator[PlacedSlice]:
     """The same positions, those of an instance on others."""
     for share in slices:

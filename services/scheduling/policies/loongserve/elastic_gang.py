@@ -18,7 +18,8 @@ served.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
 
 from csps.protocols.core.placement import striped
 from csps.services.scheduling.deciding.decisions import (
@@ -29,7 +30,7 @@ from csps.services.scheduling.deciding.decisions import (
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.view import CachedView, GangView, SequenceView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import bounds_of, laid_out, level_sizes, tokens_on
@@ -46,6 +47,7 @@ from csps.services.scheduling.policies.loongserve.inputs import (
     spared_ns,
 )
 from csps.services.scheduling.policies.loongserve.scaling import ALONE, RING, KvPlacement, start
+from csps.services.scheduling.state.state import Cached, Gang, Sequence
 
 
 class ElasticGang:
@@ -53,13 +55,13 @@ class ElasticGang:
     together, and their instances are a group. An instance in no group that computes no step is
     idle."""
 
-    def __init__(self, gang: GangView, view: View, options: LoongServeOptions) -> None:
+    def __init__(self, gang: Gang, view: SchedulerView, options: LoongServeOptions) -> None:
         self._gang, self._view, self._options = gang, view, options
-        self._sequences: dict[InstanceId, list[SequenceView]] = {
+        self._sequences: dict[InstanceId, list[Sequence]] = {
             instance.id: [] for instance in gang.instances
         }
         joined = [it for it in gang.decoding.values() if it.joined_ns is not None]
-        merged: list[tuple[set[InstanceId], list[SequenceView]]] = []
+        merged: list[tuple[set[InstanceId], list[Sequence]]] = []
         for sequence in gang.decoding.values():
             self._sequences[sequence.master_id].append(sequence)
         for sequence in joined:
@@ -109,7 +111,7 @@ class ElasticGang:
         """Rows that each instance draws, or will."""
         return {instance: len(rows) for instance, rows in self._sequences.items()}
 
-    def elastic(self, instances: Sequence[InstanceId]) -> tuple[Elastic, ...]:
+    def elastic(self, instances: Many[InstanceId]) -> tuple[Elastic, ...]:
         """As the four steps see them."""
         return tuple(
             Elastic(
@@ -127,7 +129,7 @@ class ElasticGang:
         """Every instance."""
         return self.elastic([instance.id for instance in self._gang.instances])
 
-    def ready_ns(self, instances: Sequence[InstanceId]) -> int | None:
+    def ready_ns(self, instances: Many[InstanceId]) -> int | None:
         """From when on these may prefill: at once if they decode nothing; None while they do."""
         found = [instance for instance in self._gang.instances if instance.id in instances]
         if any(it.steps for it in found):
@@ -180,15 +182,15 @@ class ElasticGang:
         )
 
     @property
-    def sequences(self) -> list[SequenceView]:
+    def sequences(self) -> list[Sequence]:
         """All that are decoded here, or will be."""
         return list(self._gang.decoding.values())
 
     def others(
         self,
-        plans: Sequence[StartPlan],
-        idle: Sequence[Elastic],
-        batches: Sequence[DecodeGroup],
+        plans: Many[StartPlan],
+        idle: Many[Elastic],
+        batches: Many[DecodeGroup],
     ) -> tuple[tuple[Elastic, ...], list[DecodeGroup]]:
         """Of those that may prefill, who can beside these plans, and what slots they have left."""
         taken = {it for plan in plans for step in plan.steps for it in step.group}
@@ -217,28 +219,28 @@ class ElasticGang:
         """All decode groups, those included whose instances prefill."""
         return [self._batch(members, rows) for members, rows in self._groups]
 
-    def sequences_of(self, batch: DecodeGroup) -> list[SequenceView]:
+    def sequences_of(self, batch: DecodeGroup) -> list[Sequence]:
         """The sequences of a decode group."""
         (first, *_) = batch.instances
         return next(rows for members, rows in self._groups if first.id in members)
 
-    def _batch(self, members: set[InstanceId], rows: Sequence[SequenceView]) -> DecodeGroup:
+    def _batch(self, members: set[InstanceId], rows: Many[Sequence]) -> DecodeGroup:
         iteration_ns = self._batch_ns(len(members), rows)
         requests = tuple(self._decoding(row, iteration_ns) for row in rows)
         return DecodeGroup(self.elastic(sorted(members)), requests, _context(rows))
 
-    def _batch_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
+    def _batch_ns(self, dop: int, rows: Many[Sequence]) -> int:
         return self.iteration_ns(dop, len(rows), _context(rows))
 
-    def _decoding(self, sequence: SequenceView, iteration_ns: int) -> Decoding:
+    def _decoding(self, sequence: Sequence, iteration_ns: int) -> Decoding:
         """How many tokens were drawn is what the shell knows; time tells nearly."""
         executed_ns = self._executed_ns(sequence)
         return Decoding(max(1, executed_ns // iteration_ns), executed_ns)
 
-    def _executed_ns(self, sequence: SequenceView) -> int:
+    def _executed_ns(self, sequence: Sequence) -> int:
         return 0 if sequence.joined_ns is None else self._view.now_ns - sequence.joined_ns
 
-    def generated_tokens(self, sequence: SequenceView) -> int:
+    def generated_tokens(self, sequence: Sequence) -> int:
         """The same by how long iterations of the gang have taken."""
         return self._executed_ns(sequence) // self._usual_ns
 
@@ -248,7 +250,7 @@ class ElasticGang:
         return self._gang.iteration_ns or self.iteration_ns(1, 1, 0)
 
 
-def instances_of(sequence: SequenceView) -> set[InstanceId]:
+def instances_of(sequence: Sequence) -> set[InstanceId]:
     """Who takes part in decoding it."""
     return {
         sequence.master_id,
@@ -256,7 +258,7 @@ def instances_of(sequence: SequenceView) -> set[InstanceId]:
     }
 
 
-def _context(rows: Sequence[SequenceView]) -> int:
+def _context(rows: Many[Sequence]) -> int:
     return sum(share.tokens for row in rows for share in row.slices)
 
 
@@ -274,9 +276,9 @@ class PrefixReuse:
     def start(
         self,
         prompt: PendingPrompt,
-        cached: CachedView,
-        idle: Sequence[Elastic],
-        batches: Sequence[DecodeGroup],
+        cached: Cached,
+        idle: Many[Elastic],
+        batches: Many[DecodeGroup],
     ) -> StartPlan | None:
         """Compute the rest of a prompt where its beginning lies; None if these may not prefill, or
         have no slots, or all of the prompt would be computed sooner by all that may."""
@@ -304,7 +306,7 @@ class PrefixReuse:
         return spared / prompt.tokens
 
     def _plan(
-        self, prompt: PendingPrompt, cached: CachedView, holders: Sequence[Elastic], took_ns: float
+        self, prompt: PendingPrompt, cached: Cached, holders: Many[Elastic], took_ns: float
     ) -> StartPlan | None:
         members, left = [holder.id for holder in holders], prompt.tokens - cached.tokens
         laid = laid_out(members, striped(left, len(members)), cached.tokens)
@@ -343,7 +345,7 @@ def _take(unused: dict[InstanceId, int], slots: Mapping[InstanceId, int]) -> Non
 
 
 def _filled(
-    start: int, tokens: int, line: Sequence[InstanceId], unused: Mapping[InstanceId, int]
+    start: int, tokens: int, line: Many[InstanceId], unused: Mapping[InstanceId, int]
 ) -> tuple[PlacedSlice, ...]:
     """Positions from `start` on, in slots of one instance after the other."""
     slices, stop = [], start + tokens
@@ -373,7 +375,7 @@ class StaticGroups:
             neighbours[at : at + size] for at in range(0, len(neighbours) - size + 1, size)
         ]
 
-    def decide(self, pending: Sequence[PendingPrompt]) -> Iterator[Decision]:
+    def decide(self, pending: Many[PendingPrompt]) -> Iterator[Decision]:
         """Start what can start."""
         queue = list(pending)
         for group in self._ready():
@@ -397,13 +399,11 @@ class StaticGroups:
                 ready.append(group)
         return sorted(ready, key=lambda it: -sum(one.unused for one in it))
 
-    def _ready_ns(self, group: Sequence[Elastic]) -> int | None:
+    def _ready_ns(self, group: Many[Elastic]) -> int | None:
         """From when on; None while it prefills."""
         return self._gang.ready_ns([instance.id for instance in group])
 
-    def _next(
-        self, queue: Sequence[PendingPrompt], group: Sequence[Elastic]
-    ) -> tuple[PendingPrompt, ...]:
+    def _next(self, queue: Many[PendingPrompt], group: Many[Elastic]) -> tuple[PendingPrompt, ...]:
         slots = sum(instance.unused for instance in group)
         dispatcher = Dispatcher(
             self._gang.model,
@@ -414,7 +414,7 @@ class StaticGroups:
         )
         return dispatcher.dispatch(queue, group, []).prompts
 
-    def _start(self, prompts: Sequence[PendingPrompt], group: Sequence[Elastic]) -> StartPlan:
+    def _start(self, prompts: Many[PendingPrompt], group: Many[Elastic]) -> StartPlan:
         unused = {it.id: it.unused for it in group}
         mastered = self._gang.mastered
         kept = []

@@ -17,7 +17,8 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from functools import partial
 from itertools import islice
 
@@ -25,12 +26,11 @@ from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Bypassed,
     Decision,
-    IdleCapacity,
     MovePlan,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.view import PairView, RequestView, SequenceView, View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate, moves
 from csps.services.scheduling.policies.loongserve.batching import (
@@ -65,7 +65,7 @@ from csps.services.scheduling.policies.loongserve.scaling import (
     start,
 )
 from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
-from csps.services.scheduling.state.state import Priority
+from csps.services.scheduling.state.state import GangPair, Priority, Request, Sequence
 
 
 class LoongServe:
@@ -85,11 +85,11 @@ class LoongServe:
         """Decode groups do."""
         return self.options.migrate and not self.options.static_dop
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Priority:
+    def priority(self, prompt_tokens: int, pairs: Many[GangPair]) -> Priority:
         """Nobody is urgent."""
         return "low"
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Many[Decision]:
         """One round on every elastic gang."""
         started: dict[RequestId, None] = {}
         decisions: list[Decision] = []
@@ -105,22 +105,11 @@ class LoongServe:
                 decisions.append(Blocked(request_id=oldest.id))
         return decisions
 
-    def idle_capacity(self, pair: PairView) -> IdleCapacity:
-        """On an idle gang."""
-        return _Trial(pair, self.options.static_dop)
-
-
-class _Trial:
-    def __init__(self, pair: PairView, static_dop: int) -> None:
-        instances = pair.decode.instances
-        slots = [it.free_slots for it in sorted(instances, key=lambda it: it.order)]
-        size = min(static_dop or len(slots), len(slots))
-        groups = range(0, len(slots) - size + 1, size)
-        self._slots = max(sum(slots[at : at + size]) for at in groups)
-
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Any token may lie on any instance."""
-        return prompt_tokens + output_tokens <= self._slots
+    def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether a group has slots enough: any token may lie on any of its instances."""
+        gang = pair.decode
+        size = self.options.static_dop or len(gang.instances)
+        return prompt_tokens + output_tokens <= gang.largest_group(size)
 
 
 class _Round:
@@ -128,8 +117,8 @@ class _Round:
 
     def __init__(
         self,
-        pair: PairView,
-        view: View,
+        pair: GangPair,
+        view: SchedulerView,
         options: LoongServeOptions,
         decode: DecodeOptions,
         started: dict[RequestId, None],
@@ -171,7 +160,7 @@ class _Round:
         yield from self._asking_again()
 
     def _any(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
+        self, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> Iterator[StartPlan | MovePlan]:
         """First what goes on from kept KV, then batches on the other instances."""
         migration = None
@@ -200,7 +189,7 @@ class _Round:
             yield Bypassed(request_id=it.id)
 
     def _reuse_prefixes(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
+        self, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> Iterator[StartPlan]:
         """Prompts most of which was kept, each where that lies. They pass others as often as any
         may (App. A)."""
@@ -255,9 +244,7 @@ class _Round:
                 cls = it.cls
                 yield _prompt(it, self._view.now_ns)
 
-    def _dispatch(
-        self, idle: Sequence[Elastic], batches: Sequence[DecodeGroup], moving: int
-    ) -> Dispatched:
+    def _dispatch(self, idle: Many[Elastic], batches: Many[DecodeGroup], moving: int) -> Dispatched:
         """What moves has so many slots twice until it is there."""
         available = len(idle) + sum(len(batch.instances) for batch in batches)
         room = self._max_batch - self._pair.decode.mastered
@@ -284,7 +271,7 @@ class _Round:
 
     # --- §4, §5.4: what decodes already ---
 
-    def _regrouped(self, batches: Sequence[DecodeGroup]) -> Iterator[MovePlan]:
+    def _regrouped(self, batches: Many[DecodeGroup]) -> Iterator[MovePlan]:
         """Groups that do better on fewer instances, and those that have too few masters."""
         movable = {it.id for it in self._gang.movable}
         for batch in batches:
@@ -300,9 +287,9 @@ class _Round:
             elif len(rows) > self._gang.most_sequences:
                 yield from self._masters(batch, rows)
 
-    def _masters(self, batch: DecodeGroup, rows: Sequence[SequenceView]) -> Iterator[MovePlan]:
+    def _masters(self, batch: DecodeGroup, rows: Many[Sequence]) -> Iterator[MovePlan]:
         """More of them, or others."""
-        gang, of_master = self._gang, dict[InstanceId, list[SequenceView]]()
+        gang, of_master = self._gang, dict[InstanceId, list[Sequence]]()
         for row in rows:
             of_master.setdefault(row.master_id, []).append(row)
         own = [instance.id for instance in batch.instances]
@@ -321,7 +308,7 @@ class _Round:
     # --- App. A ---
 
     def _waits(
-        self, dispatched: Dispatched, idle: Sequence[Elastic], batches: Sequence[DecodeGroup]
+        self, dispatched: Dispatched, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> bool:
         """Whether all instances soon are better than some now. What was waited already counts, so
         that nobody waits for longer than that can gain."""
@@ -344,9 +331,7 @@ class _Round:
 
     # --- §5.2, §5.3, §5.4 ---
 
-    def _plans(
-        self, dispatched: Dispatched, idle: Sequence[Elastic]
-    ) -> Iterator[StartPlan | MovePlan]:
+    def _plans(self, dispatched: Dispatched, idle: Many[Elastic]) -> Iterator[StartPlan | MovePlan]:
         prompts = list(dispatched.prompts)
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
         known = {it.id for it in (*idle, *decoding)}  # one that is emptied counts as idle
@@ -383,7 +368,7 @@ class _Round:
         )
         yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
 
-    def _moves(self, migrations: Sequence[Migration]) -> Iterator[MovePlan]:
+    def _moves(self, migrations: Many[Migration]) -> Iterator[MovePlan]:
         movable = {it.id for it in self._gang.movable}
         for migration in migrations:
             if migration.source not in movable:
@@ -396,7 +381,7 @@ class _Round:
                 self._gang.unused[target] -= tokens
             yield from found
 
-    def _greedy(self, left: Sequence[Elastic], slowest_ns: float) -> Iterator[StartPlan]:
+    def _greedy(self, left: Many[Elastic], slowest_ns: float) -> Iterator[StartPlan]:
         """Fill instances that no batch wants (App. A): with the oldest that end in time."""
         for instance in left:
             room, slots = self._room(), self._gang.unused[instance.id]
@@ -418,7 +403,7 @@ class _Round:
         return self._max_batch - self._pair.decode.mastered - len(self._started)
 
     def _start(
-        self, batches: Sequence[tuple[Sequence[PendingPrompt], Sequence[Elastic]]]
+        self, batches: Many[tuple[Many[PendingPrompt], Many[Elastic]]]
     ) -> Iterator[StartPlan]:
         gang = self._gang
         kept = place_kv(
@@ -451,7 +436,7 @@ class _Round:
             self._gang.unused[instance] -= tokens
 
 
-def _prompt(request: RequestView, now_ns: int) -> PendingPrompt:
+def _prompt(request: Request, now_ns: int) -> PendingPrompt:
     return PendingPrompt(
         id=request.id,
         tokens=request.prompt_tokens,
@@ -465,12 +450,12 @@ def _slots(migration: Migration | None) -> int:
     return sum(tokens for _, tokens in migration.targets) if migration else 0
 
 
-def _filled(longest: PendingPrompt, group: Sequence[Elastic]) -> Sequence[Elastic]:
+def _filled(longest: PendingPrompt, group: Many[Elastic]) -> Many[Elastic]:
     """Every member computes a token of the longest prompt at least."""
     return group[: longest.tokens]
 
 
-def _whole_groups(chosen: Sequence[Elastic], preempted: Sequence[DecodeGroup]) -> list[Elastic]:
+def _whole_groups(chosen: Many[Elastic], preempted: Many[DecodeGroup]) -> list[Elastic]:
     """With one instance of a group preempted, all of it stands still, and may as well prefill."""
     found: dict[InstanceId, Elastic] = {it.id: it for it in chosen}
     for batch in preempted:

@@ -32,7 +32,8 @@ wait, and far fewer are in time (`benchmarks/results/loongserve-load-2026-11-22.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Many
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedStep,
     StartPlan,
 )
-from csps.services.scheduling.deciding.view import SequenceView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import laid_out, tokens_on
@@ -55,6 +55,7 @@ from csps.services.scheduling.policies.loongserve.inputs import (
     PendingPrompt,
     wait_ns,
 )
+from csps.services.scheduling.state.state import Sequence
 
 Parts = tuple[tuple[InstanceId, int], ...]
 """Instances and tokens, in the order of positions."""
@@ -80,8 +81,8 @@ class _Holder:
 
 
 def place_kv(
-    batches: Sequence[tuple[Sequence[PendingPrompt], Sequence[Elastic]]],
-    everyone: Sequence[Elastic],
+    batches: Many[tuple[Many[PendingPrompt], Many[Elastic]]],
+    everyone: Many[Elastic],
     mastered: Mapping[InstanceId, int],
     *,
     most_rows: int,
@@ -107,7 +108,7 @@ def place_kv(
 
 
 def _place_prompts(
-    prompts: Sequence[PendingPrompt], group: Sequence[_Holder], most_rows: int
+    prompts: Many[PendingPrompt], group: Many[_Holder], most_rows: int
 ) -> list[tuple[PendingPrompt, list[_Holder], Parts]]:
     """Of each prompt, where its KV goes, and in which order the group's instances serve it.
     Prompts cannot go elsewhere: they take slots before any answer."""
@@ -123,13 +124,13 @@ def _place_prompts(
 
 
 def _place_answer(
-    prompt: PendingPrompt, line: list[_Holder], kept: Parts, spare: Sequence[_Holder]
+    prompt: PendingPrompt, line: list[_Holder], kept: Parts, spare: Many[_Holder]
 ) -> KvPlacement:
     others = [it for it in spare if it not in line]
     return KvPlacement(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
 
 
-def _size(prompts: Sequence[PendingPrompt], holders: Sequence[_Holder], most_rows: int) -> int:
+def _size(prompts: Many[PendingPrompt], holders: Many[_Holder], most_rows: int) -> int:
     """The least degree of parallelism that holds the KV, answers included where they can be, and
     whose masters stay below the threshold."""
     future = sum(prompt.future for prompt in prompts)
@@ -142,7 +143,7 @@ def _size(prompts: Sequence[PendingPrompt], holders: Sequence[_Holder], most_row
     return len(holders)
 
 
-def _master(prompt: PendingPrompt, holders: Sequence[_Holder]) -> _Holder:
+def _master(prompt: PendingPrompt, holders: Many[_Holder]) -> _Holder:
     """The least busy holder that has room for all of a request, or else the roomiest."""
     roomy = [holder for holder in holders if holder.unused - holder.awaited >= prompt.future]
     by_load = sorted(roomy, key=lambda it: (it.mastered, it.awaited - it.unused, it.order))
@@ -152,7 +153,7 @@ def _master(prompt: PendingPrompt, holders: Sequence[_Holder]) -> _Holder:
     return master
 
 
-def _fill(tokens: int, line: Sequence[_Holder]) -> Parts:
+def _fill(tokens: int, line: Many[_Holder]) -> Parts:
     """Take slots of one instance after the other."""
     parts = []
     left = tokens
@@ -172,9 +173,9 @@ the smaller group keep what the plan gives them (§4.1)."""
 
 
 def start(
-    prompts: Sequence[PendingPrompt],
-    group: Sequence[Elastic],
-    kept: Sequence[KvPlacement],
+    prompts: Many[PendingPrompt],
+    group: Many[Elastic],
+    kept: Many[KvPlacement],
     predicted_ns: int,
 ) -> StartPlan:
     """One prefill iteration, and the scale-down within it.
@@ -221,7 +222,7 @@ def _placement(prompt: PendingPrompt, kept: KvPlacement) -> DecodePlacement:
     )
 
 
-def _laid(parts: Sequence[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
+def _laid(parts: Many[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
     """Positions from `start` on, part by part."""
     shares = []
     for instance, tokens in parts:
@@ -231,7 +232,7 @@ def _laid(parts: Sequence[tuple[InstanceId, int]], start: int) -> list[PlacedSli
 
 
 def levelled(
-    mastered: Mapping[InstanceId, int], line: Sequence[InstanceId], most: int
+    mastered: Mapping[InstanceId, int], line: Many[InstanceId], most: int
 ) -> dict[InstanceId, int]:
     """How many rows each master is to have.
 
@@ -253,7 +254,7 @@ def levelled(
 
 
 def hand_over(
-    row: SequenceView, master: InstanceId, seen: int, unused: dict[InstanceId, int]
+    row: Sequence, master: InstanceId, seen: int, unused: dict[InstanceId, int]
 ) -> MovePlan:
     """Have another instance draw a row.
 
@@ -342,9 +343,9 @@ class Regrouping:
 
     def free(
         self,
-        movable: Sequence[Elastic],
-        batches: Sequence[DecodeGroup],
-        startable: Callable[[Elastic], Sequence[PendingPrompt]],
+        movable: Many[Elastic],
+        batches: Many[DecodeGroup],
+        startable: Callable[[Elastic], Many[PendingPrompt]],
         alone_ns: Callable[[PendingPrompt], float],
     ) -> FreedInstance | None:
         """The instance that is emptied soonest of those for which it pays; None if it does for

@@ -1,12 +1,11 @@
-"""What the options of all policies are checked by.
+"""Placement of requests on a decode gang during a round, and piggybacked ends of prompts.
 
-Where a request's KV goes on the decode side, for several requests in a round.
+A round decides about several requests before anything changes. `DecodeOverlay` holds a gang's free
+slots and batch as they will be after these decisions, and places further requests there.
 
-Next turns that are computed where they are decoded, if that gang has kept all but their end.
-
-The end *rides* (`decisions.PiggybackPlan`): the next iteration of the gang's stream computes it, beside the
-rows that decode. No prefill instance has anything to do, and no KV is sent. Who decodes waits
-longer for that iteration, so an operator says how long an end may be.
+`Piggybacking` starts a prompt inside the next decode iterations if the gang has cached all but its
+end (`decisions.PiggybackPlan`). No prefill instance takes part, and no KV is transferred. Decoding
+requests wait longer for that iteration, so an option bounds the length of the end.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from types import MappingProxyType
 
 import msgspec
 
-from csps.configurator.costs.cost_table import EXACT
+from csps.configurator.costs.cost_table import EXACT, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import DecodePlacement, PiggybackPlan
-from csps.services.scheduling.deciding.view import CachedView, CostView, GangView, RequestView
 from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import level_sizes, own, shifted, tokens_on
+from csps.services.scheduling.state.state import Cached, Gang, Request
 
 
 def check_least(options: object, least: int, *names: str) -> None:
-    """Refuse the first of these options that is less than `least`.
+    """Check that options are at least `least`.
 
     Raises:
-        ConfigError: it names the option and the value.
+        ConfigError: one is less; the message names the option and its value.
     """
     for name in names:
         if (value := getattr(options, name)) < least:
@@ -42,16 +41,16 @@ def check_least(options: object, least: int, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-    """How decode instances are shared."""
+    """Options for decoding, which all policies have."""
 
     spread_tokens: int = 8192
-    """A prompt is spread over one instance for every so many tokens: reading a long KV cache is
-    what a decode step waits for, so several instances read parts of it."""
+    """Prompt tokens per decode instance. Reading a long KV cache dominates an iteration, so several
+    instances read parts of it."""
     max_batch: int = 64
-    """Requests on a decode gang at the same time, landing ones included."""
+    """Maximum concurrent requests on a decode gang, including those still receiving KV."""
     prefill_tokens_max: int = 0
-    """Longest end of a prompt that a gang which only decodes may compute, if it has kept all that
-    comes before (`decode_rides.py`); 0: none."""
+    """Longest end of a prompt that a decode gang may compute if it has cached the rest
+    (`Piggybacking`); 0: none."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "spread_tokens", "max_batch")
@@ -59,17 +58,19 @@ class DecodeOptions:
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """The choice for a request."""
+    """Placement chosen for a request."""
 
     slices: tuple[PlacedSlice, ...]
     master: InstanceId
     answer: tuple[PlacedSlice, ...] = ()
-    """Who keeps the answer's KV; none named: the master."""
+    """Holders of the answer's KV; empty: the master."""
     taken: Mapping[InstanceId, int] = MappingProxyType({})
-    """Slots of kept KV that the shares name: they are free no longer."""
+    """Slots of the prefix cache that the slices use, and that are no longer free."""
 
 
 class _Holder(msgspec.Struct, eq=False, gc=False):
+    """An instance of the gang with its free slots and the sequences that it samples."""
+
     id: InstanceId
     order: int
     free: int
@@ -77,14 +78,22 @@ class _Holder(msgspec.Struct, eq=False, gc=False):
 
     @property
     def rank(self) -> tuple[int, InstanceId]:
-        """The freest first: free slots per request, the new one included (Tetris §5)."""
+        """Sort key, the instance with most free slots per request first (Tetris §5).
+
+        The new request counts as one.
+        """
         return -(self.free // (self.mastered + 1)), self.id
 
 
-class DecodeOverlay:
-    """A decode gang's instances as they will be once what a round has decided is under way."""
+def fits_idle(gang: Gang, prompt_tokens: int, output_tokens: int) -> bool:
+    """Return whether `DecodeOverlay.place` finds a place on a gang that has nothing to do."""
+    return prompt_tokens + output_tokens <= gang.capacity and output_tokens <= gang.largest
 
-    def __init__(self, gang: GangView, options: DecodeOptions) -> None:
+
+class DecodeOverlay:
+    """A decode gang's instances as they will be after the decisions of a round."""
+
+    def __init__(self, gang: Gang, options: DecodeOptions) -> None:
         self._options = options
         self._batch = gang.mastered
         self._holders = {
@@ -96,10 +105,10 @@ class DecodeOverlay:
         self._freest = sorted(holder.rank for holder in self._holders.values())
         self._free = sum(holder.free for holder in self._holders.values())
         self._largest = -1
-        """Slots of the instance that has most; less than none if that is not known."""
+        """Free slots of the instance with most; negative if unknown."""
 
     def has_room(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether `place` finds a place: slots enough together, and for the answer on one."""
+        """Return True if `place` finds enough slots, with those of the answer on one instance."""
         if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
             return False
         if self._holders[self._freest[0][1]].free >= output_tokens:
@@ -109,9 +118,10 @@ class DecodeOverlay:
         return output_tokens <= self._largest
 
     def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
-        """Choose the holders of a request's KV and its master; None while there is no room.
+        """Choose the holders of a request's KV and its master; None without enough slots.
 
-        As few instances as `spread_tokens` asks for, the freest first; more if those have no room.
+        Takes as few instances as `spread_tokens` allows, those with most free slots first, and more
+        if these have too few slots.
         """
         if not self.has_room(prompt_tokens, output_tokens):
             return None
@@ -123,27 +133,28 @@ class DecodeOverlay:
         return self._spread(prompt_tokens, output_tokens, wanted)
 
     def place_whole(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
-        """All of it on the instance with most freeness (Tetris §5.2), if any has room: free slots,
-        without those that KV on its way was promised, for each request that it decodes, landing
-        ones included."""
+        """Place all of a request on the instance with most freeness; None without enough slots.
+
+        Freeness is the number of unreserved slots per request, including requests that still
+        receive KV (Tetris §5.2).
+        """
         if self._batch >= self._options.max_batch:
             return None
         total = prompt_tokens + output_tokens
         roomy = [holder for holder in self._holders.values() if holder.free >= total]
         if not roomy:
             return None
-        # Compared as fractions of integers, since a float would lose ties.
+        # Fractions are compared by cross-multiplication, since floats would lose ties.
         best = roomy[0]
-        for it in roomy[1:]:
-            if it.free * max(1, best.mastered) > best.free * max(1, it.mastered):
-                best = it
+        for holder in roomy[1:]:
+            if holder.free * max(1, best.mastered) > best.free * max(1, holder.mastered):
+                best = holder
         return Placed((PlacedSlice(best.id, 0, prompt_tokens),), best.id)
 
-    def place_behind(
-        self, cached: CachedView | None, prompt_tokens: int, output_tokens: int
+    def place_after(
+        self, cached: Cached | None, prompt_tokens: int, output_tokens: int
     ) -> Placed | None:
-        """The same for a prompt whose beginning may have been kept here: that stays where it is,
-        unless the rest finds no place so."""
+        """Place a request after its cached prefix, or as a whole if the rest has no slots then."""
         if cached is not None and self.has_free(cached.taken):
             self.occupy(cached.taken)
             rest = self.place(prompt_tokens - cached.tokens, output_tokens)
@@ -154,10 +165,10 @@ class DecodeOverlay:
         return self.place(prompt_tokens, output_tokens)
 
     def take(self, placed: Placed, output_tokens: int) -> None:
-        """Somebody was placed so."""
+        """Count the slots of a placement as used."""
         self._change(placed, output_tokens, 1)
 
-    def put_back(self, placed: Placed, output_tokens: int) -> None:
+    def free(self, placed: Placed, output_tokens: int) -> None:
         """Undo `take`."""
         self._change(placed, output_tokens, -1)
 
@@ -169,13 +180,13 @@ class DecodeOverlay:
         self._batch += sign
 
     def has_free(self, slots: Mapping[InstanceId, int]) -> bool:
-        """Whether each instance has so many."""
-        return all(self._holders[it].free >= count for it, count in slots.items())
+        """Return True if each instance has the given number of free slots."""
+        return all(self._holders[instance].free >= count for instance, count in slots.items())
 
     def occupy(
         self, slots: Mapping[InstanceId, int], sign: int = 1, *, master: InstanceId | None = None
     ) -> None:
-        """These slots are free no longer, or again; and `master` draws for one more, or less."""
+        """Count slots as used (`sign` 1) or free (-1), and a sequence of `master` likewise."""
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
@@ -190,7 +201,7 @@ class DecodeOverlay:
             self._free -= sign * count
 
     def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed:
-        """On the fewest of the freest that have room, but no fewer than wanted."""
+        """Place a request on the fewest instances with enough slots, but at least `wanted`."""
         room, roomy = -output_tokens, False
         for count, (_, instance) in enumerate(self._freest, 1):
             holder = self._holders[instance]
@@ -199,17 +210,19 @@ class DecodeOverlay:
             enough = count >= wanted or count == len(self._freest)
             if enough and roomy and room >= prompt_tokens:
                 return self._on(count, prompt_tokens, output_tokens)
-        raise AssertionError("there was room")
+        raise AssertionError(
+            f"has_room accepted {prompt_tokens} + {output_tokens} tokens, which no instances hold"
+        )
 
     def _on(self, count: int, prompt_tokens: int, output_tokens: int) -> Placed:
-        """Spread the prompt evenly, with the answer on the least busy one that has room for it."""
+        """Spread the prompt evenly; the least busy instance with slots for the answer is master."""
         holders = [self._holders[instance] for _, instance in self._freest[:count]]
-        roomy = [it for it in holders if it.free >= output_tokens]
-        master = min(roomy, key=lambda it: (it.mastered, -it.free, it.id))
-        holders.sort(key=lambda it: it.order)
-        limits = [it.free - (output_tokens if it is master else 0) for it in holders]
+        roomy = [holder for holder in holders if holder.free >= output_tokens]
+        master = min(roomy, key=lambda holder: (holder.mastered, -holder.free, holder.id))
+        holders.sort(key=lambda holder: holder.order)
+        limits = [holder.free - (output_tokens if holder is master else 0) for holder in holders]
         sizes = level_sizes(prompt_tokens, limits)
-        assert sizes is not None, "room was counted wrong"
+        assert sizes is not None, f"{prompt_tokens} prompt tokens exceed the free slots {limits}"
         slices, start = [], 0
         for holder, size in zip(holders, sizes, strict=True):
             if size:
@@ -219,45 +232,52 @@ class DecodeOverlay:
 
 
 class Piggybacking:
-    """What may ride on a gang in a round.
+    """The ends of prompts that start on a decode gang in a round.
 
     Args:
-        gang: that decodes what another one computes.
+        gang: the decode gang of a pair.
     """
 
-    def __init__(self, gang: GangView, cost: CostView, options: DecodeOptions) -> None:
+    def __init__(self, gang: Gang, cost: Costs, options: DecodeOptions) -> None:
         self._gang, self._cost = gang, cost
         self.most = options.prefill_tokens_max
         self._budget = options.max_batch + self.most
         self._ahead: dict[InstanceId, int] = {}
-        """Tokens of those that began to ride in this round, by master."""
+        """Tokens piggybacked in this round, by master."""
 
     def piggyback(
-        self, request: RequestView, placed: Placed, within_ns: int | None
+        self, request: Request, placed: Placed, within_ns: int | None
     ) -> PiggybackPlan | None:
-        """Let what a placement lacks of a prompt ride, if its first token is so drawn in time.
+        """Piggyback the missing tokens of a prompt, if its first token is sampled in time.
 
         Args:
-            placed: names what the gang has kept.
-            within_ns: from now on; None if no time is too long.
+            placed: placement whose slices name the cached prefix.
+            within_ns: time until the first token, from now on; None: any.
         """
-        kept = sum(kv_slice.tokens for kv_slice in placed.slices if kv_slice.source)
-        new = request.prompt_tokens - kept
-        if not kept or new > self.most or request.cls not in (EXACT, AUTO):
+        cached = sum(kv_slice.tokens for kv_slice in placed.slices if kv_slice.source)
+        new = request.prompt_tokens - cached
+        if not cached or new > self.most or request.cls not in (EXACT, AUTO):
             return None
-        if within_ns is not None and self._time_ns(placed.master, kept, new) > within_ns:
+        if within_ns is not None and self._time_ns(placed.master, cached, new) > within_ns:
             return None
         self._ahead[placed.master] = self._ahead.get(placed.master, 0) + new
         placement = DecodePlacement(request.id, placed.slices, placed.master, placed.answer)
         return PiggybackPlan(placement=placement, budget=self._budget)
 
-    def _time_ns(self, master: InstanceId, kept: int, new: int) -> int:
-        """Until its first token: the iteration under way, and another one that also computes what
-        rides there already, as if that had as much before it."""
+    def _time_ns(self, master: InstanceId, cached: int, new: int) -> int:
+        """Predict the time until the first token.
+
+        It comes after the running iteration and another one, which also computes the tokens already
+        piggybacked on the master. These are predicted as if they had the same history.
+        """
         gang = self._gang
         ahead = self._ahead.get(master, 0)
-        ahead += sum(it.piggyback_tokens for it in gang.decoding.values() if it.master_id == master)
+        ahead += sum(
+            sequence.piggyback_tokens
+            for sequence in gang.decoding.values()
+            if sequence.master_id == master
+        )
         sp, batch = len(gang.instances), gang.mastered
-        iteration_ns = gang.iteration_ns or self._cost.iteration_ns(sp, gang.tp, batch + 1, kept)
-        chunk = self._cost.best(EXACT, GroupShape((1,), gang.tp), kept, ahead + new)
+        iteration_ns = gang.iteration_ns or self._cost.iteration_ns(sp, gang.tp, batch + 1, cached)
+        chunk = self._cost.best(EXACT, GroupShape((1,), gang.tp), cached, ahead + new)
         return iteration_ns * (2 if batch else 1) + chunk.time_ns

@@ -1,24 +1,11 @@
-"""Chunkwise dynamic sequence parallelism: Algs. 1-3 of Tetris §5.1, corrected.
+"""The planner of chunkwise dynamic sequence parallelism: Algs. 1-3 of Tetris §5.1, corrected.
 
-A prompt is cut into chunks; each is computed by a group of its own size, which contains the groups
-before it, so that a long prompt begins on instances that are free while those that it wants in the
-end are still busy. Where the paper's text leaves it open or is wrong:
+A prompt is cut into chunks. A group of its own size computes each chunk and contains the previous
+groups, so a long prompt begins on free instances while others are still busy.
 
-- Alg. 2 compares times from *now*, or from the end of the chunk before: on absolute times, a rate
-  of improvement would ask for more and more as the clock goes on, until every group is one
-  instance.
-- Alg. 1 ends where a chunk takes all that is left, and recurses on no empty chunk. A chunk that is
-  shorter than the least one, or whose budget does not pay for its constant part, is no chunk; one
-  that would leave less than that for the last one is cut shorter.
-- Eq. 2 subtracts time from the queues of a copied state. The same in absolute times needs no copy:
-  instances have times at which they are free, and a chunk begins when its last instance is, but not
-  before the chunk before it has ended.
-- Alg. 3 solves a quadratic: its positive root, floored.
-
-A plan costs some 50 µs because most of Alg. 1's branches are cut off by lower bounds, which never
-changes the result: only a branch that could not be taken in the end is left out.
-
-All in plain floats, one operation at a time, which gives the same result on every machine.
+A plan takes about 50 µs, because lower bounds prune most branches of Alg. 1. Pruning never changes
+the result. All arithmetic is in plain floats, one operation at a time, so that the result is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -40,50 +27,51 @@ from csps.services.scheduling.policies.tetris.groups import (
 )
 
 _SLACK_NS = 1.0
-"""By which a bound has to exceed the best plan, so that no rounding decides."""
+"""Margin by which a bound must exceed the best plan, so that rounding decides nothing."""
 _NEVER = float("inf")
 
 
 class Coefficients(Protocol):
-    """Eq. 1 for groups of one size: a + b L + c C L + d L^2 (`latency.StepCost`)."""
+    """Coefficients of Eq. 1 for groups of one size: a + b L + c C L + d L^2 (`StepCost`)."""
 
     @property
     def in_ns(self) -> tuple[float, float, float, float]:
-        """(a, b, c, d) in nanoseconds."""
+        """Coefficients (a, b, c, d) in nanoseconds."""
         ...
 
 
 class CdspChunk(msgspec.Struct, frozen=True, gc=False):
-    """Positions [start, start + length) of a prompt."""
+    """Positions [start, start + length) of a prompt, and the group that computes them."""
 
     start: int
     length: int
     members: tuple[int, ...]
-    """Numbers of the instances that compute it, ascending."""
+    """Indices of the instances that compute it, ascending."""
     begin_ns: int
-    """From now, as predicted: all of them are free, and the chunk before is computed."""
+    """Predicted start from now: all members are free, and the previous chunk is computed."""
     end_ns: int
+    """Predicted end from now."""
 
 
 _Link = tuple[GroupChoice, int, int, "_Link | None"]
-"""A chunk and those after it: a choice and the index of the size to which it grows, tokens, rest.
-Plain tuples, here and as answers: most of them are thrown away."""
+"""A chunk and its successors: group, index of the size to which it grows, tokens, rest.
+A plain tuple, because most links are discarded."""
 
 
 def group_sizes(instances: int) -> list[int]:
-    """Candidates for the sizes of groups: powers of two, which leave fewest fragments (§7.1), and
-    all instances."""
+    """Return the sizes of groups: powers of two, with fewest fragments (§7.1), and the gang."""
     return sorted({1 << exponent for exponent in range(instances.bit_length())} | {instances})
 
 
 class Cdsp:
-    """Plans chunks for the instances of a gang.
+    """Planner of chunks for the instances of a gang.
 
     Args:
-        servers: instances on each server. Instances are numbered from 0, server by server.
-        costs: coefficients by group size; the sizes are the candidates.
+        servers: number of instances on each server. Instances are numbered from 0, server by
+            server.
+        costs: coefficients by group size; these sizes are the candidates.
         min_chunk: tokens of the shortest chunk of a prompt that is cut.
-        chunked: whether prompts are cut at all; without it this is Alg. 2, one chunk a prompt.
+        chunked: False for one chunk per prompt (Alg. 2).
     """
 
     def __init__(
@@ -94,9 +82,11 @@ class Cdsp:
         min_chunk: int = 1,
         chunked: bool = True,
     ) -> None:
-        assert min_chunk >= 1, "an empty chunk"
+        assert min_chunk >= 1, f"min_chunk must be at least 1, not {min_chunk}"
         self._servers, self.sizes = tuple(servers), sorted(costs)
-        assert self.sizes[-1] <= sum(servers), "a group of more instances than there are"
+        assert self.sizes[-1] <= sum(servers), (
+            f"a group of {self.sizes[-1]} instances on a gang of {sum(servers)}"
+        )
         self.instances = sum(servers)
         self._costs = [costs[size].in_ns for size in self.sizes]
         self._bounds = _Bounds(self._costs)
@@ -111,30 +101,34 @@ class Cdsp:
         *,
         least: int = 1,
         past: int = 0,
-        held: Sequence[int] = (),
+        holders: Sequence[int] = (),
     ) -> list[CdspChunk]:
-        """Chunks for `length` tokens.
+        """Plan chunks for `length` tokens.
 
         Args:
-            free_ns: when each instance will be free, by number; 0 is now.
-            rate: by which a larger group has to improve the time to the first token, in [0, 1).
+            free_ns: time at which each instance is free; 0 is now.
+            rate: share of the time to the first token that a larger group must save, in [0, 1).
             least: size of the smallest group.
             past: tokens that are computed already.
-            held: instances that have computed them.
+            holders: indices of the instances that hold the KV of these tokens.
         """
-        low = bisect_left(self.sizes, max(least, len(held)))
-        assert low < len(self.sizes), "no candidate is large enough"
+        low = bisect_left(self.sizes, max(least, len(holders)))
+        assert low < len(self.sizes), (
+            f"no group size for {least} instances and {len(holders)} holders among {self.sizes}"
+        )
         choice: GroupChoice
-        if self._even and not held:
+        if self._even and not holders:
             choice = AnyHome(lanes_of(self._servers, free_ns), self.sizes)
         else:
-            choice = PooledGroup.of(self._servers, self.sizes, free_ns, held)
+            choice = PooledGroup.of(self._servers, self.sizes, free_ns, holders)
         min_chunk = self._min_chunk if self._chunked else length + 1
         search = _Search(self._costs, self._bounds, rate, min_chunk)
         _, chunks = search.schedule(length, past, choice, 0.0, low, len(self.sizes), _NEVER)
         return self._timed(chunks, past)
 
     def _timed(self, link: _Link | None, start: int) -> list[CdspChunk]:
+        """Return the chunks of a chain of links with their predicted times."""
+        # Eq. 2 subtracts time from the queues of a copied state. Absolute times need no copy.
         chunks, end = [], 0.0
         while link is not None:
             choice, index, length, link = link
@@ -147,26 +141,24 @@ class Cdsp:
 
 
 class _Bounds:
-    """What any chunks on groups up to a size take at least.
-
-    Splitting a chunk saves nothing of b and c; of d it saves at most what c charges for the pairs
-    of tokens that are in different chunks then.
-    """
+    """Lower bounds on the time of any chunks on groups up to a size."""
 
     def __init__(self, costs: Sequence[tuple[float, float, float, float]]) -> None:
         b = accumulate([cost[1] for cost in costs], min)
         c = accumulate([cost[2] for cost in costs], min)
+        # Splitting a chunk saves nothing of b and c. Of d it saves at most the charge of c for the
+        # pairs of tokens that are in different chunks then.
         d = accumulate([min(cost[3], cost[2] / 2) for cost in costs], min)
         self.work = list(zip(b, c, d, strict=True))
-        """Over all sizes up to each: earlier chunks may be on smaller groups."""
+        """Least b, c and d over all sizes up to each: earlier chunks may have smaller groups."""
         self.constant = [
             list(accumulate([cost[0] for cost in costs[low:]], min)) for low in range(len(costs))
         ]
-        """Over sizes from one to another, so many further on."""
+        """Least a over the sizes from index `low` to `low + n`, at `constant[low][n]`."""
 
 
 class _Search:
-    """Alg. 1 for one prompt."""
+    """The search for one prompt (Alg. 1)."""
 
     __slots__ = ("_bounds", "_costs", "_gain", "_min_chunk")
 
@@ -190,13 +182,13 @@ class _Search:
         high: int,
         limit: float,
     ) -> tuple[float, _Link]:
-        """Alg. 1: the best chunks for what is left of a prompt, and when they end.
+        """Return the end of the best chunks for the rest of a prompt, and the chunks (Alg. 1).
 
         Args:
-            choice: beginning with the instances of the chunks before, which end at `end`.
-            low: index of the first candidate that may be used, and `high` of the one after the
-                last.
-            limit: only what ends before is of use; anything else may be wrong.
+            choice: group of the previous chunks, which end at `end`.
+            low: index of the first size that may be used.
+            high: index after the last size that may be used.
+            limit: end before which a plan is useful; the result may be wrong otherwise.
         """
         best, top = self._single(left, past, choice.free_ns, end, low, high)
         chunks: _Link = (choice, top, left, None)
@@ -210,7 +202,8 @@ class _Search:
         for current in range(low, top):
             free = free_ns[current]
             begin = free if free > end else end
-            # The budget of any chunk ends when the last instance that may be used is free.
+            # The budget of any chunk ends at the time at which the last usable instance is free. It
+            # must pay for the constant part of the chunk.
             if latest - begin > costs[current][0]:
                 better = self._begin_on(current, left, past, choice, begin, top, limit)
                 if better is not None:
@@ -221,7 +214,9 @@ class _Search:
     def _single(
         self, left: int, past: int, free_ns: Sequence[int], end: float, low: int, high: int
     ) -> tuple[float, int]:
-        """Alg. 2: the end of a single chunk, and the index of its size."""
+        """Return the end of a single chunk, and the index of its size (Alg. 2)."""
+        # Times count from the end of the previous chunk, not as absolute times as in the paper: the
+        # rate would otherwise ask for more and more as the clock advances.
         gain, best, top, index = self._gain, _NEVER, low, low
         for a, b, c, d in self._costs[low:high]:
             took = a + left * (b + c * past + d * left)
@@ -235,7 +230,7 @@ class _Search:
     def _hopeless(
         self, left: int, past: int, end: float, low: int, top: int, latest: int, limit: float
     ) -> bool:
-        """Two chunks or more cannot end before the limit, and one cannot while others wait."""
+        """Return True if no two chunks end before the limit."""
         constant = self._bounds.constant[low]
         b, c, d = self._bounds.work[top]
         least = constant[top - 1 - low] + left * (b + c * past + d * left)
@@ -253,11 +248,13 @@ class _Search:
         top: int,
         limit: float,
     ) -> tuple[float, _Link] | None:
-        """The best plan whose next chunk is computed by a group of the size `current`, for any
-        size to follow (Alg. 3), if it ends before the limit."""
+        """Return the best plan whose next chunk has the size `current`, if it ends before the limit.
+
+        All sizes are tried for the chunk after it (Alg. 3).
+        """
         a, b, c, d = self._costs[current]
         linear, least = b + c * past, self._min_chunk
-        found: tuple[float, _Link] | None = None
+        best: tuple[float, _Link] | None = None
         b_least, c_least, d_least = self._bounds.work[top]
         grown = choice.taken(current)
         free_ns = grown.free_ns
@@ -267,6 +264,8 @@ class _Search:
             if budget_end < shortest:
                 continue
             length = _longest(budget_end - begin - a, linear, d, left)
+            # The paper leaves open what a remainder shorter than the least chunk is: cut the chunk
+            # shorter for it, and make none that is itself too short.
             if length < left and left - length < least:
                 length = left - least
             if length < least:
@@ -276,7 +275,7 @@ class _Search:
             if not rest:
                 if chunk_end < limit:
                     limit = chunk_end
-                    found = chunk_end, (choice, current, length, None)
+                    best = chunk_end, (choice, current, length, None)
                 continue
             constant = self._bounds.constant[following][top - following]
             work = rest * (b_least + c_least * seen + d_least * rest)
@@ -285,12 +284,12 @@ class _Search:
             after = self.schedule(rest, seen, grown, chunk_end, following, top + 1, limit)
             if after[0] < limit:
                 limit = after[0]
-                found = limit, (choice, current, length, after[1])
-        return found
+                best = limit, (choice, current, length, after[1])
+        return best
 
 
 def _longest(room: float, linear: float, d: float, at_most: int) -> int:
-    """The positive root of linear L + d L^2 = room, floored (Alg. 3)."""
+    """Return the positive root of linear L + d L^2 = room, floored (Alg. 3)."""
     if room <= 0.0:
         return 0
     slope = linear + sqrt(linear * linear + 4.0 * d * room)

@@ -1,10 +1,8 @@
-"""The rate of improvement by load (Tetris §5.1).
+"""Options of the policy `tetris`, and the improvement rate by load (Tetris §5.1).
 
-At a light load prefill itself is most of the time to the first token, and large groups pay. The
-more requests wait, the more a large group costs those behind it. Which rate is best at which load
-is found beforehand, by simulation (`csps rates`), and looked up by the requests of the last 30 s.
-
-What `scheduling: {policy: tetris, ...}` may say.
+At a light load, prefill dominates the time to the first token, and large groups pay off. The more
+requests wait, the more a large group costs the requests behind it. The best rate for each load is
+found by simulation (`csps rates`) and looked up by the requests of the last 30 seconds.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from csps.services.scheduling.events.limits import SECOND_NS
 from csps.services.scheduling.policies.rounds.decode_overlay import check_least
 
 Records = Sequence[tuple[float, float]]
-"""(requests per second, rate of improvement)."""
+"""Pairs of requests per second and improvement rate."""
 WINDOW_S = 30
-"""In which requests are counted (`view.View.rate_30s`)."""
+"""Seconds over which requests are counted (`SchedulerView.rate_30s`)."""
 FIT = "improvement_rates"
-"""Name of the fits of a scaling information base that hold records, in JSON."""
+"""Name of the fits of a scaling information base that contain records, in JSON."""
 UNPROFILED = 0.3
-"""Where nothing was simulated: in the middle of what the paper found best."""
+"""Rate without a simulation: the middle of the paper's best rates."""
 
 
 @dataclass(frozen=True)
 class ImprovementRates:
-    """Rates of improvement by load; one for all loads where there are no records."""
+    """Improvement rates by load; a single one without records."""
 
     records: Records = ()
 
@@ -43,15 +41,16 @@ class ImprovementRates:
                 )
 
     def at(self, requests: int) -> float:
-        """The rate that was recorded for the nearest load, the lower one of two as near.
+        """Return the rate recorded for the nearest load, the lower of two equally near.
 
         Args:
-            requests: that came within the window.
+            requests: requests that arrived within the window.
         """
         if not self.records:
             return UNPROFILED
         seen = requests / WINDOW_S
-        return min(self.records, key=lambda it: (abs(it[0] - seen), it[0]))[1]
+        _, rate = min(self.records, key=lambda record: (abs(record[0] - seen), record[0]))
+        return rate
 
 
 AUTO = "auto"
@@ -59,27 +58,24 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class TetrisOptions:
-    """Options of Tetris."""
+    """Options of the policy `tetris`."""
 
     improvement_rate: float | str = AUTO
-    """Share of the time to the first token that a larger group has to save; `auto` follows the load
-    by `improvement_rates`."""
+    """Share of the time to the first token that a larger group has to save; `auto` looks up the
+    load in `improvement_rates`."""
     improvement_rates: Records = ()
-    """Pairs of requests per second and the best rate of improvement at that load, as `csps rates`
-    finds them."""
+    """Pairs of requests per second and the best improvement rate at that load (`csps rates`)."""
     min_chunk: int = 512
     """Tokens of the shortest chunk of a prompt that is cut."""
     chunked: bool = True
-    """Whether prompts are cut at all; without it every prompt is one chunk."""
+    """False to compute every prompt as one chunk."""
     layout: str = "zigzag"
-    """Of a chunk's rows where it is computed around a ring."""
+    """Layout of a chunk's rows in a ring."""
     replan_share: float = 0.5
-    """A plan is made again for what is left of it when its end, as predicted now, differs by more
-    than this share of the time from the one that it was made for; 0: never, and all chunks are sent
-    to the ranks at once."""
+    """Deviation of a plan's predicted end, as a share of its time, that triggers replanning of the
+    unsent chunks; 0: never, and all chunks are sent to the ranks at once."""
     launch_ahead_s: float = 1.0
-    """Chunks are sent to the ranks so long before they begin, as predicted; then they stay as they
-    are."""
+    """Seconds before its predicted start at which a chunk is sent to the ranks and becomes final."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "min_chunk")
@@ -98,10 +94,10 @@ class TetrisOptions:
 
     @property
     def ahead_ns(self) -> int | None:
-        """How long before they begin chunks are sent; None: at once."""
+        """Time before its predicted start at which a chunk is sent; None: at once."""
         return round(self.launch_ahead_s * SECOND_NS) if self.replan_share else None
 
     @property
     def rates(self) -> ImprovementRates:
-        """What `auto` looks up."""
+        """Rates that `auto` looks up."""
         return ImprovementRates(self.improvement_rates)

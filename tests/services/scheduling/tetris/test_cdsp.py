@@ -225,10 +225,10 @@ class World:
         return f"World({self.servers}, {self.queue}, {self.length}, {self.rate}, {self.least})"
 
     def plan(
-        self, *, chunked: bool = True, past: int = 0, held: tuple[int, ...] = ()
+        self, *, chunked: bool = True, past: int = 0, holders: tuple[int, ...] = ()
     ) -> list[CdspChunk]:
         made = Cdsp(self.servers, self.costs, min_chunk=self.least, chunked=chunked)
-        return made.plan(self.length, self.queue, self.rate, past=past, held=held)
+        return made.plan(self.length, self.queue, self.rate, past=past, holders=holders)
 
 
 def shape(chunks: list[CdspChunk]) -> Chunks:
@@ -250,11 +250,11 @@ def test_a_plan_is_that_of_the_plain_algorithm(world: World) -> None:
 @given(worlds(), st.data())
 def test_so_is_the_plan_of_what_is_left_of_a_prompt(world: World, data: st.DataObject) -> None:
     numbers = st.integers(0, sum(world.servers) - 1)
-    held = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
+    holders = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
     past = data.draw(st.integers(1, 100 * K))
-    sizes = [size for size in world.sizes if size >= len(held)]
-    expected = world.plain.schedule(world.length, past, held, sizes, world.pool)
-    chunks = world.plan(past=past, held=held)
+    sizes = [size for size in world.sizes if size >= len(holders)]
+    expected = world.plain.schedule(world.length, past, holders, sizes, world.pool)
+    chunks = world.plan(past=past, holders=holders)
     assert [len(it) for _, it in shape(chunks)] == [len(it) for _, it in expected.chunks]
     assert chunks[0].start == past
     assert same(chunks[-1].end_ns, expected.ttft)

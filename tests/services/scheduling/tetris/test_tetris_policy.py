@@ -103,7 +103,7 @@ def test_what_fits_an_idle_pair_is_started_there(free: list[int], prompt: int) -
     """And what does not is not."""
     policy = tetris()
     view = Picture([waiting(1, prompt)], [Busy(free=it) for it in free])
-    fits = policy.idle_capacity(view.pairs[0]).fits(prompt, 10)
+    fits = policy.fits(view.pairs[0], prompt, 10)
     assert fits == (prompt <= sum(free))
     assert bool(plans(view.ask(policy))) == fits
 

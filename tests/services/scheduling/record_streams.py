@@ -1,10 +1,10 @@
 """Records the streams again: by hand only, from the repository's root.
 
     PYTHONPATH=src:tests:tests/services/scheduling \\
-        python tests/services/scheduling/recorded_streams/record.py [NAME ...]
+        python tests/services/scheduling/record_streams.py [NAME ...]
 
 It runs every workload of `recorded_workloads.py`, in the simulator or among random gangs that also
-break links, fail, fall silent and are calibrated, and writes NAME.jsonl.gz beside itself. Then it
+break links, fail, fall silent and are calibrated, and writes recorded_streams/NAME.jsonl.gz. Then it
 prints what the streams of every policy contain. A commit that is meant to change decisions records
 the streams that it changes, and says so; no other commit does.
 """
@@ -23,15 +23,13 @@ from random_executor import RandomCell
 from recorded_workloads import LATER, WORKLOADS, Workload
 from test_prefix_storms import KeepingCell
 
-from csps.services.scheduling.core.scheduler import RoundResult as Outcome
-from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.deciding.decisions import Decision, Policy
-from csps.services.scheduling.deciding.view import View
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.commands import ResetGang
-from csps.services.scheduling.events.events import AnyEvent, Drain
-from csps.services.scheduling.events.events import CostTableUpdated as Calibrated
+from csps.services.scheduling.events.events import AnyEvent, CostTableUpdated, Drain
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "recorded_streams"
 FULL = 500
 """Commands of a stream that are kept in full."""
 CROWDED, CALIBRATED, DRAINED = 40, 150, 550
@@ -46,7 +44,7 @@ class Recorder:
         self.turns: list[Turn] = []
         self.commands: list[tuple[int, Canonical]] = []
 
-    def handle(self, events: Sequence[AnyEvent], now_ns: int) -> Outcome:
+    def handle(self, events: Sequence[AnyEvent], now_ns: int) -> RoundResult:
         """Decide, and note it."""
         told = [canonical_event(event) for event in events]
         outcome = self._scheduler.handle(events, now_ns)
@@ -55,9 +53,9 @@ class Recorder:
         self.turns.append(Turn(now_ns, told, outcome.wake_at_ns, len(outcome.commands)))
         return outcome
 
-    def check_integrity(self) -> None:
+    def check_invariants(self) -> None:
         """Pass the cell's question on."""
-        self._scheduler.check_integrity()
+        self._scheduler.check_invariants()
 
 
 class Watched:
@@ -66,7 +64,7 @@ class Watched:
     def __init__(self, policy: Policy, counts: Counter[str]) -> None:
         self._policy, self._counts = policy, counts
 
-    def decide(self, view: View) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
         """Ask the policy."""
         decisions = self._policy.decide(view)
         self._counts.update(type(decision).__name__ for decision in decisions)
@@ -90,7 +88,7 @@ class _Announced(RandomCell):
                 self._gang_dies(gang)
         self._hung_up = ()
         if self.turns == CALIBRATED:
-            self._pending.append(Calibrated(digest=LATER))
+            self._pending.append(CostTableUpdated(digest=LATER))
         if self.turns == DRAINED:
             self._pending.append(Drain())
         super().turn()
@@ -136,7 +134,7 @@ def record(name: str) -> tuple[Recorder, Counter[str]]:
     scheduler = workload.scheduler(partial(Watched, counts=decisions))  # type: ignore[arg-type]
     recorder = Recorder(scheduler)
     play(name, workload, recorder)
-    scheduler.check_integrity()
+    scheduler.check_invariants()
     write_stream(HERE / f"{name}.jsonl.gz", recorder.turns, recorder.commands, FULL)
     return recorder, decisions
 
@@ -146,8 +144,8 @@ def main(names: Sequence[str]) -> None:
     kinds: dict[str, tuple[Counter[str], Counter[str], Counter[str]]] = {}
     for name in names or WORKLOADS:
         recorder, decisions = record(name)
-        commands = Counter(it["command"] for _, it in recorder.commands)
-        events = Counter(it["event"] for turn in recorder.turns for it in turn.events)
+        commands = Counter(command["command"] for _, command in recorder.commands)
+        events = Counter(event["event"] for turn in recorder.turns for event in turn.events)
         size = (HERE / f"{name}.jsonl.gz").stat().st_size
         turns = len(recorder.turns)
         print(f"{name}: {turns} turns, {commands.total()} commands, {size} bytes", flush=True)
