@@ -149,8 +149,8 @@ def compared(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
     rows = []
     for name in rounds[0]["new"]:
         ratios = [round_["new"][name] / round_["old"][name] for round_ in rounds]
-        draws = (random.choices(ratios, k=len(ratios)) for _ in range(2000))
-        medians = sorted(map(statistics.median, draws))
+        resamples = (random.choices(ratios, k=len(ratios)) for _ in range(2000))
+        medians = sorted(map(statistics.median, resamples))
         rows.append(
             {
                 "figure": name,

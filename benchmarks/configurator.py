@@ -118,15 +118,15 @@ class _Asker:
 
     def by_turns(self, wishes: dict[str, dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
         """Return a row for each wish; the first round fills the cost table."""
-        told: dict[str, list[dict[str, Any]]] = {name: [] for name in wishes}
+        answers_by_wish: dict[str, list[dict[str, Any]]] = {name: [] for name in wishes}
         for number in range(rounds + 1):
             for name, wish in wishes.items():
                 answer = self._ask(wish)
                 if number:
-                    told[name].append(answer)
+                    answers_by_wish[name].append(answer)
             if not number:
                 time.sleep(self._pause_s)  # the configurator answers in the background
-        return [self._row(name, wishes[name], answers) for name, answers in told.items()]
+        return [self._row(name, wishes[name], answers) for name, answers in answers_by_wish.items()]
 
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         body = {
@@ -136,10 +136,10 @@ class _Asker:
             "temperature": 0,
             "csps": {"explain": True, **wish},
         }
-        told: dict[str, Any] = (
+        explained: dict[str, Any] = (
             self._client.post("/v1/completions", json=body).raise_for_status().json()
         )
-        return told["csps"]
+        return explained["csps"]
 
     def _row(
         self, name: str, wish: dict[str, Any], answers: Sequence[dict[str, Any]]

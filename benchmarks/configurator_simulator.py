@@ -63,17 +63,17 @@ PROFILED = (1_024, 3_072, 12_288)
 def simulator(arguments: argparse.Namespace) -> Section:
     """Compare predicted and measured times of sampled configurations."""
     group = load_group(arguments.cluster)
-    drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
+    sampled = _sampled(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
     chosen_s: dict[int, tuple[float, float]] = {}
     if arguments.measured is None:
-        measured, chosen_s = _on_testbed(group, drawn, arguments)
+        measured, chosen_s = _on_testbed(group, sampled, arguments)
     else:
         known = json.loads(arguments.measured.read_text())["rows"]
         measured = [float(row["measured_s"]) for row in known]
     group = _with_phases(group, arguments.sib)
     rows = [
         _row(group, settings, length, seconds)
-        for (settings, length), seconds in zip(drawn, measured, strict=True)
+        for (settings, length), seconds in zip(sampled, measured, strict=True)
     ]
     errors = [abs(row["error"]) for row in rows]
     summary = {
@@ -88,14 +88,14 @@ def simulator(arguments: argparse.Namespace) -> Section:
                 "predicted": choice.permille / 1000,
                 "measured": chosen_s[tokens][0] / chosen_s[tokens][1] if chosen_s else None,
             }
-            for tokens, choice in _auto(group, drawn).items()
+            for tokens, choice in _auto(group, sampled).items()
         ],
     }
     return rows, {"summary": summary, "rate": arguments.rate}
 
 
 def _auto(
-    group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]]
+    group: SimulatedGroup, sampled: Sequence[tuple[CsaSettings, int]]
 ) -> dict[int, StrategyChoice]:
     """Return the choice for exact requests without bounds, by length."""
     shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
@@ -109,7 +109,7 @@ def _auto(
         tokens: options.exact(
             StrategyQuestion(csa=None, servers=shape.servers, tp=group.tp, tokens=tokens), usual
         )
-        for tokens in sorted({length for _, length in drawn})
+        for tokens in sorted({length for _, length in sampled})
     }
 
 
@@ -137,7 +137,7 @@ Measured = tuple[list[float], dict[int, tuple[float, float]]]
 
 def _on_testbed(
     group: SimulatedGroup,
-    drawn: Sequence[tuple[CsaSettings, int]],
+    sampled: Sequence[tuple[CsaSettings, int]],
     arguments: argparse.Namespace,
 ) -> Measured:
     from testbed import iproute
@@ -147,7 +147,7 @@ def _on_testbed(
     iproute.require()
     with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
-        return asyncio.run(_measured(bed, group, drawn, arguments))
+        return asyncio.run(_measured(bed, group, sampled, arguments))
 
 
 def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
@@ -166,7 +166,7 @@ def _opened(sib: Path) -> ScalingInformationBase:
     return base
 
 
-def _drawn(
+def _sampled(
     group: SimulatedGroup, count: int, lengths: Sequence[int]
 ) -> list[tuple[CsaSettings, int]]:
     """Return as many configurations of each length and variant, a third of them exact.
@@ -192,14 +192,14 @@ def _drawn(
 async def _measured(
     bed: Any,
     group: SimulatedGroup,
-    drawn: Sequence[tuple[CsaSettings, int]],
+    sampled: Sequence[tuple[CsaSettings, int]],
     arguments: argparse.Namespace,
 ) -> Measured:
     """Return median seconds to the first token, after storing the core overheads."""
     from testbed.gang import GangOptions, prefill_gang
 
     options = GangOptions(
-        model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in drawn)
+        model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in sampled)
     )
     tokens = np.random.default_rng(0).integers(10, 1024, options.kv_slots, dtype=np.int32)
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -234,8 +234,8 @@ async def _measured(
             await measure_steps(
                 base, work, PROFILED, group_shape=shape, tp=1, rounds=OVERHEAD_ROUNDS, crowded=None
             )
-        wanted = [(_option(settings), length) for settings, length in drawn]
-        auto = _auto(_with_phases(group, arguments.sib), drawn)
+        wanted = [(_option(settings), length) for settings, length in sampled]
+        auto = _auto(_with_phases(group, arguments.sib), sampled)
         taken = {length: (choice.strategy, EXACT) for length, choice in auto.items()}
         whole = [(option, length) for length, both in taken.items() for option in both]
         for number_of_round in range(arguments.rounds + 1):

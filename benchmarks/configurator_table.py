@@ -34,7 +34,7 @@ class Aim(NamedTuple):
     measured: str
     aim: str
     reached: bool | None = None
-    """Whether the target is reached. None: no target."""
+    """True if the target is reached. None: no target."""
 
 
 def main() -> int:

@@ -92,10 +92,10 @@ def measure(
 
 def body(prompt_tokens: int, tokens: int, seed: int, **fields: Any) -> dict[str, Any]:
     """Return a request whose answer does not end early."""
-    drawn = np.random.default_rng(seed).integers(200, 1000, prompt_tokens)
+    token_ids = np.random.default_rng(seed).integers(200, 1000, prompt_tokens)
     return {
         "model": "needle",
-        "prompt": drawn.tolist(),
+        "prompt": token_ids.tolist(),
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -121,12 +121,12 @@ def stream_gaps(url: str, context: int, tokens: int) -> list[float]:
 
 async def many(url: str, requests: int, at_once: int, prompt: int, tokens: int) -> float:
     """Return requests a second, with so many at a time."""
-    turns = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
 
         async def one(seed: int) -> None:
-            async with turns:
+            async with slots:
                 message = body(prompt, tokens, seed, stream=tokens > 1)
                 response = await client.post(f"{url}/v1/completions", json=message)
                 assert response.status_code == 200, response.text

@@ -79,7 +79,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
         if method == "tokens":
             stamps.append(time.perf_counter())
 
-    stream, version = DecodeBatch(engine, notify, free_sequence=pool.slots.free_request), 0
+    stream, version = DecodeBatch(engine, notify, free_sequence=pool.slots.free_sequence), 0
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         sequence_ids, context, steps = order
@@ -228,10 +228,11 @@ def main() -> None:
     measure = transformers_gaps if args.transformers else measured
     for context, batch, gaps, cpu in measure(args):
         gaps_ms = sorted(1e3 * gap for gap in gaps)
+        cpu_ms = ", ".join(f"{1e3 * seconds:.2f}" for seconds in cpu)
         print(
             f"context {context:6d} batch {batch:3d}  median {statistics.median(gaps_ms):7.2f}"
             f"  least {gaps_ms[0]:7.2f}  p90 {gaps_ms[len(gaps_ms) * 9 // 10]:7.2f}"
-            f"  cpu {', '.join(f'{1e3 * seconds:.2f}' for seconds in cpu)}  load {os.getloadavg()[0]:.1f}",
+            f"  cpu {cpu_ms}  load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
 

@@ -130,9 +130,9 @@ async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row
         for name, figure in _compared(kept, down).items():
             found[name].append(figure)
     for _ in range(args.rounds):
-        row, done = await gang.decode(length, gang.everyone, gang.everyone)
-        moved = await gang.move(row, length, gang.everyone, [0])
-        await gang.forget([row])
+        sequence_id, done = await gang.decode(length, gang.everyone, gang.everyone)
+        moved = await gang.move(sequence_id, length, gang.everyone, [0])
+        await gang.cancel([sequence_id])
         found["migrate_share"].append(max(move.seconds for move in moved) / _seconds(done))
         found["migrate_bytes"].append(sum(move.sent_bytes for move in moved))
     longer = processor_s["down"] / processor_s["kept"] - 1
@@ -146,13 +146,13 @@ def _processor_s() -> float:
 
 
 async def _preemption(gang: _Gang, length: int, tokens: int) -> Row:
-    row, _ = await gang.decode(1024, [0], [0])
-    await gang.until(lambda: len(gang.stamps[row]) > tokens)
-    alone = _gaps(gang.stamps[row])
-    begun = len(gang.stamps[row])
+    sequence_id, _ = await gang.decode(1024, [0], [0])
+    await gang.until(lambda: len(gang.stamps[sequence_id]) > tokens)
+    alone = _gaps(gang.stamps[sequence_id])
+    begun = len(gang.stamps[sequence_id])
     done = await gang.prefill(length, gang.everyone, [1 % len(gang.everyone)])
-    beside = _gaps(gang.stamps[row][begun - 1 :])
-    await gang.forget([row])
+    beside = _gaps(gang.stamps[sequence_id][begun - 1 :])
+    await gang.cancel([sequence_id])
     return {
         "tokens": length,
         "prefill_s": _seconds(done),
@@ -197,13 +197,15 @@ async def _iteration(
     holder of its answer.
     """
     numbers = [
-        (await gang.decode(context, holders, holders, master=master, keeper=keeper))[0]
-        for holders, master, keeper in rows
+        (await gang.decode(context, holders, holders, master=master, answer_holder=answer_holder))[
+            0
+        ]
+        for holders, master, answer_holder in rows
     ]
     before = await gang.client.stats()
     await gang.until(lambda: len(gang.stamps[numbers[-1]]) > iterations)
     after = await gang.client.stats()
-    await gang.forget(numbers)
+    await gang.cancel(numbers)
     counted = after[0].iterations - before[0].iterations
     milliseconds = 1e3 * (after[0].iterating_s - before[0].iterating_s) / counted
     exchanged, awaited = (
@@ -292,11 +294,11 @@ class _Gang:
         self.first_token_s = 0.0
         """Time to the first token of the last `prefill`, from its reservation on."""
         self._tokens: dict[int, int] = {}
-        self._heard: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        self._messages: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._numbers = itertools.count(1)
         self._news = asyncio.Event()
 
-    def hear(self, _gang: GangClient, _rank: int, method: str, payload: Any) -> None:
+    def receive(self, _gang: GangClient, _rank: int, method: str, payload: Any) -> None:
         """Take a message of a rank."""
         now = time.perf_counter()
         match method:
@@ -308,7 +310,9 @@ class _Gang:
             case "prefill_done":
                 self._note(method, (done := unpack(PrefillDone, payload)).step_id, done)
             case "received":
-                self._note(method, (landed := unpack(RankKvReceived, payload)).sequence_id, landed)
+                self._note(
+                    method, (received := unpack(RankKvReceived, payload)).sequence_id, received
+                )
             case "moved":
                 self._note(method, (moved := unpack(SequenceMoved, payload)).sequence_id, moved)
             case "freed":
@@ -318,7 +322,7 @@ class _Gang:
         self._news.set()
 
     def _note(self, method: str, number: int, message: Any) -> None:
-        self._heard[method, number].append(message)
+        self._messages[method, number].append(message)
 
     async def until(self, condition: Any) -> None:
         """Wait until the ranks have reported something."""
@@ -328,38 +332,38 @@ class _Gang:
                 await self._news.wait()
 
     async def _all(self, method: str, number: int, count: int) -> list[Any]:
-        await self.until(lambda: len(self._heard[method, number]) >= count)
-        return self._heard.pop((method, number))
+        await self.until(lambda: len(self._messages[method, number]) >= count)
+        return self._messages.pop((method, number))
 
-    async def prefill(self, length: int, group: list[int], keepers: list[int]) -> list[PrefillDone]:
+    async def prefill(self, length: int, group: list[int], holders: list[int]) -> list[PrefillDone]:
         """Prefill a prompt, sample only its first token, and free it."""
         began = time.perf_counter()
-        row, done = await self._prefill(length, group, _evenly(length, keepers), 0, ())
-        self.first_token_s = self.stamps[row][0] - began
-        await self.forget([row])
+        sequence_id, done = await self._prefill(length, group, _evenly(length, holders), 0, ())
+        self.first_token_s = self.stamps[sequence_id][0] - began
+        await self.cancel([sequence_id])
         return done
 
     async def decode(
         self,
         length: int,
         group: list[int],
-        keepers: list[int],
+        holders: list[int],
         *,
         master: int = 0,
-        keeper: int = 0,
+        answer_holder: int = 0,
     ) -> tuple[int, list[PrefillDone]]:
         """Prefill a prompt and decode its answer from then on."""
-        answer = (KvSlice(instance=keeper, span=Span(length, length + ANSWER)),)
-        slices = _evenly(length, keepers)
-        row, done = await self._prefill(length, group, slices, master, answer)
-        await self._all("received", row, len({kv_slice.instance for kv_slice in slices}))
+        answer = (KvSlice(instance=answer_holder, span=Span(length, length + ANSWER)),)
+        slices = _evenly(length, holders)
+        sequence_id, done = await self._prefill(length, group, slices, master, answer)
+        await self._all("received", sequence_id, len({kv_slice.instance for kv_slice in slices}))
         join = JoinBatch(
-            sequence_id=row,
-            first_token=self._tokens[row],
-            instances=tuple(sorted({*keepers, master, keeper})),
+            sequence_id=sequence_id,
+            first_token=self._tokens[sequence_id],
+            instances=tuple(sorted({*holders, master, answer_holder})),
         )
         self.client.notify(0, "join", pack(join))
-        return row, done
+        return sequence_id, done
 
     async def _prefill(
         self,
@@ -369,10 +373,10 @@ class _Gang:
         master: int,
         answer: tuple[KvSlice, ...],
     ) -> tuple[int, list[PrefillDone]]:
-        row, step = next(self._numbers), next(self._numbers)
+        sequence_id, step = next(self._numbers), next(self._numbers)
         sampling = Sampling(temperature=0, max_tokens=ANSWER)
         reserve = ReserveKv(
-            sequence_id=row,
+            sequence_id=sequence_id,
             epoch="",
             slices=slices,
             master=master,
@@ -383,7 +387,7 @@ class _Gang:
         await self.client.call_all("reserve", pack(reserve))
         rows = place(group, striped(length, len(group)))
         chunk = PrefillChunk(
-            sequence_id=row,
+            sequence_id=sequence_id,
             start=0,
             length=length,
             rows=rows if len(group) > 1 else (),
@@ -394,7 +398,7 @@ class _Gang:
             sum(kv_slice.span.length for kv_slice in rows if kv_slice.instance == member)
             for member in group
         ]
-        prompt = np.random.default_rng(row).integers(200, 1000, length).astype("<i4")
+        prompt = np.random.default_rng(sequence_id).integers(200, 1000, length).astype("<i4")
         for rank in self.everyone:
             own = [
                 prompt[list(kv_slice.span.positions)]
@@ -410,10 +414,10 @@ class _Gang:
                 strategy="ring_kv" if len(group) > 1 else "ulysses",
             )
             self.client.notify(rank, "prefill", pack(job))
-        return row, await self._all("prefill_done", step, len(group))
+        return sequence_id, await self._all("prefill_done", step, len(group))
 
     async def move(
-        self, row: int, length: int, before: list[int], after: list[int]
+        self, sequence_id: int, length: int, before: list[int], after: list[int]
     ) -> list[SequenceMoved]:
         """Move a sequence's prompt KV elsewhere; its answer stays."""
         answer = (KvSlice(instance=0, span=Span(length, length + ANSWER)),)
@@ -423,22 +427,22 @@ class _Gang:
         ]
         message = MoveSequence(
             step_id=next(self._numbers),
-            sequence_id=row,
+            sequence_id=sequence_id,
             prompt_length=length,
             stop=length + ANSWER - 1,
             before=places[0],
             after=places[1],
         )
         self.client.notify_all("move", pack(message))
-        return await self._all("moved", row, len(message.instances))
+        return await self._all("moved", sequence_id, len(message.instances))
 
-    async def forget(self, rows: Sequence[int]) -> None:
+    async def cancel(self, sequence_ids: Sequence[int]) -> None:
         """Cancel sequences and wait for their slots."""
-        for row in rows:
-            self.client.notify_all("cancel", pack(CancelSequence(sequence_id=row)))
-        for row in rows:
-            await self._all("freed", row, len(self.everyone))
-            self.stamps.pop(row, None)
+        for sequence_id in sequence_ids:
+            self.client.notify_all("cancel", pack(CancelSequence(sequence_id=sequence_id)))
+        for sequence_id in sequence_ids:
+            await self._all("freed", sequence_id, len(self.everyone))
+            self.stamps.pop(sequence_id, None)
 
 
 def _evenly(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
@@ -464,7 +468,7 @@ async def _gang(instances: int) -> AsyncIterator[_Gang]:
     ]
     try:
         members = await processes.start(configs, secret)
-        gang.client = GangClient("elastic", members, gang.hear, deadline_s=CALL_S)
+        gang.client = GangClient("elastic", members, gang.receive, deadline_s=CALL_S)
         await gang.client.connect(secret=secret, router_id="elastic")
         await gang.client.attach(generation=1)
         yield gang

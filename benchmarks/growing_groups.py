@@ -51,11 +51,11 @@ from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import gang_cell
+import gang_driver
 from gang_driver import Cell, GangPlan, Request, job_of
 from gang_processes import ProcessGang
 
-gang_cell.ANSWER_S = 600.0
+gang_driver.ANSWER_S = 600.0
 TRACED_RANK = Path(__file__).with_name("testbed") / "traced_rank.py"
 GROUPS = ((0,), (0, 1), (0, 1, 2, 3))
 DECODE = 2

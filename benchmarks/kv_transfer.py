@@ -87,7 +87,7 @@ class Pair:
     def prepare(self) -> None:
         """Prepare a prompt: computed on one side, expected on the other."""
         for pool in self.pools:
-            pool.slots.free_request(SEQUENCE_ID)
+            pool.slots.free_sequence(SEQUENCE_ID)
             pool.slots.allocate(SEQUENCE_ID, [self.span])
         for layer in range(self.spec.layers):
             shape = (self.span.length, self.spec.kv_heads, self.spec.head_dim)
@@ -125,7 +125,7 @@ class Pair:
             self.sender.post(tracker, layer, part)
         self.sender.finish(tracker)
         tracker.finish()
-        for _ in range(2):  # landed there, and told here
+        for _ in range(2):  # received there, and acknowledged here
             if (failure := self.reports.get(timeout=WAIT_S)) is not None:
                 raise RuntimeError(failure)
         return Round(wall_s=time.perf_counter() - wall, processor_s=time.process_time() - processor)

@@ -111,8 +111,8 @@ OOE = {"sharegpt": 1, "l-eval": 8, "lv-eval": 8, "mixed": 4}
 
 
 def _tpot_s(outcome: RequestOutcome) -> float:
-    drawn = outcome.arrival.output_tokens
-    return (outcome.ended_ns - outcome.first_token_ns) / max(1, drawn - 1) / 1e9
+    generated_tokens = outcome.arrival.output_tokens
+    return (outcome.ended_ns - outcome.first_token_ns) / max(1, generated_tokens - 1) / 1e9
 
 
 def in_time(outcome: RequestOutcome) -> bool:

@@ -105,7 +105,7 @@ class Session(asyncio.Protocol):
             left_s = delay_s - (time.perf_counter_ns() - received_ns) / 1e9
             await asyncio.sleep(max(0.0, left_s))
             reason = "length" if number == asked - 1 else None
-            # Before writing, so that nobody can have read it earlier.
+            # The stamp is taken before writing, so that no client can have read it earlier.
             written.append(time.perf_counter_ns())
             self._event({"choices": [_choice(f" t{number}", chat, reason)]}, chat)
         prompt = body.get("prompt") or "".join(

@@ -58,11 +58,11 @@ from csps.protocols.rpc.schema import pack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import gang_cell
+import gang_driver
 from gang_driver import Cell, GangPlan, Request, job_of
 from gang_processes import attached_processes
 
-gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
+gang_driver.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
 Row = dict[str, Any]
 CLOSE = 0.03
 """Relative difference below which times count as equal."""
@@ -111,7 +111,7 @@ class OneGroup:
         request = Request(sequence_id=next(self._rids), prompt=prompt, slices=())
         history: tuple[KvSlice, ...] = ()
         if cached:
-            history = self._shares(layout, 0, cached)
+            history = self._slices(layout, 0, cached)
             step = self._step(request, strategy, layout, 0, cached, ())
             await cell.prefilled(cell.submit(step, prompt[:cached]))
         step = self._step(request, strategy, layout, cached, len(prompt), history)
@@ -124,7 +124,7 @@ class OneGroup:
         await self._gang.stats()  # the slots are free
         return timed(seconds, cell.about(PrefillDone, step_id=step_id))
 
-    def _shares(self, layout: str, start: int, stop: int) -> tuple[KvSlice, ...]:
+    def _slices(self, layout: str, start: int, stop: int) -> tuple[KvSlice, ...]:
         return place(range(self.count), LAYOUTS[layout](stop - start, self.count), start=start)
 
     def _step(
@@ -136,7 +136,7 @@ class OneGroup:
         stop: int,
         history: tuple[KvSlice, ...],
     ) -> Any:
-        rows = () if layout == "contiguous" else self._shares(layout, start, stop)
+        rows = () if layout == "contiguous" else self._slices(layout, start, stop)
         chunk = request.chunk(start, stop, rows=rows, history=history)
         return job_of([chunk], range(self.count), strategy=strategy)
 
@@ -166,8 +166,10 @@ class Measured:
 def timed(seconds: float, done: Sequence[PrefillDone]) -> Timed:
     return Timed(
         ttft_s=seconds,
-        compute_s=[report.compute_s for report in sorted(done, key=lambda report: report.rank)],
-        waited_s=max(report.communication_s for report in done),
+        compute_s=[
+            rank_done.compute_s for rank_done in sorted(done, key=lambda rank_done: rank_done.rank)
+        ],
+        waited_s=max(rank_done.communication_s for rank_done in done),
     )
 
 
@@ -320,8 +322,8 @@ async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[
         | {
             "most_pairs_over_mean": _most_pairs(strategy, layout, args.context, ranks.count),
             "most_computing_over_mean": statistics.median(
-                max(report.compute_s) / statistics.mean(report.compute_s)
-                for report in found[strategy, layout]
+                max(rank_done.compute_s) / statistics.mean(rank_done.compute_s)
+                for rank_done in found[strategy, layout]
             ),
         }
         for strategy, layout in ways

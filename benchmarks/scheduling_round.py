@@ -105,7 +105,7 @@ class _Timed:
             limits=QueueLimits(max_waiting=1 << 20, max_waiting_tokens=1 << 50),
         )
         self._now_ns = 0
-        self._turn(
+        self._round(
             _gang(1, instances, prefill=True),
             _gang(2, instances, prefill=False),
             ev.LinkUp(prefill=1, decode=2),
@@ -119,7 +119,7 @@ class _Timed:
             return self._timed()
         steps: list[RunStep] = []
         while started := [
-            command for command in self._turn(_CHANGED) if isinstance(command, RunStep)
+            command for command in self._round(_CHANGED) if isinstance(command, RunStep)
         ]:
             steps += started
         if round_ == "idle":
@@ -135,12 +135,12 @@ class _Timed:
         gc.collect()
         gc.freeze()
         begin = time.thread_time_ns()
-        commands = self._turn(_CHANGED, *events)
+        commands = self._round(_CHANGED, *events)
         took_ns = time.thread_time_ns() - begin
         placed = sum(isinstance(command, Reserve) for command in commands)
         return took_ns / 1e3, self._gate.took_ns / 1e3, placed
 
-    def _turn(self, *events: ev.AnyEvent) -> list[AnyCommand]:
+    def _round(self, *events: ev.AnyEvent) -> list[AnyCommand]:
         self._now_ns += 1_000_000
         return self._scheduler.handle(events, self._now_ns).commands
 

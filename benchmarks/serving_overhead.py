@@ -196,7 +196,7 @@ async def _bare_gap(cell: Cell, args: argparse.Namespace, sequence_id: int) -> f
         if method == "tokens":
             stamps.append(time.perf_counter())
             if 0 < payload["indices"][0] < args.tokens - 1:
-                cell.heard[SampledToken].extend(unpack(SampledTokens, payload).each())
+                cell.received[SampledToken].extend(unpack(SampledTokens, payload).each())
                 return
         notified(method, payload)
 

@@ -165,12 +165,12 @@ class Talker:
                 for read in answer.iter_raw():
                     if self._left:
                         return
-                    self._hear(read)
+                    self._receive(read)
             self._fail("the answer ended before the long prompt was computed")
         except httpx.HTTPError as exc:
             self._fail(repr(exc))
 
-    def _hear(self, read: bytes) -> None:
+    def _receive(self, read: bytes) -> None:
         if b'"error"' in read:
             self._fail(read.decode())
         if b"data:" in read:

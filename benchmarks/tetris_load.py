@@ -64,8 +64,8 @@ def main() -> None:
 def _rows(trace: str, sigma: float, args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = workload_of(trace, sigma)
     # Other requests than those that the rates are tried on.
-    drawn = sampler_of(prompts, CLUSTER, seed=args.seed + 1000)
-    rates = profile(planner_of(CLUSTER, TetrisOptions.min_chunk), drawn)
+    sampler = sampler_of(prompts, CLUSTER, seed=args.seed + 1000)
+    rates = profile(planner_of(CLUSTER, TetrisOptions.min_chunk), sampler)
     rows: list[dict[str, Any]] = []
     for name in args.policies:
         policy, options = POLICIES[name]

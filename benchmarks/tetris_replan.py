@@ -103,7 +103,7 @@ def _row(trace: str, mistake: str, share: float, args: argparse.Namespace) -> di
 def ttfts_s(trace: str, mistake: str, share: float, *, requests: int, seed: int) -> list[float]:
     """Return the seconds to the first token of each request."""
     cluster = mispredicted(replace(load_cluster("tetris-16"), inside=None, between=None), mistake)
-    drawn = generate(
+    fitted = generate(
         workload(f"tetris-{trace}"),
         requests,
         arrivals=Arrivals(rate=LOADS[trace]),
@@ -112,7 +112,7 @@ def ttfts_s(trace: str, mistake: str, share: float, *, requests: int, seed: int)
     )
     options = {"improvement_rate": RATE, "replan_share": share, "max_batch": 1 << 20}
     return [
-        outcome.ttft_ns / 1e9 for outcome in simulate(cluster, "tetris", options, drawn).outcomes
+        outcome.ttft_ns / 1e9 for outcome in simulate(cluster, "tetris", options, fitted).outcomes
     ]
 
 

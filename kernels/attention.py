@@ -11,6 +11,7 @@ of the cache; h heads (of q, or the fewer of k and v); d head dimension.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
@@ -27,6 +28,8 @@ from csps.kernels.arguments import (
     softmax_scale,
 )
 from csps.kernels.merge import nothing_seen
+
+_log = logging.getLogger(__name__)
 
 
 class AttentionBackend(Protocol):
@@ -71,7 +74,9 @@ def attention_backend(
 @cache
 def flash_attn_installed() -> bool:
     """Return True if the flash-attn library can be imported."""
-    return find_spec("flash_attn") is not None
+    installed = find_spec("flash_attn") is not None
+    _log.debug("flash-attn is %s", "installed" if installed else "not installed: using Triton")
+    return installed
 
 
 def attention(

@@ -89,12 +89,12 @@ def candidates(scores_bv: Tensor, filters: Sequence[Filters]) -> Iterator[Candid
         whole = [index for index, is_cut in enumerate(cut) if not is_cut]
         if whole:
             uncut_rows = [narrow[index] for index in whole]
-            probs_bc = _filtered(_rows(scores_bc, whole), [filters[row] for row in uncut_rows])
+            probs_bc = _filter(_rows(scores_bc, whole), [filters[row] for row in uncut_rows])
             yield Candidates(_index(uncut_rows, scores_bv), _rows(ids_bc, whole), probs_bc)
     for rows in row_blocks(wide, scores_bv):
         row_filters = [filters[row] for row in rows]
         scores_bc = _top_k(_rows(scores_bv, rows), [row_filter.top_k for row_filter in row_filters])
-        yield Candidates(_index(rows, scores_bv), None, _filtered(scores_bc, row_filters))
+        yield Candidates(_index(rows, scores_bv), None, _filter(scores_bc, row_filters))
 
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _top_k(scores_bv: Tensor, top_k: Sequence[int]) -> Tensor:
     return scores_bv.masked_fill(scores_bv < edge_b1, -torch.inf)
 
 
-def _filtered(scores_bc: Tensor, filters: Sequence[Filters]) -> Tensor:
+def _filter(scores_bc: Tensor, filters: Sequence[Filters]) -> Tensor:
     """Return probabilities after temperature, top-p and min-p, fp64, not normalized."""
     temperature_b1 = _column([asked.temperature for asked in filters], scores_bc)
     probs_bc = (scores_bc.double() / temperature_b1).softmax(-1)

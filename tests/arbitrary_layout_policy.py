@@ -1,4 +1,4 @@
-"""A policy that lays rows, KV and answers out anyhow, and counts position by position."""
+"""Policy with random layouts of rows, KV and answers, and reference counts by position."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 Free = dict[InstanceId, int]
 SOON_NS = 2_000_000
-"""Until what is decoded may move again."""
+"""Time until a decoding sequence may move again."""
 
 
 class AnyLayout:
-    """A policy that plans whatever is allowed, and on one instance what finds no room so."""
+    """Policy that plans anything allowed, and uses one instance if that finds no room."""
 
     name = "any_layout"
     whole_prompts = False
 
     def __init__(self, seed: int, *, block: int = 0, moves: bool = False) -> None:
-        """`block`: goes on from kept KV, in multiples of it. `moves`: what is decoded goes on
-        elsewhere all the time, of an elastic gang."""
+        """Make the policy.
+
+        Args:
+            seed: of its random choices.
+            block: tokens of a block if cached prefixes are reused; 0: none is.
+            moves: whether it moves decoding sequences of an elastic gang all the time.
+        """
         self._random, self._block, self.regroups = random.Random(seed), block, moves
 
     def priority(self, prompt_tokens: int, pairs: object) -> str:
@@ -72,7 +77,7 @@ class AnyLayout:
         return decisions
 
     def _wandering(self, gang: Gang, free: Free) -> Iterator[MovePlan]:
-        """All that is decoded goes on elsewhere, if there is room for it twice."""
+        """Move every decoding sequence, if there are slots for it twice."""
         for sequence in gang.decoding.values():
             if sequence.joined_ns is None or sequence.is_moving:
                 continue
@@ -91,22 +96,22 @@ class AnyLayout:
     ) -> StartPlan | None:
         for attempt in range(4):
             in_place = pair.prefill is pair.decode
-            kept = self._kept(requests, pair.prefill, view) if attempt < 3 else None
+            cached = self._reusable(requests, pair.prefill, view) if attempt < 3 else None
             apart = attempt < 3 and not in_place
-            held = self._kept(requests, pair.decode, view) if apart else None
+            resident = self._reusable(requests, pair.decode, view) if apart else None
             if attempt < 3:
-                plan = self._any(requests, pair, kept, kept if in_place else held)
+                plan = self._any(requests, pair, cached, cached if in_place else resident)
             else:
                 plan = _on_one(requests, pair, free)
-            needed = _needed(plan, requests, kept, held, in_place=in_place)
+            needed = _needed(plan, requests, cached, resident, in_place=in_place)
             if all(n <= free[instance] for instance, n in needed.items()):
                 for instance, n in needed.items():
                     free[instance] -= n
                 return plan
         return None
 
-    def _kept(self, requests: list[Request], gang: Gang, view: SchedulerView) -> Cached | None:
-        """Of a prompt, some blocks that can be reused."""
+    def _reusable(self, requests: list[Request], gang: Gang, view: SchedulerView) -> Cached | None:
+        """Return some reusable blocks of a prompt."""
         if len(requests) > 1 or not self._block or self._random.random() < 0.2:
             return None
         cached = view.cached(requests[0], gang.id)
@@ -116,25 +121,34 @@ class AnyLayout:
         return Cached(tokens, within(cached.slices, Span(0, tokens)), cached.taken)
 
     def _any(
-        self, requests: list[Request], pair: GangPair, kept: Cached | None, held: Cached | None
+        self,
+        requests: list[Request],
+        pair: GangPair,
+        cached: Cached | None,
+        resident: Cached | None,
     ) -> StartPlan:
-        """`kept` where it is computed, `held` where it is decoded."""
+        """Plan requests whose prefix is `cached` for prefill and `resident` on the decode gang."""
         in_place = pair.prefill is pair.decode
-        placements = tuple(self._placement(request, pair.decode, held) for request in requests)
+        placements = tuple(self._placement(request, pair.decode, resident) for request in requests)
         if len(requests) == 2:
             lengths = [request.prompt_tokens for request in requests]
-            steps = [self._step([(request, 0, n) for request, n in zip(requests, lengths, strict=True)],
-                                pair, placements if in_place else (), [(), ()])]  # fmt: skip
+            extents = [
+                (request, 0, length) for request, length in zip(requests, lengths, strict=True)
+            ]
+            placed = placements if in_place else ()
+            steps = [self._step(extents, pair, placed, [(), ()])]
             return StartPlan(steps=tuple(steps), decode=placements)
         (request,) = requests
-        first = kept.tokens if kept else 0
+        first = cached.tokens if cached else 0
         some = (cut for cut in self._some_of(request.prompt_tokens) if cut > first)
         cuts = sorted({first, request.prompt_tokens, *some})
-        steps, lies = [], lies_of(kept.slices if kept else ())
+        steps, lies = [], lies_of(cached.slices if cached else ())
         for start, stop in pairwise(cuts):
-            held = tuple(PlacedSlice(lies[p], p, p + 1) for p in range(start))
+            resident = tuple(PlacedSlice(lies[p], p, p + 1) for p in range(start))
             extent = [(request, start, stop - start)]
-            steps.append(self._step(extent, pair, placements if in_place else (), [held], first))
+            steps.append(
+                self._step(extent, pair, placements if in_place else (), [resident], first)
+            )
             lay(lies, steps[-1].chunks[0], steps[-1], placements[0] if in_place else None)
         return StartPlan(steps=tuple(steps), decode=placements)
 
@@ -150,16 +164,16 @@ class AnyLayout:
         layout = self._random.choice(list(LAYOUTS.values()))
         return laid_out(group, layout(length, len(group)), start)
 
-    def _placement(self, request: Request, gang: Gang, kept: Cached | None) -> DecodePlacement:
+    def _placement(self, request: Request, gang: Gang, cached: Cached | None) -> DecodePlacement:
         master = self._random.choice(gang.instances).id
         prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
-        first = kept.tokens if kept else 0
+        first = cached.tokens if cached else 0
         slices, answer = self._laid(gang, first, prompt - first), tuple[PlacedSlice, ...]()
-        slices = (*(kept.slices if kept else ()), *slices)
+        slices = (*(cached.slices if cached else ()), *slices)
         if self._random.random() < 0.5:
-            turns = round_robin(prompt, total, self._group(gang))
+            spans = round_robin(prompt, total, self._group(gang))
             answer = tuple(
-                PlacedSlice.of(instance, span) for instance, span in turns.items() if span.length
+                PlacedSlice.of(instance, span) for instance, span in spans.items() if span.length
             )
         return DecodePlacement(request.id, slices, master, answer)
 
@@ -168,31 +182,32 @@ class AnyLayout:
         extents: list[tuple[Request, int, int]],
         pair: GangPair,
         in_place: Sequence[DecodePlacement],
-        held: list[tuple[PlacedSlice, ...]],
+        resident: list[tuple[PlacedSlice, ...]],
         first: int = 0,
     ) -> PlannedStep:
         with_rows = self._random.random() < 0.7
         chunks = []
         for request, start, length in extents:
             rows = self._laid(pair.prefill, start, length) if with_rows else ()
-            keep: tuple[PlacedSlice, ...] = ()
+            placement: tuple[PlacedSlice, ...] = ()
             if not in_place and self._random.random() < 0.5:
-                since = self._random.choice([first, start])  # with what lies there, or without
-                keep = self._laid(pair.prefill, since, start + length - since)
-            chunks.append(PlannedChunk(request.id, start, length, rows, keep))
+                # The chunk's placement may include KV that is already there.
+                since = self._random.choice([first, start])
+                placement = self._laid(pair.prefill, since, start + length - since)
+            chunks.append(PlannedChunk(request.id, start, length, rows, placement))
         total = sum(length for _, _, length in extents)
-        kept = [share for chunk in chunks for share in (*chunk.rows, *chunk.placement)]
+        involved = [kv_slice for chunk in chunks for kv_slice in (*chunk.rows, *chunk.placement)]
         chunk_of = {request.id: range(start, start + length) for request, start, length in extents}
-        kept += [share for slices in held for share in slices]
-        kept += [
-            share
+        involved += [kv_slice for slices in resident for kv_slice in slices]
+        involved += [
+            kv_slice
             for placement in in_place
-            for share in placement.slices
-            if set(share.span.positions) & set(chunk_of[placement.request_id])
+            for kv_slice in placement.slices
+            if set(kv_slice.span.positions) & set(chunk_of[placement.request_id])
         ]
-        concerned = list(dict.fromkeys(kv_slice.instance for kv_slice in kept))
+        concerned = list(dict.fromkeys(kv_slice.instance for kv_slice in involved))
         if with_rows:
-            counts = tokens_on(share for chunk in chunks for share in chunk.rows)
+            counts = tokens_on(kv_slice for chunk in chunks for kv_slice in chunk.rows)
             bounds = bounds_of([counts.get(instance, 0) for instance in concerned])
         else:
             computing = self._group(pair.prefill)[:total]
@@ -237,10 +252,12 @@ def _on_one(requests: list[Request], pair: GangPair, free: Free) -> StartPlan:
 def rows_of(
     step: PlannedStep | cmd.RunStep, chunk: PlannedChunk | cmd.Chunk
 ) -> Iterator[tuple[int, InstanceId]]:
-    """(position, who computes it)."""
+    """Return (position, instance that computes it) of each row."""
     if chunk.rows:
-        for share in chunk.rows:
-            yield from ((p, share.instance) for p in range(share.start, share.stop, share.step))
+        for kv_slice in chunk.rows:
+            yield from (
+                (p, kv_slice.instance) for p in range(kv_slice.start, kv_slice.stop, kv_slice.step)
+            )
         return
     begin = 0
     for other in step.chunks:
@@ -259,18 +276,18 @@ def lay(
     step: PlannedStep | cmd.RunStep,
     in_place: DecodePlacement | cmd.Reserve | None,
 ) -> None:
-    """Where the KV of a sequence lies after a step."""
+    """Record where the KV of a sequence is after a step."""
     lies.update(rows_of(step, chunk))
-    kept = chunk.placement if in_place is None else in_place.slices
+    stored = chunk.placement if in_place is None else in_place.slices
     extent = range(chunk.start, chunk.start + chunk.length)
-    for share in kept:
-        for p in range(share.start, share.stop, share.step):
+    for kv_slice in stored:
+        for p in range(kv_slice.start, kv_slice.stop, kv_slice.step):
             if in_place is None or p in extent:
-                lies[p] = share.instance
+                lies[p] = kv_slice.instance
 
 
 def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
-    """Where each position lies."""
+    """Return where each position lies."""
     return {
         p: kv_slice.instance
         for kv_slice in slices
@@ -281,32 +298,33 @@ def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
 def _needed(
     plan: StartPlan,
     requests: list[Request],
-    kept: Cached | None,
-    held: Cached | None,
+    cached: Cached | None,
+    resident: Cached | None,
     *,
     in_place: bool,
 ) -> dict[InstanceId, int]:
-    """Slots: of what an instance computes or is to keep, and does not have; and of what is reused,
-    which are nobody's to take."""
-    needed = {**(kept.taken if kept else {}), **(held.taken if held else {})}
+    """Return the slots of positions that an instance computes or stores and does not have, and of
+    reused prefixes.
+    """
+    needed = {**(cached.taken if cached else {}), **(resident.taken if resident else {})}
     had: dict[int, dict[int, InstanceId]] = {}
     for step in () if in_place else plan.steps:
         for chunk in step.chunks:
-            before = had.setdefault(chunk.request_id, lies_of(kept.slices if kept else ()))
+            before = had.setdefault(chunk.request_id, lies_of(cached.slices if cached else ()))
             rows = set(rows_of(step, chunk))
-            keeps = {
+            stores = {
                 (p, kv_slice.instance)
                 for kv_slice in chunk.placement
                 for p in range(kv_slice.start, kv_slice.stop, kv_slice.step)
             }
-            for _, instance in rows | (keeps - set(before.items())):
+            for _, instance in rows | (stores - set(before.items())):
                 needed[instance] = needed.get(instance, 0) + 1
             lay(before, chunk, step, None)
     output = {request.id: request.output_tokens for request in requests}
     for placement in plan.decode:
-        for share in (*own(placement.slices), *placement.answer):
-            tokens = len(range(share.start, share.stop, share.step))
-            needed[share.instance] = needed.get(share.instance, 0) + tokens
+        for kv_slice in (*own(placement.slices), *placement.answer):
+            tokens = len(range(kv_slice.start, kv_slice.stop, kv_slice.step))
+            needed[kv_slice.instance] = needed.get(kv_slice.instance, 0) + tokens
         if not placement.answer:
             needed[placement.master] = (
                 needed.get(placement.master, 0) + output[placement.request_id]

@@ -11,7 +11,7 @@ POLL_S = 0.001
 
 
 async def linked(cluster: Cluster, deadline_s: float) -> KvLink:
-    """The connection, as soon as it stands."""
+    """Return the connection, as soon as it is open."""
     try:
         async with asyncio.timeout(deadline_s):
             while cluster.link is None:  # noqa: ASYNC110 (a cluster has no event for it)

@@ -25,12 +25,13 @@ settings.load_profile("quick")
 
 
 ONE_AT_A_TIME = ("tests/end_to_end/", "tests/testbed/")
-"""What runs here needs the machine's cores or its network to itself."""
+"""Folders whose tests need the machine's cores or its network to themselves."""
 
 
 class ByFile(LoadFileScheduling):
-    """Gives a worker whole files, so that what their tests share is made once, and of some folders
-    whole folders."""
+    """Gives a worker whole files, so that their tests' fixtures are made once; some folders have
+    one worker for all their files.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return next(
@@ -40,13 +41,12 @@ class ByFile(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
-    """Of `pytest -n 2` (`make test`)."""
+    """Return the scheduler of `pytest -n 2` (`make test`)."""
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits most of the time first, or one worker would end with it while the other has no
-    more to do: deployed servers, then the testbed."""
+    """Put the tests that wait most first: deployed servers, then the testbed."""
     folders = [prefix.split("/")[1] for prefix in ONE_AT_A_TIME]
 
     def order(item: pytest.Item) -> int:
@@ -58,15 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported lives to the end: nobody shall look for garbage in it, as a load test does
-    before each of its runs."""
+    """Freeze imported objects, so that garbage collection before a load test does not search
+    them.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with one token a byte and a chat template."""
+    """Return a random Llama with one token a byte and a chat template."""
     # Not above: importing transformers takes seconds, and whoever hands the tests out to workers,
     # who wait for that, needs none of it.
     from tiny_checkpoints import make_checkpoint

@@ -35,19 +35,19 @@ class CsaCase:
 
     plan: CsaPlan
     lengths: tuple[int, ...]
-    """Of the pieces."""
+    """Lengths of the chunks."""
     bounds: tuple[int, ...]
     heads: int
     kv_heads: int
     layers: int = 4
-    """Of the model; the last one is not attended to here."""
+    """Layers of the model; the last one is not attended to here."""
     dtype: torch.dtype = torch.float64
     starts: tuple[int, ...] = ()
-    """Of the pieces; empty is 0 for all."""
+    """Starts of the chunks. Empty: 0 for all."""
     history: tuple[tuple[KvSlice, ...], ...] = ()
-    """Where each piece's earlier tokens lie."""
+    """Slices of each chunk's earlier tokens."""
     last: tuple[bool, ...] = ()
-    """Whether a piece is its prompt's end; empty is true for all."""
+    """True if a chunk is its prompt's end; empty is true for all."""
 
     @property
     def members(self) -> int:
@@ -77,14 +77,14 @@ class CsaCase:
         )
 
     def earlier(self, chunk: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each attended layer, k and v of what comes before a piece."""
+        """Return k and v of the tokens before a chunk, for each attended layer."""
         generator = torch.Generator().manual_seed(chunk)
         shape = (2, self.chunks[chunk].start, self.kv_heads, DIM)
-        drawn = (torch.randn(shape, generator=generator) for _ in range(self.layers - 1))
-        return [(k.to(self.dtype), v.to(self.dtype)) for k, v in drawn]
+        tensors = (torch.randn(shape, generator=generator) for _ in range(self.layers - 1))
+        return [(k.to(self.dtype), v.to(self.dtype)) for k, v in tensors]
 
     def pool(self, member: int) -> KvPool:
-        """A member's, with the history that lies there."""
+        """Return a member's pool with its history."""
         pool = KvPool(
             layers=self.layers,
             slots=256,
@@ -94,11 +94,11 @@ class CsaCase:
             device="cpu",
         )
         for chunk in self.chunks:
-            for share in (kv_slice for kv_slice in chunk.history if kv_slice.instance == member):
-                span = slice(share.span.start, share.span.stop)
-                pool.slots.allocate(chunk.sequence_id, [share.span])
+            for resident in (kv_slice for kv_slice in chunk.history if kv_slice.instance == member):
+                span = slice(resident.span.start, resident.span.stop)
+                pool.slots.allocate(chunk.sequence_id, [resident.span])
                 for layer, (k, v) in enumerate(self.earlier(chunk.sequence_id)):
-                    pool.write(layer, chunk.sequence_id, share.span, k[span], v[span])
+                    pool.write(layer, chunk.sequence_id, resident.span, k[span], v[span])
         return pool
 
     @property
@@ -111,11 +111,11 @@ class CsaCase:
         )
 
     def with_plan(self, **fields: object) -> CsaCase:
-        """The same case, planned otherwise."""
+        """Return the same case with another plan."""
         return replace(self, plan=replace(self.plan, **fields))  # type: ignore[arg-type]
 
     def qkv(self) -> list[Qkv]:
-        """Of each attended layer, all rows."""
+        """Return q, k and v of all rows, for each attended layer."""
         torch.manual_seed(sum(self.lengths))
         shapes = [(sum(self.lengths), h, DIM) for h in (self.heads, self.kv_heads, self.kv_heads)]
         return [
@@ -133,7 +133,7 @@ class LayerResult:
     """One layer of a case."""
 
     out_thd: Tensor
-    """All rows' attention output."""
+    """Attention output of all rows."""
     seen_gt: Tensor | None
     """(KV heads, rows) bool: what decode is to see; None for everything."""
 
@@ -144,7 +144,7 @@ def on_ranks(
     clocks: Mapping[int, StepClock] | None = None,
     part: Callable[[int, int], None] = lambda rank, number: None,
 ) -> list[Tensor]:
-    """Attention outputs (T, h, d) of each layer, computed by the members."""
+    """Return attention outputs (T, h, d) of each layer, computed by the members."""
     return [layer.out_thd for layer in layers_on_ranks(world, case, clocks, part)]
 
 
@@ -154,7 +154,7 @@ def layers_on_ranks(
     clocks: Mapping[int, StepClock] | None = None,
     part: Callable[[int, int], None] = lambda rank, number: None,
 ) -> list[LayerResult]:
-    """Each layer, computed by the members.
+    """Return the outputs of each layer, computed by the members.
 
     Args:
         part: called with each point's number that a member, named by its rank, passes.
@@ -193,7 +193,7 @@ def _attend(
 
 
 def _joined(parts: Sequence[LayerResult]) -> LayerResult:
-    """Members, or prompts, one after the other."""
+    """Return members, or prompts, one after the other."""
     seen = [part.seen_gt for part in parts if part.seen_gt is not None]
     assert len(seen) in (0, len(parts)), "the members do not agree on what decode is to see"
     out_thd = torch.cat([part.out_thd for part in parts])
@@ -201,12 +201,12 @@ def _joined(parts: Sequence[LayerResult]) -> LayerResult:
 
 
 def by_brute_force(case: CsaCase) -> list[Tensor]:
-    """The same from the definition, prompt by prompt."""
+    """Return the same from the definition, prompt by prompt."""
     return [layer.out_thd for layer in layers_by_brute_force(case)]
 
 
 def layers_by_brute_force(case: CsaCase) -> list[LayerResult]:
-    """The same from the definition, prompt by prompt."""
+    """Return the same from the definition, prompt by prompt."""
     prompts = [_prompt(case, chunk, rows) for chunk, rows in enumerate(prompt_rows(case.lengths))]
     return [_joined(layer) for layer in zip(*prompts, strict=True)]
 
@@ -231,7 +231,9 @@ def _prompt(case: CsaCase, chunk: int, rows: slice) -> list[LayerResult]:
 
 
 def _seen(dense: DenseCsa, importance_gt: Tensor | None) -> Tensor:
-    """What decode sees if it sees kept tokens only: the last SPT, and what level 2 keeps."""
+    """Return the tokens that decode attends to if it sees kept tokens only: the last SPT, and the
+    level 2 selection.
+    """
     seen_gt = torch.zeros(dense.kv_heads, dense.tokens, dtype=torch.bool)
     level = min(2, len(dense.segments))
     for head in range(dense.kv_heads):
@@ -242,7 +244,7 @@ def _seen(dense: DenseCsa, importance_gt: Tensor | None) -> Tensor:
 
 
 def dense_csa(case: CsaCase, layer: int, chunk: int, rows: slice) -> DenseCsa:
-    """The definition for one piece of the case."""
+    """Compute the definition for one chunk of the case."""
     owners = [m for m, (a, b) in enumerate(pairwise(case.bounds)) for _ in range(a, b)][rows]
     whole = len(set(owners)) == 1
     everyone = range(case.members)
@@ -262,7 +264,7 @@ def dense_csa(case: CsaCase, layer: int, chunk: int, rows: slice) -> DenseCsa:
 
 @st.composite
 def locations(draw: st.DrawFn, members: int) -> tuple[str, ...]:
-    """Of so many members, in order."""
+    """Return the locations of so many members, in order."""
     places = st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 2))
     chosen = draw(st.sets(places, min_size=members, max_size=members))
     return tuple("-".join(map(str, place)) for place in sorted(chosen))
@@ -270,7 +272,7 @@ def locations(draw: st.DrawFn, members: int) -> tuple[str, ...]:
 
 @st.composite
 def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Of levels 2 and up, falling for no head."""
+    """Return the ratios of levels 2 and up, which never fall for a head."""
     heads = draw(st.sampled_from([1, kv_heads]))
     choices = st.sampled_from([0.0, 0.2, 0.5, 0.75, 0.95])
     by_head = [sorted(draw(choices) for _ in range(levels - 1)) for _ in range(heads)]
@@ -279,7 +281,7 @@ def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ..
 
 @st.composite
 def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvSlice, ...]:
-    """Positions [0, length) cut anywhere, lying anywhere, named in any order."""
+    """Draw positions [0, length) cut anywhere, lying anywhere, named in any order."""
     cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
     bounds = [0, *cuts, length] if length else [0]
     slices = [
@@ -291,7 +293,7 @@ def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvSlice, ..
 
 @st.composite
 def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
-    """Jobs of chunks whose history lies anywhere in the group."""
+    """Draw jobs of chunks whose history lies anywhere in the group."""
     case = draw(cases(dropping=dropping, most_members=4))
     starts = tuple(draw(st.integers(0, 12)) for _ in case.lengths)
     return replace(
@@ -304,7 +306,7 @@ def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
 
 @st.composite
 def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> CsaCase:
-    """Small jobs of any shape, of whole prompts."""
+    """Draw small jobs of any shape, of whole prompts."""
     members = draw(st.integers(1, most_members))
     where = draw(locations(members))
     levels = draw(st.integers(1, len(Topology.of(where).granularities)))
@@ -322,7 +324,7 @@ def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> C
         micro_partitions=micro,
     )
     nested = dropping and draw(st.booleans())
-    # Nested levels count a pair several times; what importance then means, nobody says.
+    # Nested levels count a pair several times, and importance is undefined for them.
     window = draw(st.sampled_from([1, 5] if nested else [0, 1, 5]))
     plan = CsaPlan(
         locations=where,
@@ -341,7 +343,7 @@ def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> C
 
 
 def prompt_rows(lengths: tuple[int, ...]) -> Iterator[slice]:
-    """Rows of each prompt in the batch."""
+    """Yield rows of each prompt in the batch."""
     end = 0
     for length in lengths:
         yield slice(end, end + length)

@@ -1,6 +1,6 @@
-"""What sparse attention must compute, by brute force: every pair of tokens looked at one by one.
+"""A brute-force reference of sparse attention that looks at every pair of tokens.
 
-Written from CSPS §3.2.4 with the corrections of this project, and sharing nothing with the
+It is written from CSPS §3.2.4 with the corrections of this project, and shares nothing with the
 product: matrices of how often a query counts a key, softmax over them, in fp64.
 """
 
@@ -21,7 +21,7 @@ class DenseCsa:
     owners: Sequence[int]
     """Member of each token."""
     segments: Sequence[Sequence[range]]
-    """Of members, level 1 first."""
+    """Segments of members, level 1 first."""
     ratios: Sequence[Sequence[float]]
     """[KV head][level - 1]."""
     sinks: int
@@ -42,7 +42,7 @@ class DenseCsa:
         return len(self.ratios)
 
     def level_of(self, one: int, other: int) -> int:
-        """The nearest level that has both members in one segment."""
+        """Return the nearest level that has both members in one segment."""
         return next(
             level
             for level, segments in enumerate(self.segments, start=1)
@@ -50,14 +50,14 @@ class DenseCsa:
         )
 
     def parts(self) -> list[list[int]]:
-        """Tokens of each member that has any."""
+        """Return tokens of each member that has any."""
         return [
             [t for t in range(self.tokens) if self.owners[t] == member]
             for member in sorted(set(self.owners))
         ]
 
     def kept(self, head: int, level: int, importance_t: Tensor | None) -> set[int]:
-        """Tokens that a KV head keeps at a level."""
+        """Return the tokens that a KV head keeps at a level."""
         ratio = self.ratios[head][level - 1]
         if ratio == 0.0 or importance_t is None:
             return set(range(self.tokens))
@@ -74,7 +74,9 @@ class DenseCsa:
         return kept
 
     def counts(self, importance_gt: Tensor | None) -> Tensor:
-        """(KV heads, queries, keys): how often a query counts a key; 0 or 1 unless nested."""
+        """Return (KV heads, queries, keys): how often a query counts a key; 0 or 1 unless
+        nested.
+        """
         members = set(self.owners)
         nearest = {(one, other): self.level_of(one, other) for one in members for other in members}
         weights: list[list[list[int]]] = []
@@ -95,7 +97,7 @@ class DenseCsa:
     def attend(
         self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, weights: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """fp64 out (t, h, d) and lse (h, t)."""
+        """Return fp64 out (t, h, d) and lse (h, t)."""
         score_hqk = self._scores(q_thd, k_thd, scale) + self._by_query_head(q_thd, weights).log()
         prob_hqk = torch.softmax(score_hqk, dim=-1)
         v_hkd = v_thd.double().transpose(0, 1)
@@ -111,14 +113,17 @@ class DenseCsa:
         scale: float,
         history: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """fp64 out (t, h, d), over the keys and values of all tokens before the chunk as well."""
+        """Return fp64 out (t, h, d), over the keys and values of all tokens before the chunk as
+        well.
+        """
         before = weights.new_ones(*weights.shape[:2], self.start)
         k_all, v_all = (torch.cat(pair) for pair in zip(history, (k_thd, v_thd), strict=True))
         return self.attend(q_thd, k_all, v_all, torch.cat((before, weights), dim=2), scale)[0]
 
     def judged_by_window(self, q_thd: Tensor, k_thd: Tensor, window: int, scale: float) -> Tensor:
-        """(KV heads, tokens): mean probability that the last queries give each key they see, under
-        exact attention."""
+        """Return (KV heads, tokens): mean probability that the last queries give each key they see,
+        under exact attention.
+        """
         causal = torch.ones(self.tokens, self.tokens, dtype=torch.float64).tril()
         prob_hqk = torch.softmax(self._scores(q_thd, k_thd, scale) + causal.log(), dim=-1)
         judging = causal.clone()
@@ -128,7 +133,7 @@ class DenseCsa:
     def judged_by_all(
         self, q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor, weights: Tensor, scale: float
     ) -> Tensor:
-        """(KV heads, tokens): mean probability that the queries which saw a key gave it."""
+        """Return (KV heads, tokens): mean probability that the queries which saw a key gave it."""
         score_hqk = self._scores(q_thd, k_thd, scale)
         prob_hqk = (score_hqk - lse_ht[:, :, None]).exp() * self._by_query_head(q_thd, weights)
         return self._mean(prob_hqk, weights.sum(dim=1))

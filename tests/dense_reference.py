@@ -24,7 +24,7 @@ def dense_attention(
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same meaning as `csps.kernels.attention.attention`; returns fp64 out_thd and lse_ht."""
+    """Return fp64 out_thd and lse_ht of `csps.kernels.attention.attention`."""
     score_hqk = masked_scores(
         q_thd,
         k_thd,
@@ -46,8 +46,9 @@ def dense_importance(
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,
 ) -> Tensor:
-    """(kv heads, k tokens) fp64: mean probability over the queries that see a key, summed over
-    the query heads of a kv head, when these keys are all there are."""
+    """Return (kv heads, k tokens) fp64: mean probability over the queries that see a key, summed
+    over the query heads of a kv head, when these keys are all there are.
+    """
     mask_qk = visible_mask(
         len(q_thd), len(k_thd), q_positions, k_positions, cu_seqlens_q, cu_seqlens_k
     )
@@ -60,7 +61,9 @@ def dense_importance(
 def masked_scores(
     q_thd: Tensor, k_thd: Tensor, mask_qk: Tensor, scale: float | None = None
 ) -> Tensor:
-    """(query heads, q tokens, k tokens) fp64 scores, -inf where a query does not see a key."""
+    """Return (query heads, q tokens, k tokens) fp64 scores, -inf where a query does not see a
+    key.
+    """
     scale = 1.0 / math.sqrt(q_thd.shape[2]) if scale is None else scale
     q_hqd = q_thd.double().transpose(0, 1)
     score_hqk = scale * (q_hqd @ _heads_first(k_thd, q_thd.shape[1]).transpose(1, 2))
@@ -75,7 +78,7 @@ def visible_mask(
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,
 ) -> Tensor:
-    """(q tokens, k tokens) bool: true where the query sees the key."""
+    """Return (q tokens, k tokens) bool: true where the query sees the key."""
     mask_qk = torch.ones(q_tokens, k_tokens, dtype=torch.bool)
     if q_positions is not None and k_positions is not None:
         mask_qk &= k_positions[None, :] <= q_positions[:, None]

@@ -1,8 +1,8 @@
-"""What a piece of code would ask of a GPU: its kernels, its copies from the host and its waits.
+"""Counts what code would ask of a GPU: kernels, copies from the host, and waits.
 
-Tensors of the device "meta" stand for the device's: they take the code's paths for CUDA, no kernel
-runs, and whatever wants to know a value on the host fails, as nobody has it. A GPU would answer,
-after everything that was launched before.
+Tensors of the device "meta" replace the device's. They take the code's paths for CUDA, but no
+kernel runs. Reading a value on the host fails, because no value exists; a GPU would answer after
+everything that was launched before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class DeviceBudget(TorchDispatchMode):
         super().__init__()
         self.kernels: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        """From the host to the device: one that is not pinned waits for the device's stream."""
+        """Copies from the host to the device. A copy that is not pinned waits for the device's
+        stream.
+        """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,7 +68,7 @@ def _computes(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 
 
 class _Launches:
-    """In place of a Triton kernel."""
+    """Replacement of a Triton kernel that counts its launches."""
 
     def __init__(self, name: str, budgets: list[DeviceBudget]) -> None:
         self._name, self._budgets = name, budgets
@@ -91,7 +93,7 @@ class Device:
 
     @contextmanager
     def counting(self) -> Iterator[DeviceBudget]:
-        """All that is done inside."""
+        """Count everything done inside."""
         budget = DeviceBudget()
         self._budgets.append(budget)
         try:
@@ -101,7 +103,9 @@ class Device:
             self._budgets.pop()
 
     def notice_lists(self, patch: pytest.MonkeyPatch) -> None:
-        """Numbers are copied to the device before any operation is seen, those of an index too."""
+        """Count copies of numbers to the device, which happen before any operation is seen, also
+        for indices.
+        """
         for name in ("tensor", "as_tensor"):
             patch.setattr(torch, name, self._copying(getattr(torch, name), name))
         for name in ("__getitem__", "__setitem__"):
@@ -128,7 +132,7 @@ class Device:
         return index
 
     def replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
-        """No Triton kernel runs any more."""
+        """Replace all Triton kernels by counters."""
         for name in ("attention", "blocks", "importance", "merge"):
             module = import_module(f"csps.kernels.triton_{name}")
             for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -139,7 +143,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The device, for the duration of a test."""
+    """Return the counting device, for the duration of a test."""
     pytest.importorskip("triton")
     recorder = Device()
     recorder.replace_kernels(monkeypatch)

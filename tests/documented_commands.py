@@ -34,7 +34,7 @@ class Documented:
 
 
 def fenced() -> Iterator[tuple[str, str, list[str]]]:
-    """Where each block begins, what it calls itself, and its lines."""
+    """Yield the place, the language and the lines of each block."""
     for document in DOCUMENTS:
         kind: str | None = None
         lines: list[str] = []
@@ -51,7 +51,7 @@ def fenced() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def commands() -> list[Documented]:
-    """All of them, in the order of the documents."""
+    """Return all commands in the order of the documents."""
     found = []
     for where, kind, lines in fenced():
         if kind == "console":
@@ -65,24 +65,24 @@ def commands() -> list[Documented]:
 
 
 def benchmark_rows() -> Iterator[list[str]]:
-    """Figure, command, result and duration of each benchmark."""
+    """Yield figure, command, result and duration of each benchmark."""
     for line in BENCHMARKS.read_text(encoding="utf-8").splitlines():
         if line.startswith("| ") and not line.startswith("| figure |"):
             yield line.strip("| ").split(" | ")
 
 
 def documented(name: str) -> list[Documented]:
-    """Those of one program."""
+    """Return the commands of one program."""
     return [command for command in commands() if program(command) == name]
 
 
 def program(command: Documented) -> str:
-    """Which it is, whoever is to run it."""
+    """Return the program of a command, without `sudo`."""
     return Path(_unprivileged(command)[0]).name
 
 
 def arguments(command: Documented) -> list[str]:
-    """What the program is told."""
+    """Return the program's arguments."""
     return _unprivileged(command)[1:]
 
 
@@ -91,7 +91,9 @@ def _unprivileged(command: Documented) -> list[str]:
 
 
 def _commands(block: str) -> Iterator[tuple[str, ...]]:
-    """A command ends with a line, but for quotes that are open and lines that a `\\` joins."""
+    """Yield the commands of a block. A command ends with its line, except for open quotes and a
+    backslash at its end.
+    """
     pending = ""
     for line in block.replace("\\\n", " ").splitlines():
         pending += line

@@ -1,5 +1,7 @@
-"""How many exchanges are under way, begun and not waited for yet, when attention is computed.
-Counted by the order of calls on each rank, so that no clock decides."""
+"""Counts the exchanges under way, begun and not awaited, when attention is computed.
+
+It counts by the order of calls on each rank, so that no clock decides.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ class Overlaps:
 
     @property
     def share(self) -> float:
-        """Of the calls, those beside which anything was under way."""
+        """Return the share of calls beside which an exchange was under way."""
         return sum(map(bool, self.at_calls)) / len(self.at_calls)
 
     @property
     def phases(self) -> set[Phase]:
-        """Of the exchanges that were ever under way beside attention."""
+        """Return the phases of all exchanges that were ever under way beside attention."""
         return {phase for call in self.at_calls for phase in call}
 
     def begun(self, transfer: PendingTransfer) -> None:

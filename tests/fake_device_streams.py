@@ -56,7 +56,7 @@ class Event:
     def __init__(self, races: Races) -> None:
         self.races, self.number = races, races.new_number()
         self.over = True
-        """Whether the device has got there, for who asks."""
+        """True if the device has got there, for who asks."""
         races.handler._handle_event_creation(self.number)
 
     def record(self, stream: Stream | None = None) -> None:
@@ -78,11 +78,11 @@ class _Memory:
 
     life: StorageWeakRef
     stream: int
-    """It was allocated on."""
+    """Stream on which it was allocated."""
     first: int
     """Number of its first cell."""
     cells: set[int] = field(default_factory=set)
-    """That were accessed."""
+    """Cells that were accessed."""
 
 
 class Races(TorchDispatchMode):
@@ -102,14 +102,14 @@ class Races(TorchDispatchMode):
     # --- streams ------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        """A new one."""
+        """Return a new stream."""
         stream = Stream(self, self.new_number())
         self.handler._handle_stream_creation(stream.number)
         return stream
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Inside, operations are that stream's."""
+        """Run operations inside on that stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -117,7 +117,7 @@ class Races(TorchDispatchMode):
             self.current = before
 
     def replace_cuda(self, patch: pytest.MonkeyPatch) -> None:
-        """`torch.cuda`'s streams and events are these."""
+        """Replace `torch.cuda`'s streams and events by these."""
         patch.setattr(torch.cuda, "Stream", lambda device=None: self.stream())
         patch.setattr(torch.cuda, "Event", lambda: Event(self))
         patch.setattr(torch.cuda, "stream", self.on)
@@ -126,7 +126,7 @@ class Races(TorchDispatchMode):
     # --- memory -------------------------------------------------------------------------------
 
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """An operation on the current stream.
+        """Record an operation on the current stream.
 
         Raises:
             Race: an access before it may happen after it, or at the same time.
@@ -137,7 +137,7 @@ class Races(TorchDispatchMode):
         self._launch(name, self.current.number, read, written)
 
     def _hand_out(self) -> None:
-        """The current stream gets what was given back of its memory."""
+        """Hand freed memory of the current stream out again."""
         for storage, memory in list(self._known.items()):
             if memory.stream == self.current.number and memory.life.expired():
                 del self._known[storage]

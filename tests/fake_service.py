@@ -22,11 +22,11 @@ class FakeService:
         self.handles: list[RequestHandle] = []
         self.submitted = asyncio.Event()
         self.cancelled = asyncio.Event()
-        """A request was withdrawn."""
+        """Event of a cancelled request."""
         self.refusal: Exception | None = None
         """Raised by `submit`."""
         self.failure: Exception | None = None
-        """What a request fails with after `fail_after` tokens."""
+        """Error of a request after `fail_after` tokens."""
         self.fail_after = 0
         self.gate: asyncio.Event | None = None
         """No token before it is set."""
@@ -38,7 +38,7 @@ class FakeService:
         self.capacity_check: CapacityCheck | None = None
 
     def check_room(self, slo: SloBounds) -> None:
-        """There is always room, unless `submit` says otherwise."""
+        """Accept every request, unless `submit` fails."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
         if self.refusal is not None:
@@ -47,19 +47,19 @@ class FakeService:
         self.specs.append(spec)
         self.handles.append(handle)
         self.submitted.set()
-        self._task = asyncio.ensure_future(self._draw(handle))
+        self._task = asyncio.ensure_future(self._sample(handle))
         return handle
 
     @property
     def ready(self) -> bool:
         return not self.trouble
 
-    async def _draw(self, handle: RequestHandle) -> None:
+    async def _sample(self, handle: RequestHandle) -> None:
         if self.gate is not None:
             await self.gate.wait()
         for index, token in enumerate(self._tokens(handle.spec)):
             if index % self.burst == 0:
-                await self._turn()
+                await self._next_turn()
             if self.failure is not None and index == self.fail_after:
                 return handle.fail(self.failure)
             if handle.ended:
@@ -69,15 +69,15 @@ class FakeService:
                 return handle.finish(token.finish_reason)
         return None
 
-    async def _turn(self) -> None:
+    async def _next_turn(self) -> None:
         await (asyncio.sleep(0) if self.turns is None else self.turns.acquire())
 
     def _tokens(self, spec: RequestSpec) -> Sequence[SampledToken]:
         limit = spec.sampling.max_tokens
         ids = [*self.script, self.eos][:limit]
-        return [self._drawn(index, ids, spec) for index in range(len(ids))]
+        return [self._sampled(index, ids, spec) for index in range(len(ids))]
 
-    def _drawn(self, index: int, ids: list[int], spec: RequestSpec) -> SampledToken:
+    def _sampled(self, index: int, ids: list[int], spec: RequestSpec) -> SampledToken:
         alternatives = spec.sampling.logprobs
         last = index == len(ids) - 1
         return SampledToken(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class FileGenerations:
-    """For the processes of one machine, which share a file."""
+    """A generation store for processes of one machine, which share a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Ports for servers that have to be told theirs."""
+"""Ports for servers that do not choose their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ the system for connections: what is free when it is looked for still is when it 
 
 
 def free_port() -> int:
-    """One of loopback on which nobody listens."""
+    """Return a port of loopback on which nothing listens."""
     while True:
         port = FIRST + secrets.randbelow(LAST - FIRST + 1)
         with socket.socket() as probe:
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones."""
+    """Return so many different free ports."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())

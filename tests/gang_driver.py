@@ -54,9 +54,9 @@ LAYOUTS = ("zigzag", "striped")
 """Besides contiguous parts."""
 SECRET = b"only for tests"
 START_S = 90.0
-"""For a rank to come up and to answer its first calls."""
+"""Time limit for a rank to start and to answer its first calls."""
 ANSWER_S = 60.0
-"""For anything that a test waits for."""
+"""Time limit for anything that a test waits for."""
 
 Prompt = npt.NDArray[np.int32]
 M = TypeVar("M")
@@ -94,7 +94,7 @@ class GangPlan:
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
 
     def rank_fields(self, rank: int) -> dict[str, Any]:
-        """Arguments of the rank's `RankConfig`."""
+        """Return arguments of the rank's `RankConfig`."""
         return {
             "model_dir": self.model_dir,
             "role": self.role,
@@ -112,20 +112,20 @@ class GangPlan:
 
 
 class Cell:
-    """What a router knows: its gangs, and what they have said."""
+    """A router's state: its gangs and their messages."""
 
     prefill: GangClient
     decode: GangClient
 
     def __init__(self) -> None:
-        self.heard: dict[type[Any], list[Any]] = defaultdict(list)
+        self.received: dict[type[Any], list[Any]] = defaultdict(list)
         self.order: list[Any] = []
-        """All notifications as they came, tokens one by one."""
+        """All notifications in order of arrival, token by token."""
         self.failures_expected = False
         self.generation = next(_generations)
         self.jobs: dict[int, PrefillStep] = {}
         self._slots: list[tuple[GangClient, KvRetained | SlotsFreed]] = []
-        """What ranks said of the slots of sequences that are over, with their gangs."""
+        """Messages of ranks about the slots of ended sequences, with their gangs."""
         self._moved: set[int] = set()
         """Rows that may have had several masters."""
         self._news = asyncio.Event()
@@ -135,12 +135,12 @@ class Cell:
 
     async def attach(self, members: GangMembers, role: GangRole) -> GangClient:
         """Take a gang over, under a router name of its own."""
-        gang = GangClient(role, members, self._hear, deadline_s=START_S)
+        gang = GangClient(role, members, self._receive, deadline_s=START_S)
         await gang.connect(secret=SECRET, router_id=f"router{next(_routers)}")
         await gang.attach(self.generation)
         return gang
 
-    def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+    def _receive(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if method in ("freed", "retained"):
             self._slots.append((gang, schema.unpack(_MESSAGES[method], payload)))
         self.notified(method, payload)
@@ -173,37 +173,38 @@ class Cell:
     # --- what ranks say --------------------------------------------------------------------
 
     def notified(self, method: str, payload: Any) -> None:
-        """A rank has told something; may be replaced on one cell."""
+        """Take a message of a rank; tests may replace this method."""
         message = schema.unpack(_MESSAGES[method], payload)
         for answer in message.each() if isinstance(message, SampledTokens) else [message]:
-            self.heard[type(answer)].append(answer)
+            self.received[type(answer)].append(answer)
             self.order.append(answer)
         self._news.set()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until it is true. Failures that nobody expects end the wait."""
+        """Wait until a condition is true. Unexpected failures end the wait."""
         async with asyncio.timeout(ANSWER_S):
             while not condition():
-                assert self.failures_expected or not self.heard[RequestFailed], self.order
+                assert self.failures_expected or not self.received[RequestFailed], self.order
                 self._news.clear()
                 await self._news.wait()
 
     def about(self, kind: type[M], **fields: Any) -> list[M]:
-        """Messages of a kind whose fields have these values."""
+        """Return messages of a kind whose fields have these values."""
         return [
             message
-            for message in self.heard[kind]
+            for message in self.received[kind]
             if all(getattr(message, name) == value for name, value in fields.items())
         ]
 
-    async def told(self, count: int, kind: type[Any], **fields: Any) -> None:
+    async def until_received(self, count: int, kind: type[Any], **fields: Any) -> None:
         """Wait for so many messages of a kind whose fields have these values."""
         await self.until(lambda: len(self.about(kind, **fields)) >= count)
         assert len(self.about(kind, **fields)) == count
 
-    def draws(self, sequence_id: int) -> list[SampledToken]:
-        """A request's tokens so far, which must have come in order and without a gap; of several
-        masters, whose connections have no common order, those without a gap before them."""
+    def samples(self, sequence_id: int) -> list[SampledToken]:
+        """Return a request's tokens so far, which must have come in order and without a gap; of
+        several masters, whose connections have no common order, those without a gap before them.
+        """
         generated_tokens = self.about(SampledToken, sequence_id=sequence_id)
         if sequence_id in self._moved:
             generated_tokens = sorted(generated_tokens, key=lambda token: token.index)
@@ -219,11 +220,11 @@ class Cell:
         return generated_tokens
 
     def tokens(self, sequence_id: int) -> list[int]:
-        """Ids of the request's tokens so far."""
-        return [draw.token for draw in self.draws(sequence_id)]
+        """Return ids of the request's tokens so far."""
+        return [sample.token for sample in self.samples(sequence_id)]
 
     def finished(self, sequence_id: int) -> bool:
-        """Whether the last token has come."""
+        """Return whether the last token has come."""
         return any(
             token.finish_reason for token in self.about(SampledToken, sequence_id=sequence_id)
         )
@@ -237,17 +238,17 @@ class Cell:
     def submit(
         self, job: PrefillStep, tokens: Prompt, *, ranks: Sequence[int] | None = None
     ) -> int:
-        """Send a job to all prefill ranks (or some), each with its own share; returns its id."""
+        """Send a job to all prefill ranks (or some), each with its own kv_slice; returns its id."""
         if job.step_id == 0:
             job = replace(job, step_id=next(self._job_ids))
         self.jobs[job.step_id] = job
         for rank in range(self.prefill.world_size):
             if ranks is None or rank in ranks:
-                own = replace(job, tokens=self._share(job, tokens, rank // self.prefill.tp))
+                own = replace(job, tokens=self._own_tokens(job, tokens, rank // self.prefill.tp))
                 self.prefill.notify(rank, "prefill", schema.pack(own))
         return job.step_id
 
-    def _share(self, job: PrefillStep, tokens: Prompt, instance: int) -> bytes:
+    def _own_tokens(self, job: PrefillStep, tokens: Prompt, instance: int) -> bytes:
         if instance not in job.group:
             return b""
         member = job.group.index(instance)
@@ -267,15 +268,15 @@ class Cell:
         """Wait until every rank of the jobs' groups is done with them."""
         for step_id in job_ids:
             ranks = len(self.jobs[step_id].group) * self.prefill.tp
-            await self.told(ranks, PrefillDone, step_id=step_id)
+            await self.until_received(ranks, PrefillDone, step_id=step_id)
 
     async def join(self, request: Request) -> None:
-        """Decode a request as soon as its KV has landed, unless its first token was the last."""
-        holders = {share.instance for share in request.slices}
-        landing = {share.instance for share in request.slices if share.source is None}
+        """Decode a request as soon as its KV was received, unless its first token was the last."""
+        holders = {kv_slice.instance for kv_slice in request.slices}
+        receivers = {kv_slice.instance for kv_slice in request.slices if kv_slice.source is None}
         if request.chunk().decoded:
-            await self.told(
-                len(landing) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id
+            await self.until_received(
+                len(receivers) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id
             )
         await self.until(lambda: self.tokens(request.sequence_id))
         if self.finished(request.sequence_id):
@@ -308,23 +309,25 @@ class Cell:
         return number
 
     def cancel(self, sequence_id: int) -> None:
-        """Withdraw a request everywhere."""
+        """Cancel a request everywhere."""
         for gang in (self.prefill, self.decode):
             gang.notify_all("cancel", schema.pack(CancelSequence(sequence_id=sequence_id)))
 
     async def keep(self, gang: GangClient, message: RetainKv | EvictKv) -> int:
-        """Say what of a sequence a gang keeps; returns how many tokens its ranks have then."""
-        before = len(self._held(gang, message.sequence_id))
+        """Command a gang what to retain of a sequence; return how many tokens its ranks then
+        have.
+        """
+        before = len(self._slot_answers(gang, message.sequence_id))
         method = "retain" if isinstance(message, RetainKv) else "evict"
         gang.notify(0, method, schema.pack(message))
         await self.until(
-            lambda: len(self._held(gang, message.sequence_id)) >= before + gang.world_size
+            lambda: len(self._slot_answers(gang, message.sequence_id)) >= before + gang.world_size
         )
-        told = self._held(gang, message.sequence_id)[before:]
-        assert sorted(answer.rank for answer in told) == list(range(gang.world_size))
-        return sum(answer.tokens for answer in told if isinstance(answer, KvRetained))
+        answers = self._slot_answers(gang, message.sequence_id)[before:]
+        assert sorted(answer.rank for answer in answers) == list(range(gang.world_size))
+        return sum(answer.tokens for answer in answers if isinstance(answer, KvRetained))
 
-    def _held(self, gang: GangClient, sequence_id: int) -> list[KvRetained | SlotsFreed]:
+    def _slot_answers(self, gang: GangClient, sequence_id: int) -> list[KvRetained | SlotsFreed]:
         return [
             slots
             for whose, slots in self._slots
@@ -341,7 +344,7 @@ class Cell:
     async def generate(
         self, *requests: Request, group: Sequence[int], bounds: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """One prefill job for whole prompts, then decode them to the end."""
+        """Run one prefill job for whole prompts, then decode them to the end."""
         await asyncio.gather(*map(self.reserve, requests))
         tokens = np.concatenate([request.prompt for request in requests])
         chunks = tuple(request.chunk() for request in requests)
@@ -349,23 +352,23 @@ class Cell:
         return await self.answer(*requests)
 
     async def freed(self, *sequence_ids: int) -> None:
-        """Wait until every decode rank has given back what it held of the requests."""
+        """Wait until every decode rank has freed its slots of the requests."""
         for sequence_id in sequence_ids:
             await self.until(partial(self._freed_everywhere, sequence_id))
 
     def _freed_everywhere(self, sequence_id: int) -> bool:
-        told = self._held(self.decode, sequence_id)
-        freed = {answer.rank for answer in told if isinstance(answer, SlotsFreed)}
+        answers = self._slot_answers(self.decode, sequence_id)
+        freed = {answer.rank for answer in answers if isinstance(answer, SlotsFreed)}
         return freed == set(range(self.decode.world_size))
 
     async def used_slots(self) -> set[int]:
-        """Numbers of slots in use on the ranks."""
+        """Return numbers of slots in use on the ranks."""
         stats = await self.prefill.stats() + await self.decode.stats()
         return {stat.kv_used for stat in stats}
 
 
 def members_of(plan: GangPlan, addresses: Sequence[tuple[str, int]]) -> GangMembers:
-    """What a registry would say of a gang that has started."""
+    """Return a registry's entry for a gang that has started."""
     ranks = (
         RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(addresses)
     )
@@ -383,14 +386,14 @@ class Request:
     sampling: Sampling = GREEDY
     kept_only: bool = False
     answer: tuple[KvSlice, ...] = ()
-    """Who keeps the answer's KV; empty: its master."""
+    """Slices of the answer's KV. Empty: its master holds it."""
     generated_tokens: tuple[int, ...] = ()
-    """The last tokens of `prompt`, if an earlier attempt has drawn them."""
+    """Last tokens of `prompt` that an earlier attempt has sampled."""
     retain: bool = False
     trace: dict[str, str] = field(default_factory=dict)
 
     def reserve(self, epoch: str) -> ReserveKv:
-        """The message to every decode rank."""
+        """Return the message to every decode rank."""
         return ReserveKv(
             sequence_id=self.sequence_id,
             epoch=epoch,
@@ -407,7 +410,7 @@ class Request:
         )
 
     def chunk(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillChunk:
-        """A chunk of the prompt; the whole prompt by default."""
+        """Return a chunk of the prompt; the whole prompt by default."""
         stop = len(self.prompt) if stop is None else stop
         return PrefillChunk(
             sequence_id=self.sequence_id,
@@ -424,7 +427,7 @@ class Request:
 
     @property
     def _asked(self) -> Prompt:
-        """The client's part of the prompt."""
+        """Return the client's part of the prompt."""
         return self.prompt[: len(self.prompt) - len(self.generated_tokens)]
 
 
@@ -442,7 +445,7 @@ def job_of(
     bounds: Sequence[int] | None = None,
     **fields: Any,
 ) -> PrefillStep:
-    """A job that the cell will number."""
+    """Return a job that the cell will number."""
     total = sum(chunk.length for chunk in chunks)
     if bounds is None:
         bounds = even_bounds(total, len(group))
@@ -454,13 +457,13 @@ def job_of(
 
 
 def laid_out(layout: str, start: int, stop: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
-    """Positions over instances in one of the layouts."""
+    """Return positions over instances in one of the layouts."""
     cut = {"zigzag": zigzag, "striped": striped}[layout]
     return place(instances, cut(stop - start, len(instances)), start=start)
 
 
 def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list[int]:
-    """How many rows the members have, one after the other."""
+    """Return the bounds of the members' rows, one after the other."""
     counts = (
         sum(
             kv_slice.span.length
@@ -474,7 +477,7 @@ def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list
 
 
 def prompt_of(length: int, seed: int = 0) -> Prompt:
-    """Token ids that every tiny vocabulary has."""
+    """Return token ids that every tiny vocabulary has."""
     return np.random.default_rng(seed).integers(0, 256, length).astype("<i4")
 
 
@@ -484,12 +487,12 @@ def even_bounds(total: int, parts: int) -> list[int]:
 
 
 def even_shares(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
-    """A prompt laid over instances in equal spans."""
+    """Return a prompt laid over instances in equal spans."""
     return shares_at(even_bounds(length, len(instances)), instances)
 
 
 def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
-    """A prompt laid over instances, cut at the bounds; empty shares are left out."""
+    """Return slices of a prompt over instances, cut at the bounds, without empty ones."""
     return tuple(
         KvSlice(instance=instance, span=Span(start=start, stop=stop))
         for instance, (start, stop) in zip(instances, itertools.pairwise(bounds), strict=True)

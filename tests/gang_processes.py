@@ -49,14 +49,14 @@ class RankProcess:
 
     def store(self) -> StoreAddress:
         """Wait for the address of the store that rank 0 hosts."""
-        return StoreAddress(*self._line()["store"])
+        return StoreAddress(*self._read_line()["store"])
 
     def start(self) -> tuple[str, int]:
         """Wait for the rank to be up; returns its RPC address."""
-        host, port = self._line()["rpc"]
+        host, port = self._read_line()["rpc"]
         return host, port
 
-    def _line(self) -> dict[str, Any]:
+    def _read_line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"rank process {self.process.pid} ended with {self.process.wait(EXIT_S)}"
@@ -64,11 +64,11 @@ class RankProcess:
         return fact
 
     def stop(self) -> None:
-        """Make it stand still, connections open."""
+        """Stop the process; its connections stay open."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `stop`."""
+        """Continue after `stop`."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ class ProcessGang:
 
 @asynccontextmanager
 async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list[GangClient]]]:
-    """Gangs that start together, and the cell that is attached to them."""
+    """Yield gangs that start together, and the cell that is attached to them."""
     gangs = [ProcessGang(plan) for plan in plans]
     try:
         started = await asyncio.gather(*(gang.start() for gang in gangs))
@@ -136,7 +136,7 @@ async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list
 async def process_cell(
     model_dir: Path, *, prefill: int, decode: int, kv_slots: int = 65_536
 ) -> AsyncIterator[Cell]:
-    """Two gangs of so many instances, attached and connected."""
+    """Yield two gangs of so many instances, attached and connected."""
     plans = [
         GangPlan(model_dir=str(model_dir), role="prefill", instances=prefill, kv_slots=kv_slots),
         GangPlan(model_dir=str(model_dir), role="decode", instances=decode, kv_slots=kv_slots),

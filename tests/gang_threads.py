@@ -30,7 +30,7 @@ POLL_S = 0.01
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody reports."""
+    """Wait for something that no message reports."""
     async with asyncio.timeout(ANSWER_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
@@ -71,17 +71,17 @@ class ThreadGang:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Those that are hosted here."""
+        """Return the ranks that are hosted here."""
         return [member for member in self.hosts if isinstance(member, Rank)]
 
     def conduct(self, event: Callable[[Sequencer], None]) -> None:
-        """Tell the conductor, which rank 0 hosts."""
+        """Call the sequencer, which rank 0 hosts."""
         log = self.ranks[0]._log
         assert isinstance(log, SequencerEnd)
         log.post(event)
 
     def process(self, rank: int) -> RankProcess:
-        """A rank that is not."""
+        """Return a rank that is a process."""
         member = self.hosts[rank]
         assert isinstance(member, RankProcess)
         return member
@@ -97,7 +97,7 @@ class ThreadGang:
 
 
 def open_steps(rank: Rank) -> int:
-    """Steps that have arrived and are not over: some KV may still have to leave."""
+    """Return the steps that have arrived and are not over: some KV may still have to leave."""
     return rank.loop.waiting + len(rank.loop.outgoing_transfers)
 
 
@@ -109,11 +109,11 @@ class ThreadCell(Cell):
 
     @property
     def ranks(self) -> list[Rank]:
-        """Of both gangs."""
+        """Return the ranks of both gangs."""
         return [*self.prefill_gang.ranks, *self.decode_gang.ranks]
 
     def check_idle(self) -> None:
-        """No rank is broken, no slot is taken, and the pools are in order."""
+        """Assert that no rank is broken, no slot is taken, and the pools are consistent."""
         for rank in self.ranks:
             rank.check_health()
             rank.engine.pool.slots.check_integrity()
@@ -126,7 +126,7 @@ class ThreadCell(Cell):
                 assert receiver.transfer_slots.idle, "somebody holds a backend"
 
     async def idle(self) -> None:
-        """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
+        """Wait until the ranks have freed everything; no message reports that a router is gone."""
         await eventually(lambda: not any(rank.engine.pool.slots.used for rank in self.ranks))
         await eventually(lambda: not any(map(open_steps, self.ranks)))
         self.check_idle()
@@ -134,7 +134,7 @@ class ThreadCell(Cell):
 
 @asynccontextmanager
 async def started(*gangs: ThreadGang) -> AsyncIterator[None]:
-    """From start to end, all at once: much of both is waiting."""
+    """Start all at once, because much of it is waiting; yield, and end them."""
     try:
         await asyncio.gather(*(gang.start() for gang in gangs))
         yield
@@ -149,8 +149,9 @@ async def thread_gang(
     data_group: GroupMaker | None = STRICT,
     log: LaunchLog | None = None,
 ) -> AsyncIterator[ThreadGang]:
-    """A gang from start to end, held to NCCL's rules, or with plain gloo (None), to which those in
-    processes are bound."""
+    """Yield a gang from start to end, held to NCCL's rules, or with plain gloo (None), to which
+    those in processes are bound.
+    """
     gang = ThreadGang(plan, in_processes, data_group, log)
     async with started(gang):
         yield gang
@@ -173,8 +174,9 @@ async def thread_cell(
     data_group: GroupMaker | None = STRICT,
     logs: tuple[LaunchLog | None, LaunchLog | None] = (None, None),
 ) -> AsyncIterator[ThreadCell]:
-    """Two gangs of so many instances, attached and connected; some ranks may be processes. What
-    each gang's ranks begin is noted in its log."""
+    """Yield two gangs of so many instances, attached and connected; some ranks may be processes.
+    What each gang's ranks begin is noted in its log.
+    """
     plan = partial(
         GangPlan,
         model_dir=str(model_dir),
@@ -207,7 +209,7 @@ async def elastic_cell(
     quantum_ms: float = 50.0,
     data_group: GroupMaker | None = STRICT,
 ) -> AsyncIterator[ThreadCell]:
-    """One gang that prefills and decodes, attached."""
+    """Yield one gang that prefills and decodes, attached."""
     plan = GangPlan(
         model_dir=str(model_dir),
         role="elastic",
@@ -226,7 +228,7 @@ async def elastic_cell(
 
 
 def is_broken(rank: Rank) -> bool:
-    """Whether Serve would replace the rank's gang."""
+    """Return whether Serve would replace the rank's gang."""
     try:
         rank.check_health()
     except FaultError:

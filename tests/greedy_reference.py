@@ -1,4 +1,4 @@
-"""What transformers answers, greedily, with the log-probabilities of every token."""
+"""The greedy answer of transformers, with the log-probabilities of every token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
-    """The `count` tokens after a prompt, and (count, vocab) fp32 log-probabilities."""
+    """Return the `count` tokens after a prompt, and (count, vocab) fp32 log-probabilities."""
     logits_tv = reference_answer(model_dir, tuple(int(token) for token in prompt), count)
     return logits_tv.argmax(-1).tolist(), logits_tv.log_softmax(-1)
 
 
 def greedy_tokens(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens after a prompt."""
+    """Return the `count` tokens after a prompt."""
     return greedy(model_dir, prompt, count)[0]

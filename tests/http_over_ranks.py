@@ -41,10 +41,10 @@ class PlacedGang(GangPlan):
     """Ranks at the places that policies tell them apart by."""
 
     servers: int = 1
-    """That share the instances evenly."""
+    """Servers that share the instances evenly."""
 
     def rank_fields(self, rank: int) -> dict[str, Any]:
-        """As of any gang."""
+        """Return the rank fields of any gang."""
         server = rank // self.tp * self.servers // self.instances
         return {**super().rank_fields(rank), "location": f"0-{server}-{rank}"}
 
@@ -60,7 +60,7 @@ class Served:
     gangs: tuple[ThreadGang, ThreadGang]
 
     async def settled(self) -> None:
-        """All slots have come back, and neither a rank nor the service is broken."""
+        """Return whether all slots are free and neither a rank nor the service is broken."""
         ranks = [rank for gang in self.gangs for rank in gang.ranks]
         await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
         for rank in ranks:
@@ -82,8 +82,9 @@ async def served(
     reuse: bool = False,
     keys: Sequence[str] = (),
 ) -> AsyncIterator[Served]:
-    """Serves the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
-    configurator all attention is exact."""
+    """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
+    configurator all attention is exact.
+    """
     async with AsyncExitStack() as stack:
         plan = partial(PlacedGang, model_dir=str(model_dir), instances=2, kv_slots=kv_slots)
         prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)

@@ -31,7 +31,7 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 LAYERS, HEAD_DIM, SEQUENCE_ID, EPOCH = 2, 4, 7, "epoch"
 NEXT_RID = 8
-"""Of a request whose landing proves that whatever was sent before it has been dealt with."""
+"""Id of a sequence whose receipt proves that everything sent before was handled."""
 WAIT_S = 60.0
 IN_FLIGHT = 2**20
 
@@ -127,7 +127,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 class Receiver:
-    """The decode rank's end: pool, reservation, landing, and what it reported."""
+    """The decode rank's end: pool, reservation, receipt, and its reports."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Receiver:
     ) -> None:
         instance, tp_rank = connection.decode.instance_of(rank), connection.decode.tp_rank_of(rank)
         heads = kv_head_range(spec, tp_rank, connection.decode.tp)
-        self.spans = tuple(share.span for share in slices if share.instance == instance)
+        self.spans = tuple(kv_slice.span for kv_slice in slices if kv_slice.instance == instance)
         self.reservations: dict[int, Reservation] = {}
         self.pool = KvPool(
             layers=LAYERS,
@@ -175,7 +175,7 @@ class Receiver:
         )
 
     def report(self) -> Any:
-        """The next thing that the rank reported."""
+        """Return the next thing that the rank reported."""
         return self.reports.get(timeout=WAIT_S)
 
 
@@ -241,12 +241,11 @@ class Source:
             self.sender.post(self.tracker, layer, part, mine)
 
     def end_step(self) -> None:
-        """Nothing more is computed, and the request is free: somebody else takes all slots that
-        there are."""
+        """End the step and give all free slots to somebody else."""
         if self._ended:
             return
         self._ended = True
-        self.pool.slots.free_request(SEQUENCE_ID)
+        self.pool.slots.free_sequence(SEQUENCE_ID)
         # Those that wait to be sent are none of them.
         rest = Span(start=0, stop=self.pool.slots.free)
         self.pool.slots.allocate(NEXT_RID, [rest])
@@ -254,7 +253,7 @@ class Source:
             shape = (rest.length, len(self.heads), HEAD_DIM)
             garbage = torch.full(shape, float("nan"), dtype=self.pool.k.dtype)
             self.pool.write(layer, NEXT_RID, rest, garbage, garbage)
-        self.pool.slots.free_request(NEXT_RID)
+        self.pool.slots.free_sequence(NEXT_RID)
         self.sender.finish(self.tracker)
         self.tracker.finish()
 
@@ -269,7 +268,7 @@ class Source:
 
 
 def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
-    """All ranks' ends, prefill's and decode's."""
+    """Return all ends of prefill and decode ranks."""
     store, world = HashStore(), shape.prefill_ranks + shape.decode_ranks
 
     def make(index: int) -> KvConnection:
@@ -295,7 +294,7 @@ PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(instance=0, span=Span(start=0, stop=1
 
 @contextmanager
 def pair(spec: ModelSpec) -> Iterator[tuple[KvConnection, Receiver]]:
-    """One rank on either side, and a reservation of 10 tokens."""
+    """Yield one rank on either side, and a reservation of 10 tokens."""
     starts, ends = connections(PAIR)
     receiver = Receiver(ends[0], 0, spec, PAIR.destinations)
     try:

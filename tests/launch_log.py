@@ -1,9 +1,9 @@
-"""What ranks begin on a device, in order, and whether any timing lets them wait for each other.
+"""The launches of ranks on a device, in order, and whether any timing lets them deadlock.
 
-A device runs what goes through its communicators one after the other, in the order of the host's
-calls (`csps.actors.comm.process_group`), and a call ends when all its sends and receives have met those
-of their peers. What a rank computes between two calls needs nothing but earlier calls. So the log
-of all ranks' calls tells whether they can hang, without a GPU and without the ranks.
+A device runs the calls of its communicators one after the other, in the order of the host's calls
+(`csps.actors.comm.process_group`). A call ends when all its sends and receives have met those of
+their peers. A rank's work between two calls needs only earlier calls. The log of all ranks' calls
+therefore shows whether they can hang, without a GPU and without the ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Launch:
     sum_of: tuple[int, ...] = ()
     """Members of a sum, this rank too."""
     bytes: int = 0
-    """Of a sum."""
+    """Size of a sum."""
 
 
 Log = Mapping[int, Sequence[Launch]]
-"""By rank."""
+"""Launches by rank."""
 
 
 class LaunchLog:
@@ -45,7 +45,7 @@ class LaunchLog:
         self.launches: dict[int, list[Launch]] = defaultdict(list)
 
     def group(self, communicator: str, members: Sequence[int]) -> GroupMaker:
-        """Makes groups of these ranks of the gang."""
+        """Make groups of these ranks of the gang."""
 
         def make(store: Store, rank: int, size: int, host: str) -> TorchGroup:
             def note(parts: Parts) -> None:
@@ -63,7 +63,7 @@ class LaunchLog:
         return make
 
     def groups_of(self, rank: int, layout: GangLayout) -> GroupMaker:
-        """Makes a rank's groups, in the order in which it does: its instance's, and the gang's."""
+        """Make a rank's groups, in the order in which it does: its instance's, and the gang's."""
         everyone = list(range(layout.world_size))
         instance = layout.instance_of(rank)
         makers = iter(
@@ -78,7 +78,7 @@ class Deadlock(AssertionError):
 
 
 class _Standing:
-    """Where a rank is in its log."""
+    """Position of a rank in its log."""
 
     def __init__(self, log: Sequence[Launch]) -> None:
         self._log = list(log)
@@ -95,16 +95,16 @@ class _Standing:
 
     @property
     def launch(self) -> Launch | None:
-        """The call under way."""
+        """Return the call under way."""
         return self._log[self._next] if self._next < len(self._log) else None
 
     def met(self) -> None:
-        """A part has ended."""
+        """Record that a part has ended."""
         if not (self.sends or self.recvs or self.sums):
             self.end()
 
     def end(self) -> None:
-        """On to the next call."""
+        """Go on to the next call."""
         self._next += 1
         self._begin()
 

@@ -13,7 +13,9 @@ START_DEADLINE_S = 60.0
 
 
 class _Server(uvicorn.Server):
-    """Ends when it is told to; uvicorn's own looks for that ten times a second."""
+    """A server that ends immediately when asked; uvicorn's own checks for that ten times a
+    second.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -26,7 +28,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[str]:
-    """Serves on the running loop; yields the base URL."""
+    """Serve on the running loop; yield the base URL."""
     server = _Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     task = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(START_DEADLINE_S):

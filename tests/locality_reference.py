@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from csps.protocols.core.topology import Location
 
 Near = Callable[[Location], object]
-"""What places have in common that are near each other."""
+"""Function that maps near places to equal values."""
 
 
 def near_places(room: Mapping[Location, int], wanted: int) -> list[Location] | None:
-    """Places whose room is `wanted` together; None if there is not as much.
+    """Return places whose room is `wanted` together; None if there is not as much.
 
     They are on one server if there is one with room for all, else in one rack, else anywhere: the
     fewest racks, there the fewest servers, and of these the fewest places. Where several are needed
@@ -36,14 +36,16 @@ class _Choice:
     wanted: int
 
     def parts(self, places: Iterable[Location], near: Near) -> list[list[Location]]:
-        """Places that are near each other, in the order given."""
+        """Return places that are near each other, in the order given."""
         parts: dict[object, list[Location]] = {}
         for place in places:
             parts.setdefault(near(place), []).append(place)
         return list(parts.values())
 
     def group(self, places: list[Location]) -> list[Location] | None:
-        """The fewest of these places that hold what is wanted, on the fewest servers and racks."""
+        """Return the fewest of these places that hold what is wanted, on the fewest servers and
+        racks.
+        """
         # Which rack a server is in has done its part: of equal ones the preferred is taken.
         chosen = sorted(self._fewest(places, _rack), key=places.index)
         for near in (_server, _itself):
@@ -51,8 +53,10 @@ class _Choice:
         return chosen if self._room_of(chosen) >= self.wanted else None
 
     def _fewest(self, places: list[Location], near: Near) -> list[Location]:
-        """As many parts as it takes, or all, those with the most room first; of equal ones, the
-        order given."""
+        """Return the fewest sufficient parts, or all, those with the most room first.
+
+        Equal parts keep their order.
+        """
         chosen: list[Location] = []
         for part in sorted(self.parts(places, near), key=self._room_of, reverse=True):
             if self._room_of(chosen) < self.wanted:
@@ -60,7 +64,7 @@ class _Choice:
         return chosen
 
     def cost(self, group: list[Location]) -> tuple[int, int, int]:
-        """Of groups on equally many racks, the least is the best."""
+        """Return a group's cost; among groups on equally many racks, the least is the best."""
         preference = list(self.room)
         servers = len({place.server_id for place in group})
         return servers, len(group), max(map(preference.index, group))

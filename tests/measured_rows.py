@@ -1,4 +1,4 @@
-"""Rows of a scaling information base as nobody has measured them."""
+"""Invented rows of a scaling information base."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_times(base: ScalingInformationBase) -> None:
 
 
 def link_rows(sender: str, receiver: str, *, s_per_byte: float) -> list[LinkRow]:
-    """Of a pair of ranks, with 100 us of latency."""
+    """Return rows of a pair of ranks with 100 us of latency."""
     return [
         LinkRow(
             kind=kind_of(sender, receiver),

@@ -20,7 +20,9 @@ _names = itertools.count()
 def on_ranks(
     world_size: int, body: Callable[[Mesh], T], data_group: GroupMaker | None = None
 ) -> list[T]:
-    """What `body` returns on each rank of a mesh, in rank order; a failure ends all ranks."""
+    """Return the results of `body` on each rank of a mesh, in rank order; a failure ends all
+    ranks.
+    """
     store, name = HashStore(), f"mesh{next(_names)}"
     meshes: list[Mesh] = []
 

@@ -13,7 +13,7 @@ CONTEXT = 128_000
 MEMBERS = 4
 MODEL = RingModel(heads=128, kv_heads=8, element_bytes=2)
 SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)
-"""What Table 5 implies."""
+"""Speeds that Table 5 implies."""
 
 _TTFT_MS = {
     1280: (1023.39, 898.71),

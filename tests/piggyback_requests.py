@@ -1,4 +1,4 @@
-"""Requests that ride, as a router sends them."""
+"""Piggybacked requests, as a router sends them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from csps.protocols.gang.messages import JoinBatch
 from csps.protocols.rpc.schema import pack
 
 
-async def reserve_riding(cell: Cell, request: Request) -> None:
-    """Only the ranks of the master are given the prompt."""
+async def reserve_piggybacked(cell: Cell, request: Request) -> None:
+    """Reserve a sequence, with the prompt for its master's ranks only."""
     message = request.reserve(cell.epoch)
     tokens = replace(message, prompt=request.prompt.astype("<i4").tobytes())
     master = range(request.master * cell.decode.tp, (request.master + 1) * cell.decode.tp)
@@ -24,7 +24,7 @@ async def reserve_riding(cell: Cell, request: Request) -> None:
     )
 
 
-def ride(cell: Cell, request: Request, budget: int) -> None:
-    """Let its prompt be computed from the next iteration on."""
+def piggyback(cell: Cell, request: Request, budget: int) -> None:
+    """Let a request's prompt be computed from the next iteration on."""
     join = JoinBatch(sequence_id=request.sequence_id, first_token=None, budget=budget)
     cell.decode.notify(0, "join", pack(join))

@@ -1,4 +1,4 @@
-"""Pictures for policies: live objects in any state, without a scheduler around them."""
+"""Views for policies: live objects in any state, without a scheduler around them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from csps.services.scheduling.state.state import (
 
 TOKEN_NS = 1000
 PLAIN = Unmeasured(step_ns=0, token_ns=TOKEN_NS, pair_ns=0, iteration_time_ns=TOKEN_NS)
-"""A microsecond a token, shared by a group."""
+"""Costs of a microsecond a token, shared by a group."""
 
 
 @dataclass
 class Busy:
-    """An instance of a gang."""
+    """Instance of a gang with what it has to do."""
 
     free: int = 10_000
     place: str = ""
     long: tuple[tuple[int, int], ...] = ()
-    """(predicted, delayed) of its long steps, in tokens' times."""
+    """(predicted, delayed) of its low-priority steps, in tokens' times."""
     high_priority: int = 0
-    """Tokens of urgent steps."""
+    """Tokens of high-priority steps."""
     urgent_steps: int = 0
     requests: int = 0
 
 
 def waiting(number: int, prompt: int, output: int = 10, **more: object) -> Request:
-    """A request in the line."""
+    """Make a waiting request."""
     request = Request(
         id=number,
         cls=str(more.get("cls", "exact")),
@@ -59,8 +59,8 @@ def waiting(number: int, prompt: int, output: int = 10, **more: object) -> Reque
 
 
 def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
-    """A gang whose instances are as busy as that."""
-    places = [it.place or f"0-{number}-{index}" for index, it in enumerate(instances)]
+    """Make a gang whose instances are as busy as that."""
+    places = [busy.place or f"0-{number}-{index}" for index, busy in enumerate(instances)]
     slots = [busy.free for busy in instances]
     up = gang_up(number, slots, prefill=prefill, decode=not prefill, places=places)
     made = new_gang(up, 0)
@@ -76,8 +76,10 @@ def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
         for at in range(busy.urgent_steps):
             step = _step(1000 * (index + 1) + 500 + at, made, 0, 0, high_priority=True)
             instance.steps[step.id] = step
-        instance.free_at_ns = (busy.high_priority + sum(it for it, _ in busy.long)) * TOKEN_NS
-    made.mastered = sum(it.requests for it in instances)
+        instance.free_at_ns = (
+            busy.high_priority + sum(tokens for tokens, _ in busy.long)
+        ) * TOKEN_NS
+    made.mastered = sum(busy.requests for busy in instances)
     return made
 
 
@@ -97,7 +99,7 @@ def _step(number: int, of: Gang, tokens: int, delayed: int, *, high_priority: bo
 
 @dataclass
 class Picture:
-    """The state of a pair of gangs and some requests, of which `view` makes what a policy gets."""
+    """Pair of gangs and some requests, from which `view` makes what a policy reads."""
 
     requests: list[Request]
     prefill: list[Busy] = field(default_factory=lambda: [Busy() for _ in range(4)])
@@ -148,23 +150,23 @@ class Picture:
 
 
 def plans(decisions: Sequence[Decision]) -> list[StartPlan]:
-    """Those that start something."""
+    """Return the decisions that start something."""
     return [decision for decision in decisions if isinstance(decision, StartPlan)]
 
 
 def numbers(plan: StartPlan) -> list[int]:
-    """Requests of the plan's only step."""
+    """Return the requests of the plan's only step."""
     (step,) = plan.steps
     return [chunk.request_id for chunk in step.chunks]
 
 
 def group(plan: StartPlan) -> list[int]:
-    """Indexes of the instances of the plan's only step."""
-    return [index_of(it) for it in plan.steps[0].group]
+    """Return the indexes of the instances of the plan's only step."""
+    return [index_of(instance) for instance in plan.steps[0].group]
 
 
 def sizes(plan: StartPlan) -> dict[int, int]:
-    """Tokens that each instance computes."""
+    """Return the tokens that each instance computes."""
     bounds = plan.steps[0].bounds
     parts = [stop - start for start, stop in pairwise(bounds)]
     return dict(zip(group(plan), parts, strict=True))

@@ -1,4 +1,4 @@
-"""How many examples a property is tried with."""
+"""The number of examples of property tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL = 100
 
 
 def examples(count: int) -> int:
-    """`count` in `make test-slow` (`--hypothesis-profile=slow`), otherwise a part of them.
+    """Return `count` in `make test-slow` (`--hypothesis-profile=slow`), otherwise a part of them.
 
     The few are the same in each run: a suite that fails by chance tells nothing of a commit. All
     are drawn anew.

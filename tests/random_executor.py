@@ -31,7 +31,7 @@ def gang_up(
     max_positions: int = 1 << 30,
     kv_bytes_per_token: int = 0,
 ) -> ev.GangUp:
-    """A gang of instances with so many slots, all on one server unless told otherwise."""
+    """Return the event of a gang of instances with so many slots, on one server by default."""
     at = places or [f"0-{int(decode)}-{index * tp}" for index in range(len(slots))]
     return ev.GangUp(
         gang=gang,
@@ -66,16 +66,16 @@ class SentSequence:
     freed_in: int = -1
     """The turn in which an instance freed it last."""
     move: cmd.MoveKv | None = None
-    """To where it is on its way."""
+    """Move under way."""
     slots: dict[int, int] = field(default_factory=dict)
-    """On each instance, those included that what moves takes there."""
+    """Slots on each instance, including those that a move takes there."""
 
     moved: cmd.MoveKv | None = None
-    """To where it lies now."""
+    """Last completed move."""
 
     @property
     def placed(self) -> cmd.Reserve | cmd.MoveKv:
-        """Where it lies."""
+        """Return the sequence's present placement."""
         return self.moved or self.reserve
 
 
@@ -85,7 +85,7 @@ class SentRequest:
 
     prompt: int
     output: int
-    drawn: int = 0
+    generated: int = 0
     sequence: int | None = None
     ended: str = ""
     ended_in: int = -1
@@ -98,7 +98,7 @@ class RandomCell:
 
     PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
     KV_BYTES = 1000
-    """Of a token."""
+    """KV size of a token."""
 
     def __init__(
         self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
@@ -123,9 +123,9 @@ class RandomCell:
             cmd.Reserve: self._reserve,
             cmd.RunStep: self._run_step,
             cmd.SetGroup: self._set_group,
-            cmd.Piggyback: self._ride,
+            cmd.Piggyback: self._piggyback,
             cmd.MoveKv: self._move,
-            cmd.Retain: self._keep,
+            cmd.Retain: self._reject,
             cmd.Evict: self._release,
             cmd.Cancel: self._cancel,
             cmd.Restart: self._restart,
@@ -137,7 +137,7 @@ class RandomCell:
     # --- the turns ---
 
     def play(self, requests: int, turns: int) -> None:
-        """Random turns, and after them as many as it takes for everything to end."""
+        """Run random rounds, and then as many as it takes for everything to end."""
         for _ in range(turns):
             for _ in range(self.random.randint(0, 3)):
                 self._something(requests)
@@ -177,7 +177,7 @@ class RandomCell:
         self._check_slots()
 
     def _check_slots(self) -> None:
-        """What the ranks hold never exceeds what they have."""
+        """Assert that the ranks never hold more than they have."""
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
             used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
@@ -216,11 +216,11 @@ class RandomCell:
         )
 
     def _hashes(self, number: int) -> tuple[bytes, ...]:
-        """Of a request's prompt: for those cells whose gangs keep KV."""
+        """Return the hashes of a prompt, for deployments with a prefix cache."""
         return ()
 
     def _answer_hashes(self, number: int) -> tuple[bytes, ...]:
-        """Of the answer's blocks."""
+        """Return the hashes of the answer's blocks."""
         return ()
 
     def _progress_only(self) -> None:
@@ -230,9 +230,9 @@ class RandomCell:
             return
         choices = [self._attach]
         choices += [self._step_done] * 4 * bool(self.steps)
-        choices += [self._land, self._draw, self._free, self._finish, self._hear]
+        choices += [self._receive_kv, self._sample, self._free, self._finish, self._heartbeat]
         choices += [self._moved] * 2 * (self._some("moving") is not None)
-        choices += [self._prompt_computed] * 4 * (self._some("riding") is not None)
+        choices += [self._prompt_computed] * 4 * (self._some("prefilling") is not None)
         self.random.choice(choices)()
 
     def _bring_up(self) -> None:
@@ -258,7 +258,7 @@ class RandomCell:
     def _gang(self, prefill: bool) -> int:
         return next(gang.gang for gang in self.gangs.values() if gang.may_prefill == prefill)
 
-    def _hear(self) -> None:
+    def _heartbeat(self) -> None:
         living = [
             instance_id(gang.gang, index)
             for gang in self.gangs.values()
@@ -278,7 +278,7 @@ class RandomCell:
         self._pending.append(ev.StepDone(step_id=number, instance=instance, took_ns=took_ns))
 
     def _computed(self, step: cmd.RunStep) -> None:
-        """The rank that draws says so before it reports."""
+        """Report the first token, which the master does before it reports the step."""
         for chunk in step.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.steps.remove(step.step_id)
@@ -290,14 +290,14 @@ class RandomCell:
         sequence = self.sequences[number]
         request = self.requests[sequence.reserve.request_id]
         sequence.first_token = True
-        request.drawn += 1
+        request.generated += 1
         self._pending.append(ev.FirstToken(sequence_id=number))
-        if request.drawn == request.output:
+        if request.generated == request.output:
             self._finished(number)
 
     def _prompt_computed(self) -> None:
-        """Of a rider."""
-        if (number := self._some("riding")) is not None:
+        """Finish the prompt of a piggybacked sequence."""
+        if (number := self._some("prefilling")) is not None:
             self._first_token(number)
 
     def _finished(self, number: int) -> None:
@@ -310,16 +310,16 @@ class RandomCell:
             sequence.freeing = True
         hashes = self._answer_hashes(number)
         self._pending.append(
-            ev.Finished(sequence_id=number, generated_tokens=request.drawn, hashes=hashes)
+            ev.Finished(sequence_id=number, generated_tokens=request.generated, hashes=hashes)
         )
 
     def _some(self, wanted: str) -> int | None:
         found = []
         for number, sequence in self.sequences.items():
             fits = {
-                "landing": bool(sequence.unlanded) and not sequence.silent,
+                "receiving": bool(sequence.unlanded) and not sequence.silent,
                 "decoding": sequence.joined and sequence.first_token and not sequence.silent,
-                "riding": sequence.joined and not sequence.first_token and not sequence.silent,
+                "prefilling": sequence.joined and not sequence.first_token and not sequence.silent,
                 "freeing": sequence.freeing and bool(sequence.unfreed),
                 "working": not sequence.silent,
                 "moving": sequence.move is not None and not sequence.silent,
@@ -328,8 +328,8 @@ class RandomCell:
                 found.append(number)
         return self.random.choice(found) if found else None
 
-    def _land(self) -> None:
-        if (number := self._some("landing")) is not None:
+    def _receive_kv(self) -> None:
+        if (number := self._some("receiving")) is not None:
             sequence = self.sequences[number]
             instance = self.random.choice(list(sequence.unlanded))
             tokens = sequence.unlanded.pop(instance)
@@ -339,16 +339,16 @@ class RandomCell:
                 ev.KvReceived(sequence_id=number, instance=instance, tokens=tokens)
             )
 
-    def _draw(self) -> None:
+    def _sample(self) -> None:
         if (number := self._some("decoding")) is not None:
             request = self.requests[self.sequences[number].reserve.request_id]
-            if request.drawn < request.output - 1:
-                request.drawn += self.random.randint(1, request.output - 1 - request.drawn)
+            if request.generated < request.output - 1:
+                request.generated += self.random.randint(1, request.output - 1 - request.generated)
 
     def _finish(self) -> None:
         if (number := self._some("decoding")) is not None:
             request = self.requests[self.sequences[number].reserve.request_id]
-            request.drawn += 1
+            request.generated += 1
             self._finished(number)
 
     def _free(self) -> None:
@@ -369,13 +369,13 @@ class RandomCell:
         if not self.gangs:
             return
         gang = self.random.choice(list(self.gangs)) if gang is None else gang
-        drawn = tuple(
-            (number, self.requests[sequence.reserve.request_id].drawn)
+        generated_tokens = tuple(
+            (number, self.requests[sequence.reserve.request_id].generated)
             for number, sequence in self.sequences.items()
             if not sequence.silent
         )
         self._pending += [
-            ev.Progress(generated_tokens=drawn),
+            ev.Progress(generated_tokens=generated_tokens),
             ev.GangDown(gang=gang, reason="killed"),
         ]
         del self.gangs[gang]
@@ -414,7 +414,7 @@ class RandomCell:
         self._pending.append(
             ev.Failed(
                 sequence_id=number,
-                generated_tokens=self.requests[sequence.reserve.request_id].drawn,
+                generated_tokens=self.requests[sequence.reserve.request_id].generated,
                 error=ev.WireError("TransferError", "bad"),
                 retryable=self.random.random() < 0.7,
             )
@@ -436,8 +436,8 @@ class RandomCell:
         assert not request.ended, "placed, but over"
         assert request.sequence is None, "placed twice"
         assert command.sequence_id not in self.sequences, "an id came again"
-        assert command.prompt_tokens == request.prompt + request.drawn
-        assert command.output_tokens == request.output - request.drawn > 0
+        assert command.prompt_tokens == request.prompt + request.generated
+        assert command.output_tokens == request.output - request.generated > 0
         gang = gang_of(command.master)
         assert gang in self.gangs, "reserved on a dead gang"
         assert self.gangs[gang].may_decode
@@ -470,11 +470,11 @@ class RandomCell:
             assert not sequence.joined, "joined twice"
             sequence.joined = True
 
-    def _ride(self, command: cmd.Piggyback) -> None:
-        assert command.gang in self.gangs, "rides on a dead gang"
+    def _piggyback(self, command: cmd.Piggyback) -> None:
+        assert command.gang in self.gangs, "piggybacked on a dead gang"
         assert command.budget > 0
         sequence = self.sequences[command.sequence_id]
-        assert sequence.reserve.piggybacked, "rides without its prompt"
+        assert sequence.reserve.piggybacked, "piggybacked without being reserved for it"
         assert gang_of(sequence.reserve.master) == command.gang
         assert not sequence.joined, "joined twice"
         sequence.joined = True
@@ -496,14 +496,14 @@ class RandomCell:
             if decode_slot not in sequence.slots:
                 sequence.slots[decode_slot] = 0
                 sequence.unfreed.append(decode_slot)
-        for share in (*command.slices, *command.answer):
-            here = [ly.span for ly in lies if ly.instance == share.instance]
-            coming = sum(span.length for span in rest_of(share.span, here))
-            sequence.slots[share.instance] += coming
+        for kv_slice in (*command.slices, *command.answer):
+            here = [ly.span for ly in lies if ly.instance == kv_slice.instance]
+            coming = sum(span.length for span in rest_of(kv_slice.span, here))
+            sequence.slots[kv_slice.instance] += coming
         sequence.move = command
 
     def _moved(self) -> None:
-        """A row goes on elsewhere, and what it has left is free."""
+        """Report that a sequence has moved, and free what it has left."""
         if (number := self._some("moving")) is not None:
             sequence = self.sequences[number]
             assert sequence.move is not None
@@ -514,11 +514,11 @@ class RandomCell:
             ]
             self._pending.append(ev.Moved(sequence_id=number))
 
-    def _keep(self, command: cmd.Retain) -> None:
-        raise AssertionError("nothing stays here")
+    def _reject(self, command: cmd.Retain) -> None:
+        raise AssertionError("this executor has no prefix cache")
 
     def _release(self, command: cmd.Evict) -> None:
-        raise AssertionError("nothing stays here")
+        raise AssertionError("this executor has no prefix cache")
 
     def _cancel(self, command: cmd.Cancel) -> None:
         sequence = self.sequences[command.sequence_id]
@@ -527,7 +527,7 @@ class RandomCell:
             assert gang in self.gangs, "cancelled on a dead gang"
             if gang == gang_of(sequence.reserve.master):
                 late = sequence.freed_in == self.turns
-                assert sequence.unfreed or late, "cancelled where nothing is held"
+                assert sequence.unfreed or late, "cancelled on an instance without its slots"
                 sequence.freeing = True
 
     def _restart(self, command: cmd.Restart) -> None:

@@ -1,7 +1,4 @@
-"""Which of a sequence's positions a rank holds.
-
-What prefill ranks in threads of the test announce to decode ranks.
-"""
+"""The positions of a sequence on a rank, and the headers that prefill ranks send."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from csps.protocols.core.placement import Span
 
 
 def held_positions(slots: SlotAllocator, sequence_id: int, length: int) -> list[int]:
-    """Of the first so many; ascending."""
+    """Return which of the first so many positions the rank has, ascending."""
     return [
         position
         for position in range(length)
@@ -28,7 +25,7 @@ def held_positions(slots: SlotAllocator, sequence_id: int, length: int) -> list[
 
 @contextmanager
 def headers_sent() -> Iterator[list[KvHeader]]:
-    """All that leave meanwhile, in a list that grows."""
+    """Yield a list that collects all headers sent meanwhile."""
     sent: list[KvHeader] = []
     send = KvConnection.send
 
@@ -42,5 +39,5 @@ def headers_sent() -> Iterator[list[KvHeader]]:
 
 
 def positions_of(sent: Iterable[KvHeader], layer: int) -> list[int]:
-    """Ascending, each as often as it was sent."""
+    """Return the positions, ascending, each as often as it was sent."""
     return sorted(p for slice_ in sent if slice_.layer == layer for p in slice_.span.positions)

@@ -24,19 +24,19 @@ DEADLINE_S = 60.0
 
 
 class RankWorld:
-    """So many ranks, ready to run jobs."""
+    """A number of ranks that are ready to run jobs."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
         self.meshes = tuple(meshes)
 
     def each(self, ranks: int, task: Callable[[int], T]) -> list[T]:
-        """The results of `task(rank)`, run at once on the first ranks."""
+        """Return the results of `task(rank)`, run at once on the first ranks."""
         with ThreadPoolExecutor(ranks) as threads:
             running = [threads.submit(_inference, task, rank) for rank in range(ranks)]
             return [future.result(DEADLINE_S) for future in running]
 
     def group(self, job: PrefillStep, member: int, clock: StepClock | None = None) -> SpGroup:
-        """The job's group as its member sees it; instance i is rank i."""
+        """Return the job's group as its member sees it; instance i is rank i."""
         layout = GangLayout(world_size=len(self.meshes), tp=1)
         mesh = self.meshes[job.group[member]]
         return SpGroup(mesh, layout, job, member, clock or StepClock())
@@ -49,7 +49,7 @@ def _inference(task: Callable[[int], T], rank: int) -> T:
 
 @contextmanager
 def rank_world(ranks: int, data_group: GroupMaker | None = STRICT) -> Iterator[RankWorld]:
-    """A world of ranks, held to NCCL's rules, or with plain gloo (None); at its end they leave."""
+    """Yield a world of ranks under NCCL's rules, or with plain gloo (None), and close it."""
     store = HashStore()
 
     def join(rank: int) -> Mesh:

@@ -1,4 +1,4 @@
-"""What context parallelism's rings send in one layer, counted over all ranks (CP Tables 2-3).
+"""Bytes that the rings of context parallelism send in one layer, over all ranks (CP Tables 2-3).
 
 =========  ====================================================================================
 `ring_kv`  N - 1 times keys and values of an instance's tokens, to the next in the ring; history
@@ -9,9 +9,9 @@
 =========  ====================================================================================
 
 Both add an instance's sum of the output projection, as for `ulysses`. The paper's Table 3 counts
-what one rank sends in one round, of all heads; here they are the heads of each tensor-parallel
-rank, whose KV heads repeat where there are fewer of them than ranks. New tokens are cut in zigzag
-(2N chunks), history evenly; LSEs are fp32, one for each query head (the paper counts one a token).
+one rank's bytes in one round, over all heads. Here they are the heads of each tensor-parallel rank,
+whose KV heads repeat if there are fewer of them than ranks. New tokens are cut in zigzag (2N
+chunks), history evenly; LSEs are fp32, one for each query head (the paper counts one a token).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from csps.protocols.core.topology import GroupShape
 def ring_kv_traffic(
     shape: AttentionShape, group: GroupShape, tokens: int, history: int = 0
 ) -> Traffic:
-    """Pass-KV of `tokens` new tokens after `history`."""
+    """Return pass-KV of `tokens` new tokens after `history`."""
     traffic = instance_sums(shape, group, tokens)
     for heads, kv_heads in _rank_heads(shape, group):
         width = 2 * kv_heads * shape.head_dim
@@ -45,7 +45,7 @@ def ring_kv_traffic(
 def ring_q_traffic(
     shape: AttentionShape, group: GroupShape, tokens: int, history: int = 0
 ) -> Traffic:
-    """Pass-Q of `tokens` new tokens after `history`."""
+    """Return pass-Q of `tokens` new tokens after `history`."""
     traffic = instance_sums(shape, group, tokens)
     for heads, _ in _rank_heads(shape, group):
         traffic += _around(group, tokens / group.sp * heads * shape.head_dim)
@@ -58,13 +58,13 @@ def ring_q_traffic(
 
 
 def _rank_heads(shape: AttentionShape, group: GroupShape) -> Iterator[tuple[int, int]]:
-    """Query heads and KV heads of each of an instance's ranks."""
+    """Yield query heads and KV heads of each of an instance's ranks."""
     for queries, keys in head_shares(shape.heads, shape.kv_heads, group.tp):
         yield len(queries), len(keys)
 
 
 def _around(group: GroupShape, share: float) -> Traffic:
-    """N - 1 rounds in which everyone sends so much to the next."""
+    """Return the traffic of N - 1 rounds in which everyone sends so much to the next."""
     traffic, size = Traffic(), group.sp
     for member in range(size if size > 1 else 0):
         traffic += _sent(group, member, (member + 1) % size, share * (size - 1))
@@ -72,7 +72,7 @@ def _around(group: GroupShape, share: float) -> Traffic:
 
 
 def _among(group: GroupShape, share: float) -> Traffic:
-    """So much from everyone to everyone else."""
+    """Return the traffic of so much from everyone to everyone else."""
     traffic = Traffic()
     for sender, receiver in _pairs(group):
         traffic += _sent(group, sender, receiver, share)

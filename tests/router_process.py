@@ -45,7 +45,7 @@ WAIT_S = 60.0
 def make_router(
     prefill: GangMembers, decode: GangMembers, generations: Path
 ) -> tuple[Cluster, RequestService]:
-    """A cluster over these gangs, and the service of requests over it."""
+    """Return a cluster over these gangs, and the service of requests over it."""
     cluster = Cluster(
         StaticDirectory(ClusterView(prefill=prefill, decode=decode)),
         secret=SECRET,
@@ -60,7 +60,7 @@ def make_router(
 
 
 def greedy(service: RequestService, prompt: list[int], max_tokens: int) -> RequestHandle:
-    """Submit a request that draws the likeliest tokens."""
+    """Submit a request that samples the likeliest tokens."""
     return service.submit(
         RequestSpec(
             client_request_id="r",
@@ -102,7 +102,7 @@ class RouterProcess:
 
     @property
     def tokens(self) -> list[int]:
-        """Those that have come."""
+        """Return the tokens received so far."""
         return [fact["token"] for fact in self.facts if "token" in fact]
 
     async def until(self, name: str, value: Any = None) -> Any:
@@ -128,11 +128,11 @@ class RouterProcess:
         self._process.stdin.flush()
 
     def stand_still(self) -> None:
-        """Its connections stay open."""
+        """Stop the process; its connections stay open."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `stand_still`."""
+        """Continue after `stand_still`."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:

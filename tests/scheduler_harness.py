@@ -1,4 +1,4 @@
-"""A scheduler on a desk: events in, commands out, one line of a test each."""
+"""Scheduler under test: events in, commands out, in one line of a test each."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SMALL = {"spt_tokens": 1000, "short_tokens": 100, "spread_tokens": 2000}
 Kind = TypeVar("Kind", bound=cmd.Command)
 
 
-class Desk:
-    """Hands events over a millisecond apart, unless told the time, and checks the books."""
+class SchedulerHarness:
+    """Hands events over a millisecond apart, unless told the time, and checks the invariants."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Desk:
         self._requests = itertools.count(1)
 
     def turn(self, *events: ev.AnyEvent, after_ns: int = MS) -> list[cmd.AnyCommand]:
-        """The commands that follow upon the events."""
+        """Handle the events in one round and return the commands."""
         self.now_ns += after_ns
         outcome = self.scheduler.handle(events, self.now_ns)
         self.wake_at_ns = outcome.wake_at_ns
@@ -65,15 +65,15 @@ class Desk:
     # --- gangs ---
 
     def prefill(self, gang: int = 1, *slots: int, **options: object) -> ev.GangUp:
-        """A gang that prefills comes up."""
+        """Make the event of a prefill gang that comes up."""
         return gang_up(gang, list(slots or (4000, 4000)), prefill=True, **options)  # type: ignore[arg-type]
 
     def decode(self, gang: int = 2, *slots: int, **options: object) -> ev.GangUp:
-        """A gang that decodes comes up."""
+        """Make the event of a decode gang that comes up."""
         return gang_up(gang, list(slots or (9000, 9000)), decode=True, **options)  # type: ignore[arg-type]
 
-    def ready(self) -> Desk:
-        """Gangs 1 and 2 are there and connected."""
+    def ready(self) -> SchedulerHarness:
+        """Bring gangs 1 and 2 up and link them."""
         self.turn(self.prefill(), self.decode(), LINK)
         return self
 
@@ -82,7 +82,7 @@ class Desk:
     def submit(
         self, prompt: int = 500, output: int = 10, *, cls: str = "exact", **more: int
     ) -> ev.Submitted:
-        """The next request."""
+        """Make the event of the next request."""
         return ev.Submitted(
             request_id=next(self._requests),
             prompt_tokens=prompt,
@@ -100,7 +100,7 @@ LINK = ev.LinkUp(prefill=1, decode=2)
 
 
 class Sent:
-    """A plan of one request and one step, and the events that can follow."""
+    """Plan of one request and one step, and the events that can follow."""
 
     def __init__(self, reserve: cmd.Reserve, step: cmd.RunStep) -> None:
         self.reserve, self.step = reserve, step
@@ -110,18 +110,18 @@ class Sent:
     def first_token(self) -> ev.FirstToken:
         return ev.FirstToken(sequence_id=self.sequence)
 
-    def landed(self, more: int = 0) -> list[ev.AnyEvent]:
-        """All shares."""
+    def kv_received(self, more: int = 0) -> list[ev.AnyEvent]:
+        """Make the events of all received slices."""
         return [
             ev.KvReceived(sequence_id=self.sequence, instance=instance, tokens=tokens + more)
             for instance, tokens in tokens_on(self.reserve.slices).items()
         ]
 
     def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:
-        """On all instances."""
+        """Make the events of a step that is done on all instances."""
         return [
-            ev.StepDone(step_id=self.step.step_id, instance=it, took_ns=took_ns)
-            for it in self.step.group
+            ev.StepDone(step_id=self.step.step_id, instance=instance, took_ns=took_ns)
+            for instance in self.step.group
         ]
 
     @property
@@ -129,32 +129,32 @@ class Sent:
         return sorted(decode_slots(self.reserve, self.reserve.output_tokens))
 
     def freed(self) -> list[ev.AnyEvent]:
-        """By all decode instances."""
+        """Make the events of all decode instances that free the sequence."""
         return [ev.Freed(sequence_id=self.sequence, instance=holder) for holder in self.holders]
 
-    def finished(self, drawn: int = 10) -> ev.Finished:
-        return ev.Finished(sequence_id=self.sequence, generated_tokens=drawn)
+    def finished(self, generated: int = 10) -> ev.Finished:
+        return ev.Finished(sequence_id=self.sequence, generated_tokens=generated)
 
-    def failed(self, drawn: int = 0, *, retryable: bool = True) -> ev.Failed:
+    def failed(self, generated: int = 0, *, retryable: bool = True) -> ev.Failed:
         error = ev.WireError("TransferError", "bad KV")
         return ev.Failed(
-            sequence_id=self.sequence, generated_tokens=drawn, error=error, retryable=retryable
+            sequence_id=self.sequence, generated_tokens=generated, error=error, retryable=retryable
         )
 
     def prefilled(self) -> list[ev.AnyEvent]:
         return [self.first_token, *self.steps_done()]
 
     def joined(self) -> list[ev.AnyEvent]:
-        """All that is needed for decoding."""
-        return [*self.prefilled(), *self.landed()]
+        """Make all events that are needed before decoding."""
+        return [*self.prefilled(), *self.kv_received()]
 
 
 def sent(commands: list[cmd.AnyCommand]) -> Sent:
-    """The only plan among commands."""
+    """Return the only plan among commands."""
     (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
     return Sent(reserve, step)
 
 
 def only(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
-    """The commands of a kind."""
+    """Return the commands of a kind."""
     return [command for command in commands if isinstance(command, kind)]

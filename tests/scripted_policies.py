@@ -1,7 +1,4 @@
-"""A policy that does as it is told.
-
-A policy that moves the KV of what is decoded once.
-"""
+"""Policies that decide what a test tells them, and one that moves KV once."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from csps.services.scheduling.state.state import GangPair
 
 
 class Scripted:
-    """A policy that decides what it is told, once."""
+    """Policy that decides what it is given, once."""
 
     name = "scripted"
     whole_prompts = True
@@ -45,8 +42,8 @@ class Scripted:
 
 
 class OneMove:
-    """The first request is decoded by instances 0 and 1 of three, and goes on on 1 and 2 when
-    another one waits."""
+    """Policy that decodes the first request on instances 0 and 1 of three, and moves it to 1 and 2
+    when another one waits."""
 
     name = "one_move"
     whole_prompts = False

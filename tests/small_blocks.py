@@ -12,7 +12,7 @@ from csps.actors.attention.base import yield_points
 
 @contextmanager
 def blocks_of(rows: int) -> Iterator[None]:
-    """Attention works off so many queries at a time."""
+    """Let attention work on so many queries at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(yield_points, "BLOCK_PRODUCTS", 0)
         patch.setattr(yield_points, "MIN_BLOCK_ROWS", rows)

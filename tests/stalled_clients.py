@@ -26,19 +26,19 @@ HALF_SENT = IN_THE_HEADERS | IN_THE_BODY | REFUSED_EARLY
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the server did with such a client."""
+    """The server's reaction to a stalled client."""
 
     status: int
-    """Of its answer."""
+    """Status of the answer."""
     open_s: float
-    """Until it hung up."""
+    """Time until the server closed the connection."""
 
 
 async def outcome(host: str, port: int, sent: bytes, *, deadline_s: float) -> Outcome:
-    """Sends this much and waits until the server hangs up.
+    """Send this much and wait until the server closes the connection.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: the connection stays open.
     """
     began = time.monotonic()
     reader, writer = await asyncio.open_connection(host, port)

@@ -51,13 +51,13 @@ class Forward:
     """All layers over one whole prompt."""
 
     x_td: Tensor
-    """After the last layer."""
+    """Rows after the last layer."""
     keys: list[Tensor]
     values: list[Tensor]
 
 
 def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = None) -> Forward:
-    """By one member that has everything, in fp64 but for the network's own products."""
+    """Compute by one member that has everything, in fp64 except for the network's own products."""
     positions = torch.arange(len(token_ids))
     rotary, x_td = network.rotary(positions), network.embed(token_ids)
     result = Forward(x_td, [], [])
@@ -77,7 +77,7 @@ def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = N
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank had after a job."""
+    """State of one rank after a job."""
 
     x_td: Tensor
     keys: list[Tensor]
@@ -85,9 +85,9 @@ class RankResult:
     values: list[Tensor]
     clock: StepClock
     others: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By layer and member, keys and values of the member's rows that came by."""
+    """Circulated keys and values of the members' rows, by layer and member."""
     offered: dict[int, set[int]] = field(default_factory=dict)
-    """By layer, members whose KV was to come by."""
+    """Members whose KV was to circulate, by layer."""
 
 
 class StrategyRanks:
@@ -101,7 +101,7 @@ class StrategyRanks:
         """A job has ended with an error, perhaps in the middle of an exchange."""
 
     def prompt(self, sequence_id: int, length: int) -> Tensor:
-        """A request's token ids, always the same."""
+        """Return a request's token ids, always the same."""
         generator = torch.Generator().manual_seed(sequence_id)
         return torch.randint(0, 256, (length,), generator=generator)
 
@@ -112,12 +112,12 @@ class StrategyRanks:
         part: Callable[[int, int], None] | None = None,
         cancelled: Sequence[int] = (),
     ) -> list[RankResult]:
-        """The job on every rank of its group's instances, in the group's order.
+        """Run the job on every rank of its group's instances, in the group's order.
 
         Args:
-            part: called with each point's number that a rank passes; all layers have points, the
-                last one too. The job must name the strategy that is made.
-            withdrawn: requests that nobody wants, from the first layer on.
+            part: called with the number of each yield point that a rank passes; all layers have
+                them, the last one too. The job must name the strategy that is made.
+            cancelled: requests that are cancelled from the first layer on.
         """
         layout = self.engines[0].layout
         ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
@@ -131,7 +131,7 @@ class StrategyRanks:
     def points(
         self, job: PrefillStep, rank: int, part: Callable[[int, int], None] | None
     ) -> YieldPoints:
-        """A rank's way through a job."""
+        """Return a rank's way through a job."""
         if part is None:
             return YieldPoints()
         spec = replace(self.network.spec, layers=self.network.spec.layers + 1)
@@ -189,10 +189,10 @@ class StrategyRanks:
     def check(
         self, job: PrefillStep, results: Sequence[RankResult], forwards: Sequence[Forward]
     ) -> None:
-        """Every rank has its instance's rows and its KV heads as the forward passes have them.
+        """Assert that every rank has its instance's rows and KV heads as in the forward passes.
 
         Args:
-            forwards: of each piece's whole prompt.
+            forwards: passes over each chunk's whole prompt.
         """
         whole = self._concatenated(job, [forward.x_td for forward in forwards])
         places = [(m, t) for m in range(len(job.group)) for t in range(self.engines[0].layout.tp)]
@@ -218,7 +218,7 @@ class StrategyRanks:
         return torch.cat([x[chunk.start : chunk.start + chunk.length] for chunk, x in chunks])
 
     def forwards(self, job: PrefillStep) -> list[Forward]:
-        """Dense forward passes of all pieces' whole prompts."""
+        """Return dense forward passes of all chunks' whole prompts."""
         with torch.inference_mode():
             return [
                 dense_forward(
@@ -228,7 +228,7 @@ class StrategyRanks:
             ]
 
     def hold_history(self, job: PrefillStep, forwards: Sequence[Forward]) -> None:
-        """Put the pieces' history where the job says that it is."""
+        """Store the chunks' history where the job says that it is."""
         with torch.inference_mode():
             self._hold_all(job, forwards)
 
@@ -258,8 +258,9 @@ def strategy_ranks(
     data_group: GroupMaker | None = STRICT,
     log: LaunchLog | None = None,
 ) -> Iterator[StrategyRanks]:
-    """A gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on the
-    way out. What the ranks begin is noted in the log."""
+    """Yield a gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on
+    the way out. What the ranks begin is noted in the log.
+    """
     layout = GangLayout(world_size=instances * tp, tp=tp)
     store = HashStore()
     in_gang = data_group if log is None else log.group("gang", range(layout.world_size))
@@ -318,7 +319,7 @@ def job_of(
     group: Sequence[int] | None = None,
     **fields: object,
 ) -> PrefillStep:
-    """A job of pieces of these lengths; piece i belongs to request i."""
+    """Return a job of chunks of these lengths; chunk i belongs to request i."""
     starts = [0] * len(lengths) if starts is None else starts
     history = [()] * len(lengths) if history is None else history
     chunks = tuple(
@@ -333,7 +334,7 @@ def job_of(
 
 
 def cut(total: int, lengths: Sequence[int]) -> list[int]:
-    """Bounds of shards of these lengths, the last one taking what is left."""
+    """Return bounds of shards of these lengths, the last one taking what is left."""
     bounds = [0]
     for length in lengths:
         bounds.append(min(total, bounds[-1] + length))
@@ -341,12 +342,12 @@ def cut(total: int, lengths: Sequence[int]) -> list[int]:
 
 
 def shard_lengths(bounds: Sequence[int]) -> list[int]:
-    """Rows of each member."""
+    """Return rows of each member."""
     return [stop - start for start, stop in pairwise(bounds)]
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """As near as fp32 gets over a few layers of a tiny model."""
+    """Assert equality within fp32's error over a few layers of a tiny model."""
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -367,8 +368,9 @@ Gangs = Callable[[str, int, int], StrategyRanks]
 def started_once(
     folders: pytest.TempPathFactory, data_group: GroupMaker | None = STRICT
 ) -> Iterator[Gangs]:
-    """Starts each gang when it is first asked for, or after a job that failed on it, and closes
-    all on the way out; with plain gloo (None) clocks and timelines tell when exchanges ended."""
+    """Start each gang when it is first requested, or after a failed job, and close them at the
+    end.
+    """
     started: dict[tuple[str, int, int], StrategyRanks] = {}
     stacks: list[ExitStack] = []
 
@@ -396,7 +398,7 @@ def check_scattered_history(
     part: Callable[[int, int], None] | None = None,
     **fields: object,
 ) -> None:
-    """A chunk whose earlier KV lies on both of two instances, between two whole prompts."""
+    """Check a chunk whose earlier KV is on both of two instances, between two whole prompts."""
     slices = [
         KvSlice(instance=1, span=Span(start=0, stop=7)),
         KvSlice(instance=0, span=Span(start=7, stop=19)),
@@ -409,4 +411,4 @@ def check_scattered_history(
         gang.check(job, gang.run(job, make, part), forwards)
     finally:
         for engine in gang.engines:
-            engine.pool.slots.free_request(1)
+            engine.pool.slots.free_sequence(1)

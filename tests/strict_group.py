@@ -31,11 +31,11 @@ from torch._C._distributed_c10d import Store
 from csps.actors.comm.process_group import GroupMaker, TorchGroup, gloo_group
 
 HANG = timedelta(seconds=40)
-"""For one call to end; longer means that calls wait for each other across ranks."""
+"""Time limit of one call; longer calls wait for each other across ranks."""
 
 
 class Rule(Enum):
-    """What NCCL or its watchdog would answer with a hang, a race or an error."""
+    """A violation that NCCL or its watchdog would answer with a hang, a race or an error."""
 
     ALL_RANKS_FIRST = auto()
     """The first call makes the communicator, and every rank must take part in it."""
@@ -52,7 +52,7 @@ EVERY_RULE = frozenset(Rule)
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one call: (peer, bytes) of messages, and the bytes of a sum."""
+    """Parts of one call: (peer, bytes) of messages, and the bytes of a sum."""
 
     sends: tuple[tuple[int, int], ...]
     recvs: tuple[tuple[int, int], ...]
@@ -74,18 +74,19 @@ class _Call:
         self.sends: list[tuple[Tensor, int]] = []
         self.recvs: list[tuple[Tensor, int]] = []
         self.sums: list[Tensor] = []
-        """Of all ranks, in place."""
+        """Tensors of all ranks, summed in place."""
         self.terms: list[Tensor] = []
-        """This rank's."""
+        """Terms of this rank."""
         self.done: Future[list[Tensor] | None] = Future()
-        """What was received; the host sees it when it has waited."""
+        """Received tensors; the host sees them after it has waited."""
         self.forwarded: dict[int, tuple[_Call, int]] = {}
-        """By place among the sends, what is received by this receive of an earlier call, for which
-        the host has not waited."""
+        """Forwarded receives by place among the sends: the tensor comes from an earlier call for
+        which the host has not waited.
+        """
 
     @property
     def parts(self) -> Parts:
-        """What is told of it."""
+        """Return the parts of the call."""
         return Parts(
             tuple((peer, tensor.nbytes) for tensor, peer in self.sends),
             tuple((peer, tensor.nbytes) for tensor, peer in self.recvs),
@@ -94,11 +95,11 @@ class _Call:
 
     @property
     def rooms(self) -> list[Tensor]:
-        """What is written."""
+        """Return the tensors that are written."""
         return [*(room for room, _ in self.recvs), *self.sums]
 
     def holding(self, tensor: Tensor) -> int | None:
-        """The receive that writes the tensor's memory."""
+        """Return the receive that writes the tensor's memory."""
         begin, end = _memory(tensor)
         for place, room in enumerate(self.rooms):
             first, last = _memory(room)
@@ -108,7 +109,7 @@ class _Call:
         return None
 
     def received(self, place: int, tensor: Tensor) -> Tensor:
-        """What a later call sends of a receive."""
+        """Return the tensor of a receive that a later call sends."""
         staged = self.done.result(0)
         if staged is None:  # aborted
             return tensor
@@ -128,14 +129,14 @@ class StrictWork:
         self._delivered = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The stream waits; what was received can be read from here on."""
+        """Let the stream wait; received tensors can be read afterwards."""
         if timeout is not None:
             self._group.check(Rule.NO_DEADLINE, True, f"wait({timeout}) holds up the host")
         staged = self.call.done.result(2 * HANG.total_seconds())
         if not self._delivered:
             self._delivered = True
             self._group.ended(self)
-            with torch.inference_mode():  # whoever waits writes tensors of either kind
+            with torch.inference_mode():  # the waiting caller writes tensors of either kind
                 for room, arrived in zip(self.call.rooms, staged or (), strict=False):
                     room.copy_(arrived)
         return True
@@ -161,21 +162,21 @@ class StrictGroup:
         self._lock = threading.Lock()
         self._joined = False
         self._aborted = threading.Event()
-        self._line: SimpleQueue[_Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=self._work, name="strict group", daemon=True).start()
 
     # --- what a program calls --------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> StrictWork:
-        """Part of the open group, or a call of its own."""
+        """Add a send to the open group, or make it a call of its own."""
         return self._add(tensors[0], peer, lambda call: call.sends)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StrictWork:
-        """Part of the open group, or a call of its own."""
+        """Add a receive to the open group, or make it a call of its own."""
         return self._add(tensors[0], peer, lambda call: call.recvs)
 
     def allreduce(self, tensors: list[Tensor]) -> StrictWork:
-        """A call of its own."""
+        """Make an allreduce, which is a call of its own."""
         assert self._open is None, "a sum inside a group"
         self._check_device(tensors[0])
         call = _Call()
@@ -196,10 +197,10 @@ class StrictGroup:
         self._join()
 
     def abort(self) -> None:
-        """Calls under way end, and look as if they had succeeded."""
+        """End the calls under way, which then look successful."""
         with self._lock:  # or a call that is being begun would come to the line after its end
             self._aborted.set()
-            self._line.put(None)
+            self._queue.put(None)
         for peer in range(self._size):
             if peer != self._rank:
                 try:
@@ -210,12 +211,12 @@ class StrictGroup:
     # --- what is held ----------------------------------------------------------------------
 
     def check(self, rule: Rule, broken: bool, what: str) -> None:
-        """Refuse, if this program is held to the rule."""
+        """Raise an error if this program is held to the rule."""
         if broken and rule in self._rules:
             raise BrokenRule(f"{rule.name}: {what}")
 
     def ended(self, work: StrictWork) -> None:
-        """A call was waited for."""
+        """Record that a call was awaited."""
         with self._lock:
             self._under_way.remove(work)
 
@@ -253,7 +254,7 @@ class StrictGroup:
             if self._aborted.is_set():
                 call.done.set_result(None)
             else:
-                self._line.put(call)
+                self._queue.put(call)
         return work
 
     def _forward(self, call: _Call) -> None:
@@ -279,7 +280,7 @@ class StrictGroup:
     # --- the communicator's line -----------------------------------------------------------
 
     def _work(self) -> None:
-        while (call := self._line.get()) is not None:
+        while (call := self._queue.get()) is not None:
             try:
                 call.done.set_result(self._run(call))
             except RuntimeError as error:
@@ -310,7 +311,7 @@ class StrictGroup:
 def strict(
     rules: Sequence[Rule] | frozenset[Rule] = EVERY_RULE, note: Note | None = None
 ) -> GroupMaker:
-    """Makes a mesh's group of data, or an instance's, held to the rules."""
+    """Make a mesh's or an instance's process group, held to the rules."""
 
     def make(store: Store, rank: int, size: int, host: str) -> TorchGroup:
         inner = gloo_group(store, rank, size, host)

@@ -29,7 +29,7 @@ def model_dir(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def write(tmp_path: Path, model_dir: Path, **changes: Any) -> Path:
-    """A valid configuration with changes: dotted keys are set inside `applications[0]`."""
+    """Return a valid configuration with changes: dotted keys are set inside `applications[0]`."""
     application: dict[str, Any] = {
         "name": "csps",
         "import_path": "csps.services.app:build",
@@ -167,7 +167,7 @@ def test_a_misspelled_command_is_named_and_none_lists_all(
 
 
 @pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])
-def test_what_is_no_configuration_is_one_line(
+def test_an_invalid_configuration_prints_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -267,7 +267,7 @@ print(*sorted({"torch", "ray", "numpy", "httpx"} & set(sys.modules)), file=sys.s
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["sreve"]])
 def test_help_loads_no_room(words: list[str]) -> None:
-    """In a process of its own, because this one has everything loaded."""
+    """The test runs in a process of its own, because this one has loaded everything."""
     command = [sys.executable, "-c", _LOADED, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.splitlines()[-1] == ""

@@ -1,4 +1,4 @@
-"""What the documents point at exists, and each mechanism of the papers has code and a test."""
+"""Links in the documents resolve, and each mechanism of the papers has code and a test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROOMS = ("actors", "configurator", "kernels", "loadgen", "models", "protocols", 
 
 
 def targets(text: str, document: Path) -> list[Path]:
-    """Files of this repository that a text links to."""
+    """Return files of this repository that a text links to."""
     links = [link.split("#")[0] for link in _LINK.findall(text) if "://" not in link]
     return [(document.parent / link).resolve() for link in links if link]
 
 
 def headings(document: Path) -> set[str]:
-    """The names under which a page's headings are linked to."""
+    """Return the names under which a page's headings are linked to."""
     lines = document.read_text(encoding="utf-8").splitlines()
     titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}

@@ -40,7 +40,7 @@ class Parsed(Exception):
 
 @pytest.fixture
 def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that has parsed its arguments goes no further."""
+    """Stop a program after it has parsed its arguments."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_only(self: argparse.ArgumentParser, *args: Any, **more: Any) -> NoReturn:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The Makefile with an environment that is up to date."""
+    """Return a folder of the Makefile with an environment that is up to date."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
@@ -38,7 +38,7 @@ def clean(checkout: Path) -> int:
 
 
 def test_cleaning_stops_a_server_first(checkout: Path) -> None:
-    """Without its state file nobody could stop it any more."""
+    """Without its state file no command could stop the server."""
     (checkout / "run" / "ray.json").touch()
     give_csps(checkout, 'test -e run/ray.json && echo "$@" > asked')
     assert clean(checkout) == 0
@@ -46,7 +46,7 @@ def test_cleaning_stops_a_server_first(checkout: Path) -> None:
     assert not (checkout / "run").exists()
 
 
-def test_what_cannot_be_stopped_is_not_forgotten(checkout: Path) -> None:
+def test_a_failed_stop_preserves_the_state_file(checkout: Path) -> None:
     (checkout / "run" / "ray.json").touch()
     give_csps(checkout, "exit 1")
     assert clean(checkout) != 0

@@ -44,7 +44,7 @@ class Watched:
         self.whole_prompts = policy.whole_prompts
         self.regroups = policy.regroups
         self.blocked: dict[int, int] = {}
-        """When a request was first found to be blocked."""
+        """Time at which a request was first found to be blocked."""
         self.started: dict[int, int] = {}
 
     def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
@@ -71,7 +71,7 @@ class RunningStep:
     left_ns: int
     undone: list[int] = field(default_factory=list)
     delayed_ns: int = 0
-    """Time of urgent steps on its instances since it was launched, added up over them."""
+    """Time of high-priority steps on its instances since its launch, summed over them."""
     launched_ns: int = 0
     ended_ns: int = 0
 
@@ -79,7 +79,7 @@ class RunningStep:
 class TimedCell:
     """Plays requests that arrive at set times, to the end.
 
-    An instance runs urgent steps first, in order, then the oldest long one; a long step goes on
+    An instance runs high-priority steps first, in order, then the oldest other; such a step goes on
     while all its instances are at it. Every token takes `iteration_ns`.
     """
 
@@ -93,7 +93,7 @@ class TimedCell:
         measured: float = 1.0,
         block: int = 0,
     ) -> None:
-        """`block`: KV is kept, in multiples of it."""
+        """Prepare the gangs; with `block`, KV is retained in multiples of it."""
         self.policy, self.latencies, self._measured = Watched(policy), latencies, measured
         self.scheduler = Scheduler(
             self.policy,
@@ -102,7 +102,7 @@ class TimedCell:
             deadlines=FOREVER,
             reuse=ReuseSettings(enabled=block > 0, block_tokens=block or BLOCK_TOKENS),
         )
-        self._kept = {
+        self._prefix_caches = {
             gang: SimulatedPrefixCache(Slots([1 << 40] * len(slots)))
             for gang, slots in ((1, prefill), (2, decode))
         }
@@ -111,7 +111,7 @@ class TimedCell:
         self.steps: dict[int, RunningStep] = {}
         self.ended_steps: list[RunningStep] = []
         self.finished: dict[int, int] = {}
-        """When each request's last token was drawn."""
+        """Time of each request's last token."""
         self._reserved: dict[int, cmd.Reserve] = {}
         self._answers: dict[int, int] = {}
         self._events: list[ev.AnyEvent] = [
@@ -121,11 +121,11 @@ class TimedCell:
         ]
 
     def requests_of(self, step: RunningStep) -> list[int]:
-        """Whose tokens a step computes, in its order."""
+        """Return the requests whose tokens a step computes, in its order."""
         return [self._reserved[chunk.sequence_id].request_id for chunk in step.command.chunks]
 
     def predicted_ns(self, step: cmd.RunStep) -> int:
-        """What the policy has reckoned with."""
+        """Return the time that the policy predicts."""
         shape = GroupShape((len(step.group),))
         table, history = CostTable(latencies=self.latencies), step.chunks[0].start
         return table.best("exact", shape, history, step.bounds[-1]).time_ns
@@ -133,7 +133,9 @@ class TimedCell:
     def play(
         self, arrivals: list[tuple[int, int, int]], hashes: Sequence[tuple[bytes, ...]] = ()
     ) -> None:
-        """Requests 1, 2, ...: (time in ns, prompt, output); and what their prompts begin with."""
+        """Play requests 1, 2, ...: (time in ns, prompt, output), with the hashes of their
+        prompts.
+        """
         coming = [
             (
                 at_ns,
@@ -176,24 +178,24 @@ class TimedCell:
                 tokens = self._reserved[sequence].output_tokens - 1
                 self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
         elif isinstance(command, cmd.Retain | cmd.Evict):
-            self._keep(command)
+            self._retain_or_evict(command)
         else:
             assert isinstance(command, cmd.Cancel), command  # of an answer of one token
             self._free(command.sequence_id)
 
-    def _keep(self, command: cmd.Retain | cmd.Evict) -> None:
-        kept = self._kept[command.gang]
+    def _retain_or_evict(self, command: cmd.Retain | cmd.Evict) -> None:
+        cache = self._prefix_caches[command.gang]
         if isinstance(command, cmd.Retain):
             reserve = self._reserved[command.sequence_id]
             stop = reserve.prompt_tokens + reserve.output_tokens
             answer = reserve.answer or (
                 cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, stop),
             )
-            kept.add(command.sequence_id, (*own(reserve.slices), *answer))
-        self._events += kept.apply(command)
+            cache.add(command.sequence_id, (*own(reserve.slices), *answer))
+        self._events += cache.apply(command)
 
     def _at_work(self) -> Iterator[RunningStep]:
-        """Steps that go on: at the head of the line on all their instances."""
+        """Yield the steps that progress: those at the head of the queues of all their instances."""
         heads: dict[int, RunningStep] = {}
         for high_priority in (True, False):
             for step in self.steps.values():
@@ -239,7 +241,7 @@ class TimedCell:
         for chunk, rows in zip(step.command.chunks, rows_of(step.command), strict=True):
             reserve = self._reserved[chunk.sequence_id]
             if chunk.retain:
-                self._kept[1].add(chunk.sequence_id, rows)
+                self._prefix_caches[1].add(chunk.sequence_id, rows)
             self._events.append(ev.FirstToken(sequence_id=chunk.sequence_id))
             self._events += [
                 ev.KvReceived(

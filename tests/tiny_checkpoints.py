@@ -55,7 +55,7 @@ _PECULIARITIES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}
 def make_checkpoint(
     model_dir: Path, family: str = "llama", *, seed: int = 0, shard_size: str = "1GB", **config: Any
 ) -> Path:
-    """Writes a checkpoint with tokenizer and chat template to `model_dir` and returns it.
+    """Write a checkpoint with tokenizer and chat template to `model_dir` and return it.
 
     Args:
         config: fields of the family's config.json that differ from a tiny default.
@@ -71,7 +71,7 @@ def make_checkpoint(
 
 @cache
 def reference_model(model_dir: Path) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, in fp32; reading it takes longest."""
+    """Return transformers' own model of a checkpoint, in fp32; reading it takes longest."""
     reference = model_dir / _REFERENCE
     path = reference if reference.exists() else model_dir
     model: PreTrainedModel = _AUTO.from_pretrained(path, dtype=torch.float32).eval()
@@ -79,14 +79,16 @@ def reference_model(model_dir: Path) -> PreTrainedModel:
 
 
 def reference_logits(model_dir: Path, token_ids: list[int]) -> Tensor:
-    """(tokens, vocab): transformers' logits of one sequence."""
+    """Return (tokens, vocab): transformers' logits of one sequence."""
     with torch.inference_mode():
         logits: Tensor = reference_model(model_dir)(torch.tensor([token_ids])).logits[0]
     return logits
 
 
 def reference_steps(model: PreTrainedModel, token_ids: list[int], count: int) -> Iterator[Tensor]:
-    """(vocab,) logits that each of the `count` tokens after a prompt is drawn from, greedily."""
+    """Return the (vocab,) logits from which each of the `count` tokens after a prompt is sampled,
+    greedily.
+    """
     past, step = None, token_ids
     for _ in range(count):
         with torch.inference_mode():
@@ -98,25 +100,29 @@ def reference_steps(model: PreTrainedModel, token_ids: list[int], count: int) ->
 
 @lru_cache(maxsize=256)
 def reference_answer(model_dir: Path, prompt: tuple[int, ...], count: int) -> Tensor:
-    """(count, vocab): `reference_steps` of a checkpoint. Tests ask the same more than once."""
+    """Return (count, vocab): `reference_steps` of a checkpoint. Tests ask the same more than
+    once.
+    """
     return torch.stack(list(reference_steps(reference_model(model_dir), list(prompt), count)))
 
 
 def reference_tokens(model_dir: Path, token_ids: list[int], count: int) -> list[int]:
-    """The `count` tokens that greedy decoding in transformers appends, past any end token."""
+    """Return the `count` tokens that greedy decoding in transformers appends, past any end
+    token.
+    """
     tokens: list[int] = reference_answer(model_dir, tuple(token_ids), count).argmax(-1).tolist()
     return tokens
 
 
 def random_tokens(count: int, *, seed: int = 0) -> list[int]:
-    """Token ids that every tiny vocabulary has."""
+    """Return token ids that every tiny vocabulary has."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, 256, (count,), generator=generator).tolist()
     return ids
 
 
 def make_tokenizer(model_dir: Path) -> PreTrainedTokenizerFast:
-    """Writes a tokenizer of one token a byte, which begins texts with BOS, to `model_dir`."""
+    """Write a tokenizer of one token a byte, which begins texts with BOS, to `model_dir`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -151,7 +157,9 @@ def _random_model(family: str, seed: int, config: dict[str, Any]) -> PreTrainedM
 
 
 def _make_internlm2(model_dir: Path, seed: int, config: dict[str, Any]) -> None:
-    """transformers has no InternLM2: a Llama checkpoint with its weights laid out anew."""
+    """Make an InternLM2 checkpoint, which transformers does not have: a Llama's weights in its
+    layout.
+    """
     bias = config.pop("bias", False)
     reference = model_dir / _REFERENCE
     _random_model("llama", seed, {**config, "attention_bias": bias}).save_pretrained(reference)
@@ -166,7 +174,9 @@ def _make_internlm2(model_dir: Path, seed: int, config: dict[str, Any]) -> None:
 
 
 def _internlm2_config(llama: dict[str, Any], bias: bool) -> dict[str, Any]:
-    """In the style of its own repository: RoPE in top-level keys, no head_dim."""
+    """Return a configuration in the style of its repository: RoPE in top-level keys, no
+    head_dim.
+    """
     rope = dict(llama["rope_parameters"])
     theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
     shared = {key: llama[key] for key in _SHAPE if key != "head_dim" and key in llama}

@@ -1,6 +1,6 @@
-"""What Perfetto draws on one row: slices one after the other, or one inside another.
+"""Perfetto's slices on one row, one after the other or one inside another.
 
-A rank's phases as slices, as a timeline of their spans draws them.
+A rank's phases are drawn as slices by a timeline of their spans.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ PerfettoEvent = dict[str, Any]
 
 
 def by_row(trace: Iterable[PerfettoEvent]) -> dict[tuple[str, str], list[PerfettoEvent]]:
-    """Slices by the names of their process and row. Perfetto confuses row 0 with the row that is
-    numbered like its process."""
+    """Return slices by the names of their process and row. Perfetto confuses row 0 with the row
+    that is numbered like its process.
+    """
     trace = list(trace)
     assert not [event for event in trace if event["ph"] in "XM" and event["tid"] == event["pid"]]
     assert not [event for event in trace if event["ph"] == "X" and event["tid"] == 0]
@@ -39,7 +40,7 @@ def by_row(trace: Iterable[PerfettoEvent]) -> dict[tuple[str, str], list[Perfett
 
 
 def crossings(trace: Iterable[PerfettoEvent]) -> list[tuple[PerfettoEvent, PerfettoEvent]]:
-    """Pairs on one row of which each has time that the other has not, and time in common."""
+    """Return pairs on one row of which each has time that the other has not, and time in common."""
     return [
         (one, other)
         for slices in by_row(trace).values()
@@ -53,13 +54,13 @@ def _cross(begin: int, end: int, later_begin: int, later_end: int) -> bool:
 
 
 def _span(event: PerfettoEvent) -> tuple[int, int]:
-    """Nanoseconds, as Perfetto reads microseconds: in floating point, one by one."""
+    """Return nanoseconds, as Perfetto reads microseconds: in floating point, one by one."""
     begin = int(event["ts"] * 1000.0)
     return begin, begin + int(event["dur"] * 1000.0)
 
 
 def rank_trace(events: Iterable[Event]) -> list[slices.Event]:
-    """Of one process, from its first event on."""
+    """Return the trace of one process, from its first event on."""
     events = list(events)
     first_ns = min(event.start_ns for event in events)
     return process_trace(

@@ -18,7 +18,7 @@ def uniform_plan(
     importance_layer: Literal["previous", "same"] = "previous",
     pipelined: bool = True,
 ) -> CsaPlan:
-    """One ratio, halved from level to level, and one M."""
+    """Return one ratio, halved from level to level, and one M."""
     group = LayerGroup(
         first=0,
         stop=layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 
 from csps.actors.attention.base.engine import Engine
@@ -17,6 +18,8 @@ from csps.actors.attention.ulysses import Ulysses
 from csps.models.network.spec import ModelSpec
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.gang.step_messages import PrefillStep
+
+_log = logging.getLogger(__name__)
 
 WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
 """Exact strategies, which take no `CsaPlan`."""
@@ -66,6 +69,13 @@ def check_step(step: PrefillStep, spec: ModelSpec, *, in_place: bool = False) ->
 def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
     """Return the strategy of the group's step, to be entered for the duration of the step."""
     name = group.step.strategy
+    _log.debug(
+        "step %d: member %d of group %s attends by %s",
+        group.step.step_id,
+        group.member,
+        group.step.group,
+        name,
+    )
     if name == "ulysses":
         return _ulysses(group, engine)
     if name == "gathered_weights":

@@ -154,15 +154,15 @@ def exchange_queries(
     routes = exchange.routes
     if not (routes.outgoing or routes.incoming):
         own = [partial(None, routes.resident(q_rhd))] if routes.resident_here else []
-        return _merged(q_rhd, routes, own)
+        return _merge(q_rhd, routes, own)
     counted = times is not None and routes.outgoing and not exchange.in_order
     spent = times if times is not None and counted else QueryExchangeTimes()
     with spent.under_way():
-        parts = _exchanged(q_rhd, exchange, partial, spent)
-    return _merged(q_rhd, routes, parts)
+        parts = _exchange_partials(q_rhd, exchange, partial, spent)
+    return _merge(q_rhd, routes, parts)
 
 
-def _exchanged(
+def _exchange_partials(
     q_rhd: Tensor, exchange: QueryExchange, partial: AttendPartial, times: QueryExchangeTimes
 ) -> list[tuple[Tensor, Tensor]]:
     """Return own partials, then those of the peers."""
@@ -171,16 +171,16 @@ def _exchanged(
     parts = [partial(None, routes.resident(q_rhd))] if routes.resident_here else []
     times.wait(queries)
     foreign = exchange.foreign.items()
-    replies = [(peer, _packed(*partial(peer, foreign_rhd))) for peer, foreign_rhd in foreign]
+    replies = [(peer, _pack(*partial(peer, foreign_rhd))) for peer, foreign_rhd in foreign]
     times.wait(exchange.replies.send(replies))
     return parts + [(packed[..., :-1], packed[..., -1]) for packed in exchange.answers.values()]
 
 
-def _packed(out_rhd: Tensor, lse_rh: Tensor) -> Tensor:
+def _pack(out_rhd: Tensor, lse_rh: Tensor) -> Tensor:
     return torch.cat([out_rhd, lse_rh[..., None]], -1)
 
 
-def _merged(q_rhd: Tensor, routes: QueryRoutes, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _merge(q_rhd: Tensor, routes: QueryRoutes, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     if not routes.rows:
         return q_rhd.float()
     out_nhd = parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from csps.actors.attention.base.group import HeadSplit, SpGroup
 from csps.actors.attention.base.history import History, Messages, WaitExchange, members_by_heads
-from csps.actors.attention.base.strategy import StoreKv, attended_layer
+from csps.actors.attention.base.strategy import StoreKv, project_and_attend
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.process_group import Pending
@@ -78,7 +78,7 @@ class Ulysses:
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
         """See `Strategy`."""
-        return attended_layer(self._group, index, layer, x_td, rotary, store, self.attend)
+        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
 
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv

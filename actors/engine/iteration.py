@@ -106,11 +106,11 @@ class IterationBatch:
 
 
 def batch_of(
-    engine: Engine, rows: Sequence[BatchSequence], lengths: Sequence[int]
+    engine: Engine, sequences: Sequence[BatchSequence], lengths: Sequence[int]
 ) -> IterationBatch:
     """Return this rank's part of an iteration in which each sequence computes this many
     positions."""
-    return _Builder(engine).batch(rows, lengths)
+    return _Builder(engine).batch(sequences, lengths)
 
 
 class _Builder:
@@ -123,9 +123,11 @@ class _Builder:
         self._resident: dict[int | None, list[SlotsOfSequence]] = {}
         self._count = 0
 
-    def batch(self, rows: Sequence[BatchSequence], lengths: Sequence[int]) -> IterationBatch:
+    def batch(self, sequences: Sequence[BatchSequence], lengths: Sequence[int]) -> IterationBatch:
         active = [
-            (sequence, length) for sequence, length in zip(rows, lengths, strict=True) if length
+            (sequence, length)
+            for sequence, length in zip(sequences, lengths, strict=True)
+            if length
         ]
         for sequence, _ in active:
             if sequence.decodes:
@@ -238,7 +240,7 @@ def attend_resident(
         fp32 out (r, h, d) and lse (r, h); -inf for rows that attend to nothing.
     """
     resident = batch.resident.get(peer)
-    first = len(resident.requests) if resident is not None else 0
+    first = len(resident.sequences) if resident is not None else 0
     parts: list[tuple[Tensor, Tensor]] = []
     if resident is not None:
         parts.append(engine.attend_rows(layer, q_rhd[:first], resident))
@@ -400,7 +402,7 @@ class _LayerExchange:
 
 def _tokens(batch: IterationBatch) -> Tensor:
     """Return the tokens of own rows, (r,) int64."""
-    decoding = torch.tensor([row.token for row in batch.decoding], dtype=torch.int64)
+    decoding = torch.tensor([sequence.token for sequence in batch.decoding], dtype=torch.int64)
     chunks = [
         torch.from_numpy(chunk.sequence.tokens(chunk.span).astype(np.int64))
         for chunk in batch.chunks
@@ -410,6 +412,6 @@ def _tokens(batch: IterationBatch) -> Tensor:
 
 def _positions(batch: IterationBatch) -> Tensor:
     """Return the positions of own rows, (r,) int64."""
-    decoding = torch.tensor([row.next for row in batch.decoding], dtype=torch.int64)
+    decoding = torch.tensor([sequence.next for sequence in batch.decoding], dtype=torch.int64)
     chunks = [torch.arange(chunk.span.start, chunk.span.stop) for chunk in batch.chunks]
     return torch.cat([decoding, *chunks]) if chunks else decoding

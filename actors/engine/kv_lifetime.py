@@ -1,4 +1,4 @@
-"""How long a rank keeps a sequence's KV: between its steps, while it decodes, and after its end.
+"""The lifetime of a sequence's KV on a rank: between steps, while it decodes, and after its end.
 
 A sequence has a step for each chunk of its prompt; several may be pending at once, and between two
 of them its KV is idle. The KV is freed when the last pending step is over and either all of it was
@@ -201,7 +201,7 @@ class KvReclaim:
             self._free(self._lifetime.finalize(step, cancelled=True))
             raise
 
-    def given_up(self, sequence_id: int) -> None:
+    def cancel_step_of(self, sequence_id: int) -> None:
         """Cancel a sequence that has a step."""
         self._lifetime.cancel(sequence_id)
 
@@ -251,7 +251,7 @@ class KvReclaim:
     def free_sequence(self, sequence_id: int) -> None:
         """Free a sequence that has left the decode batch, unless a step still uses it."""
         if self._lifetime.leave_batch(sequence_id):
-            self._slots.free_request(sequence_id)
+            self._slots.free_sequence(sequence_id)
             self._slots_freed()
             self._reports.freed(sequence_id)
         elif self._lifetime.is_retained(sequence_id):
@@ -259,7 +259,7 @@ class KvReclaim:
 
     def _free(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            self._slots.free_request(sequence_id)
+            self._slots.free_sequence(sequence_id)
             if self._lifetime.pop_left(sequence_id):
                 self._reports.freed(sequence_id)
         self._slots_freed()

@@ -170,7 +170,7 @@ class EngineLoop:
         for chunk in step.chunks:
             if chunk.placement and chunk.sequence_id not in reserved:
                 # The sequence was cancelled: the decode batch has freed it already.
-                self._kv.given_up(chunk.sequence_id)
+                self._kv.cancel_step_of(chunk.sequence_id)
         return reserved
 
     def _is_reserved(self, sequence_id: int) -> bool:

@@ -225,7 +225,7 @@ class Reservations:
                     slots.share_slots(sequence_id, kv_slice.source, kv_slice.span)
             slots.allocate(sequence_id, spans)
         except FaultError:
-            slots.free_request(sequence_id)
+            slots.free_sequence(sequence_id)
             raise
 
     def _refuse_cancelled(self, sequence_id: int, owner: int) -> None:

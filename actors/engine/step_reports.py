@@ -1,4 +1,4 @@
-"""What a rank reports to the router about its steps, and when a step's KV counts as sent.
+"""Reports of a rank's steps to the router, and KV transfers that belong to steps.
 
 A step is over when it is computed and all of its KV has been sent to the gang that decodes it.
 """

@@ -59,14 +59,14 @@ BYTES = "csps.bytes"
 BYTES_SENT = "csps.bytes_sent"
 """Bytes sent to each rank of the gang, in rank order."""
 COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
-"""Waited for exchanges; and exchanges under way, waited for or not."""
+"""Seconds waited for exchanges; and seconds of exchanges under way, waited for or not."""
 PLACING_S, PLACING_STORED_S = "csps.placing_s", "csps.placing_stored_s"
 """Time for storing new KV elsewhere than it was computed, and its part for KV that passed
 anyway."""
 PLACING_WAITED_S, LAST_LAYER_S = "csps.placing_waited_s", "csps.last_layer_s"
-"""Waiting for what did not come by; and the whole last layer, in which nothing does."""
+"""Seconds waited for KV that did not pass; and seconds of the last layer, in which none passes."""
 CANCELLED = "csps.cancelled"
-"""True where nobody wanted the job's requests any more, and it stopped between two layers."""
+"""True if all sequences of the step were cancelled and it stopped between two layers."""
 
 
 @contextmanager
@@ -76,12 +76,12 @@ def traced_step(
     """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
     report their times when they end."""
     with span("prefill.compute", step.trace, {"csps.job": step.step_id, RANK: rank}):
-        # An urgent job without a trace runs inside of the span of the job that it interrupts.
+        # A step without a trace that preempts another runs inside the other's span.
         current = trace.get_current_span() if step.trace else NO_SPAN
         if not current.is_recording():
             yield current
             return
-        # Not a new one: the job's strategy has taken hold of this one when it was made.
+        # Switch the existing timeline on: the step's strategy refers to it since it was made.
         clock.timeline.on = wants_timeline(current.get_span_context())
         try:
             yield current

@@ -213,9 +213,9 @@ class SlotsOfSequence:
 class ResidentRows:
     """Slots of the sequences of some query rows, in the rows' order."""
 
-    def __init__(self, requests: Sequence[SlotsOfSequence]) -> None:
-        self.requests = requests
-        self._narrowed = any(request.narrowed for request in requests)
+    def __init__(self, sequences: Sequence[SlotsOfSequence]) -> None:
+        self.sequences = sequences
+        self._narrowed = any(sequence.narrowed for sequence in sequences)
         self._runs: dict[int, SlotRuns] = {}
 
     def grown(self) -> None:
@@ -228,10 +228,10 @@ class ResidentRows:
         if key not in self._runs:
             found: list[SlotRun] = [
                 (row, run.start, run.stop)
-                for row, request in enumerate(self.requests)
-                for run in request.runs(layer)
+                for row, sequence in enumerate(self.sequences)
+                for run in sequence.runs(layer)
             ]
-            self._runs[key] = SlotRuns(len(self.requests), found)
+            self._runs[key] = SlotRuns(len(self.sequences), found)
         return self._runs[key]
 
     def blocks(self, layer: int) -> list[tuple[int, KvBlock]]:
@@ -240,6 +240,6 @@ class ResidentRows:
             return []
         return [
             (row, block)
-            for row, request in enumerate(self.requests)
-            for block in request.blocks(layer)
+            for row, sequence in enumerate(self.sequences)
+            for block in sequence.blocks(layer)
         ]

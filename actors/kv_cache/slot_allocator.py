@@ -154,7 +154,7 @@ class SlotAllocator:
             if (slot_map := self._slot_maps.get(sequence_id)) is not None:
                 self._take(sequence_id, slot_map, SlotSet(slot_map.shared))
 
-    def free_request(self, sequence_id: int) -> int:
+    def free_sequence(self, sequence_id: int) -> int:
         """Free all slots of a sequence; return how many, 0 for an unknown one."""
         return self.free_span(sequence_id, _ALL_POSITIONS)
 

@@ -132,7 +132,8 @@ class Reservation:
                 f"{self.heads}, {self.layers} layers"
             )
         if not self._expects(narrowed=header.kept is not None, layer=header.layer):
-            raise TransferError(f"{header} mixes kept tokens and all tokens in a layer")
+            kind = "all tokens" if header.kept is None else "kept tokens only"
+            raise TransferError(f"{header} brings {kind}, which the sequence does not expect there")
         span = header.span
         left = {(header.layer, h): self._left_of(header.layer, h) for h in header.heads}
         if any(

@@ -90,7 +90,7 @@ class SendQueue:
         is late."""
         self._staging = Staging(pool.k.device)
         self.threads = [
-            threading.Thread(target=work, name=f"kv-{name}-{self._place}", daemon=True)
+            threading.Thread(target=work, name=f"kv-{name}-{self._decode_rank}", daemon=True)
             for name, work in (("credits-of", self._listen), ("to", self._run))
         ]
         for thread in self.threads:
@@ -150,7 +150,7 @@ class SendQueue:
         except PeerLost as exc:
             self._end(exc)
             if not self._connection.closed:
-                self._on_lost(f"decode rank {self._place}: {exc}")
+                self._on_lost(f"decode rank {self._decode_rank}: {exc}")
         except Exception as exc:
             by_itself = not self._connection.closed
             # Messages under way must not arrive: their slots belong to others in a moment.
@@ -160,7 +160,7 @@ class SendQueue:
                 self._on_broken(exc)
 
     @property
-    def _place(self) -> int:
+    def _decode_rank(self) -> int:
         return self._peer - self._connection.decode_peers.start
 
     def _end(self, reason: Exception) -> None:
@@ -241,7 +241,7 @@ class SendQueue:
     def _complete(self) -> None:
         if self._received > self._charged:
             raise TransferError(
-                f"decode rank {self._place} acknowledged {self._received} bytes of "
+                f"decode rank {self._decode_rank} acknowledged {self._received} bytes of "
                 f"{self._charged} sent"
             )
         while self._under_way and self._under_way[0].end <= self._received:

@@ -67,7 +67,7 @@ def sample_batch(
         tokens[row] = token
     reports = _logprobs(samplers, logits_bv, tokens, possible)
     return [
-        _remembered(sampler, index, tokens[row], *reports.get(row, (None, ())))
+        _observed_sample(sampler, index, tokens[row], *reports.get(row, (None, ())))
         if math.isfinite(peaks[row])
         else sampler.error_at(peaks[row], index)
         for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True))
@@ -89,7 +89,7 @@ def _sampled_at_random(
     return zip(rows, sampled_b.tolist(), strict=True)
 
 
-def _remembered(
+def _observed_sample(
     sampler: TokenSampler,
     index: int,
     token: int,

@@ -1,4 +1,4 @@
-"""How one request's tokens are sampled, and the state that this needs between tokens.
+"""The sampling parameters of one request, and the state that they need between tokens.
 
 Shape suffix: v = vocabulary.
 """

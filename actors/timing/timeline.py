@@ -1,4 +1,4 @@
-"""What one rank did when: the phases of a prefill step, which become spans of its trace."""
+"""The phases of a prefill step on one rank with their times, which become spans of its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does before it serves: load its weights and open its end of the gang's log."""
+"""The start of a rank: its engine is loaded, and its end of the gang's log opened."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def run(cluster_name: str, *, emitted: bool) -> None:
                 {
                     "latest_ms": clock.latest_ns / 1e6,
                     "tokens": decode.tokens,
-                    "left": decode.held + (prefill.steps if prefill else 0),
+                    "left": decode.sequences + (prefill.steps if prefill else 0),
                     **({"emitted": decode.emitted} if emitted else {}),
                 }
             ),

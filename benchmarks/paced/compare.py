@@ -111,10 +111,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _requests(arguments: argparse.Namespace) -> FittedRequests:
-    drawn = workload("tetris-short")
-    size = Size(longest_input=drawn.longest_input // SMALLER, longest_output=LONGEST_ANSWER)
+    prompts = workload("tetris-short")
+    size = Size(longest_input=prompts.longest_input // SMALLER, longest_output=LONGEST_ANSWER)
     arrivals = Arrivals(rate=arguments.rate)
-    return generate(drawn, arguments.requests, arrivals=arrivals, seed=arguments.seed, size=size)
+    return generate(prompts, arguments.requests, arrivals=arrivals, seed=arguments.seed, size=size)
 
 
 async def ask_all(

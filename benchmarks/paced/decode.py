@@ -51,7 +51,7 @@ class PacedDecode:
     ) -> None:
         self._timeline, self._words = timeline, words
         self._slots = Slots(cluster.decode.kv_slots)
-        self._held: dict[int, _Reserved] = {}
+        self._sequences: dict[int, _Reserved] = {}
         self._batch = SequencedRanks(
             timeline,
             len(cluster.decode.instances),
@@ -70,9 +70,9 @@ class PacedDecode:
         self.ranks = PacedRanks(cluster.roles[-1], cluster, handlers, secret)
 
     @property
-    def held(self) -> int:
+    def sequences(self) -> int:
         """Return the number of sequences that hold slots."""
-        return len(self._held)
+        return len(self._sequences)
 
     # --- messages ---
 
@@ -83,24 +83,24 @@ class PacedDecode:
         sampled = len(request.generated_tokens) // 4
         slots = dict(slices)
         answer = {request.master: request.sampling.max_tokens - sampled}
-        for keeper, tokens in _tokens_on(request.answer).items() or answer.items():
-            slots[keeper] = slots.get(keeper, 0) + tokens
+        for holder, tokens in _tokens_on(request.answer).items() or answer.items():
+            slots[holder] = slots.get(holder, 0) + tokens
         self._slots.take(request.sequence_id, slots)
-        self._held[request.sequence_id] = _Reserved(
+        self._sequences[request.sequence_id] = _Reserved(
             request=request, missing=dict(slices), slices=slices, index=sampled
         )
 
     def _join(self, payload: Any, _: Peer) -> None:
         message = unpack(JoinBatch, payload)
-        held = self._held.get(message.sequence_id)
+        sequence = self._sequences.get(message.sequence_id)
         self._timeline.catch_up()
-        if held is None:
+        if sequence is None:
             return
-        request = held.request
+        request = sequence.request
         member = SimulatedMember(
             sequence=request.sequence_id,
             context=request.prompt_length + 1,
-            tokens=request.sampling.max_tokens - held.index - 1,
+            tokens=request.sampling.max_tokens - sequence.index - 1,
             master=request.master,
             ranks=message.instances,
         )
@@ -108,8 +108,10 @@ class PacedDecode:
             member.prompt = request.prompt_length
             self._batch.piggyback(member, message.budget)
         else:
-            assert not held.missing, "a request joins before its KV has landed"
-            held.index += 1
+            assert not sequence.missing, (
+                f"sequence {message.sequence_id} joins before its KV was received"
+            )
+            sequence.index += 1
             self._batch.join(member)
 
     def _cancel(self, payload: Any, _: Peer) -> None:
@@ -118,51 +120,51 @@ class PacedDecode:
         self._batch.leave(sequence_id, partial(self._leave, sequence_id))
 
     def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
-        """Take KV of a sequence that has arrived at an instance (`prefill.Landing`)."""
-        if (held := self._held.get(sequence_id)) is None:
+        """Take KV of a sequence that has arrived at an instance (`prefill.KvReceiver`)."""
+        if (sequence := self._sequences.get(sequence_id)) is None:
             return
-        held.missing[index] -= tokens
-        if not held.missing[index]:
-            del held.missing[index]
-            landed = RankKvReceived(
-                sequence_id=sequence_id, rank=index, tokens=held.slices[index], seconds=0.0
+        sequence.missing[index] -= tokens
+        if not sequence.missing[index]:
+            del sequence.missing[index]
+            received = RankKvReceived(
+                sequence_id=sequence_id, rank=index, tokens=sequence.slices[index], seconds=0.0
             )
-            self.ranks.ranks[index].tell("received", landed)
+            self.ranks.ranks[index].notify("received", received)
 
     # --- what the model tells ---
 
     def _sampled(self, batch_members: list[SimulatedMember]) -> None:
         sampled: dict[int, list[SampledToken]] = {}
         for member in batch_members:
-            if (held := self._held.get(member.sequence)) is None:
+            if (sequence := self._sequences.get(member.sequence)) is None:
                 continue
-            ends = held.index + 1 == held.request.sampling.max_tokens
+            ends = sequence.index + 1 == sequence.request.sampling.max_tokens
             sampled.setdefault(member.master, []).append(
                 SampledToken(
                     sequence_id=member.sequence,
-                    index=held.index,
-                    token=self._words.token(held.index),
+                    index=sequence.index,
+                    token=self._words.token(sequence.index),
                     finish_reason="length" if ends else None,
                 )
             )
-            held.index += 1
+            sequence.index += 1
         for master, tokens in sampled.items():
             self.tokens += len(tokens)
             if self.emitted is not None:
                 at_ns = time.monotonic_ns()
                 self.emitted.extend((token.sequence_id, token.index, at_ns) for token in tokens)
-            self.ranks.ranks[master].tell("tokens", SampledTokens.of(tokens))
+            self.ranks.ranks[master].notify("tokens", SampledTokens.of(tokens))
 
     def _prefilled(self, member: SimulatedMember) -> None:
         if not member.tokens:
             self._leave(member.sequence)
 
     def _leave(self, sequence_id: int) -> None:
-        if self._held.pop(sequence_id, None) is not None:
+        if self._sequences.pop(sequence_id, None) is not None:
             for index in self._slots.instances_of(sequence_id):
                 self._slots.release(sequence_id, index)
         for index, rank in enumerate(self.ranks.ranks):
-            rank.tell("freed", SlotsFreed(sequence_id=sequence_id, rank=index))
+            rank.notify("freed", SlotsFreed(sequence_id=sequence_id, rank=index))
 
 
 def _tokens_on(slices: tuple[KvSlice, ...]) -> dict[int, int]:

@@ -33,7 +33,7 @@ class Driver:
         self._prefill = GangClient("prefill", members(listing["prefill"]), self._notified)
         self._decode = GangClient("decode", members(listing["decode"]), self._notified)
         self._stamps: list[float] = []
-        self._heard: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         self._news = asyncio.Event()
 
     async def start(self) -> None:
@@ -49,7 +49,7 @@ class Driver:
 
     async def ask(self, sequence_id: int, prompt: int, tokens: int) -> list[float]:
         """Return `time.monotonic()` of each token of an answer."""
-        self._stamps, self._heard = [], Counter()
+        self._stamps, self._counts = [], Counter()
         slices = (KvSlice(instance=0, span=Span(start=0, stop=prompt)),)
         sampling = Sampling(max_tokens=tokens)
         reserve = ReserveKv(
@@ -77,11 +77,11 @@ class Driver:
         if method == "tokens":
             rows = len(unpack(SampledTokens, payload).sequence_ids)
             self._stamps += [time.monotonic()] * rows
-        self._heard[method] += 1
+        self._counts[method] += 1
         self._news.set()
 
     async def _until(self, method: str, count: int) -> None:
         async with asyncio.timeout(ANSWER_S):
-            while self._heard[method] < count:
+            while self._counts[method] < count:
                 self._news.clear()
                 await self._news.wait()

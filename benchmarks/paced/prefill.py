@@ -23,7 +23,7 @@ PREFILL, DECODE = 1, 2
 """Gang numbers, so that instances have ids."""
 
 
-class Landing(Protocol):
+class KvReceiver(Protocol):
     """The decode gang, as it receives KV."""
 
     def arrived(self, sequence_id: int, index: int, tokens: int) -> None:
@@ -37,12 +37,12 @@ class PacedPrefill:
         self,
         timeline: PacedTimeline,
         cluster: ClusterModel,
-        landing: Landing,
+        kv_receiver: KvReceiver,
         words: Words,
         secret: bytes,
     ) -> None:
         self._timeline, self._cluster = timeline, cluster
-        self._landing, self._words = landing, words
+        self._kv_receiver, self._words = kv_receiver, words
         self._jobs: dict[int, PrefillStep] = {}
         self.ranks = PacedRanks(
             "prefill", cluster, {"prefill": self._prefill, "cancel": self._cancel}, secret
@@ -86,14 +86,14 @@ class PacedPrefill:
 
     def computed(self, step: RunStep) -> None:
         job = self._jobs[step.step_id]
-        drawn = []
+        sampled = []
         for chunk in job.chunks:
             if chunk.last:
                 index = len(chunk.generated_tokens) // 4
                 ends = index + 1 == chunk.sampling.max_tokens
                 token = self._words.token(index)
                 reason = "length" if ends else None
-                drawn.append(
+                sampled.append(
                     SampledToken(
                         sequence_id=chunk.sequence_id,
                         index=index,
@@ -101,15 +101,15 @@ class PacedPrefill:
                         finish_reason=reason,
                     )
                 )
-        if drawn:
-            self.ranks.ranks[job.group[-1]].tell("tokens", SampledTokens.of(drawn))
+        if sampled:
+            self.ranks.ranks[job.group[-1]].notify("tokens", SampledTokens.of(sampled))
 
     def arrived(self, sequence: int, instance: int, tokens: int) -> None:
-        self._landing.arrived(sequence, index_of(instance), tokens)
+        self._kv_receiver.arrived(sequence, index_of(instance), tokens)
 
     def step_done(self, step: int, instance: int, took_ns: int) -> None:
         rank = index_of(instance)
-        self.ranks.ranks[rank].tell(
+        self.ranks.ranks[rank].notify(
             "prefill_done",
             PrefillDone(
                 step_id=step,
@@ -124,7 +124,7 @@ class PacedPrefill:
         )
 
 
-def _shares(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
+def _placed(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
     return tuple(
         PlacedSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span)
         for kv_slice in slices
@@ -141,12 +141,12 @@ def _step(job: PrefillStep) -> RunStep:
                 chunk.sequence_id,
                 chunk.start,
                 chunk.length,
-                _shares(chunk.rows),
-                _shares(chunk.placement),
+                _placed(chunk.rows),
+                _placed(chunk.placement),
             )
             for chunk in job.chunks
         ),
-        history=tuple(_shares(chunk.history) for chunk in job.chunks),
+        history=tuple(_placed(chunk.history) for chunk in job.chunks),
         strategy=job.strategy,
         cls="exact",
         high_priority=job.high_priority,

@@ -45,7 +45,7 @@ class PacedRank:
         self._router = peer
         return pack(self._description)
 
-    def tell(self, method: str, message: Any) -> None:
+    def notify(self, method: str, message: Any) -> None:
         """Notify the router, if it is connected."""
         if self._router is not None and not self._router.closed.done():
             self._router.notify(method, pack(message))

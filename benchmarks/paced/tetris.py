@@ -118,10 +118,10 @@ def _row(trace: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]
 
 def requests_of(trace: str, seconds: float, seed: int) -> FittedRequests:
     """Return a trace's requests at the cluster's scale, with answers of one token."""
-    drawn, rate = workload(f"tetris-{trace}"), LOADS[trace]
-    size = Size(longest_input=drawn.longest_input // SMALLER, longest_output=1)
+    prompts, rate = workload(f"tetris-{trace}"), LOADS[trace]
+    size = Size(longest_input=prompts.longest_input // SMALLER, longest_output=1)
     return generate(
-        drawn, max(1, round(rate * seconds)), arrivals=Arrivals(rate=rate), seed=seed, size=size
+        prompts, max(1, round(rate * seconds)), arrivals=Arrivals(rate=rate), seed=seed, size=size
     )
 
 

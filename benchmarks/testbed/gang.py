@@ -97,7 +97,7 @@ class Gang:
     def __init__(self, bed: Testbed) -> None:
         self._bed = bed
         self.processes: list[subprocess.Popen[str]] = []
-        self._heard: dict[type, asyncio.Queue[Any]] = {
+        self._messages: dict[type, asyncio.Queue[Any]] = {
             kind: asyncio.Queue() for kind in _KINDS.values()
         }
         self._jobs = 0
@@ -130,7 +130,7 @@ class Gang:
             RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(found)
         )
         members = GangMembers(gang_id=configs[0]["gang_id"], ranks=tuple(addresses))
-        self._client = GangClient("prefill", members, self._hear, deadline_s=START_S)
+        self._client = GangClient("prefill", members, self._receive, deadline_s=START_S)
         await self._client.connect(secret=secret.encode(), router_id="testbed")
         await self._client.attach(generation=1)
 
@@ -216,13 +216,13 @@ class Gang:
         traffic, before = self._bed.traffic(), [CpuTime.of(pid) for pid in pids]
         begin = time.perf_counter()
         self._submit(job, tokens)
-        drawn = await self._next(SampledTokens)
+        sampled = await self._next(SampledTokens)
         ttft_s = time.perf_counter() - begin
         done = [await self._next(PrefillDone) for _ in pids]
         used = [CpuTime.of(pid) - then for pid, then in zip(pids, before, strict=True)]
-        self._forget(job)
+        self._free(job)
         return JobResult(
-            token=drawn.tokens[0],
+            token=sampled.tokens[0],
             trace_id=job.trace["traceparent"].split("-")[1],
             ttft_s=ttft_s,
             done=tuple(sorted(done, key=lambda d: d.rank)),
@@ -235,10 +235,10 @@ class Gang:
         start = job.chunks[0].start
         for member in range(self.client.world_size):
             rows = [np.array(part.span.positions) - start for part in computed_by(job, member)]
-            share = tokens[np.concatenate(rows)].tobytes() if rows else b""
-            self.client.notify(member, "prefill", schema.pack(replace(job, tokens=share)))
+            own_tokens = tokens[np.concatenate(rows)].tobytes() if rows else b""
+            self.client.notify(member, "prefill", schema.pack(replace(job, tokens=own_tokens)))
 
-    def _forget(self, job: PrefillStep) -> None:
+    def _free(self, job: PrefillStep) -> None:
         """Free the KV slots of a job that has ended."""
         self.client.notify_all(
             "cancel", schema.pack(CancelSequence(sequence_id=job.chunks[0].sequence_id))
@@ -246,9 +246,9 @@ class Gang:
 
     # --- what the ranks say ----------------------------------------------------------------
 
-    def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+    def _receive(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if kind := _KINDS.get(method):
-            self._heard[kind].put_nowait(schema.unpack(kind, payload))
+            self._messages[kind].put_nowait(schema.unpack(kind, payload))
 
     async def _next(self, kind: type[T]) -> T:
         """Return the next message of a kind.
@@ -256,8 +256,8 @@ class Gang:
         Raises:
             JobFailedError: a rank gives up or is gone.
         """
-        failure = asyncio.ensure_future(self._heard[RequestFailed].get())
-        message = asyncio.ensure_future(self._heard[kind].get())
+        failure = asyncio.ensure_future(self._messages[RequestFailed].get())
+        message = asyncio.ensure_future(self._messages[kind].get())
         waited_for = [message, failure, self.client.lost]
         try:
             await asyncio.wait(waited_for, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)

@@ -20,7 +20,7 @@ _NAMESPACES = Path("/run/netns")
 
 
 class UnavailableError(RuntimeError):
-    """This machine or user cannot have a testbed."""
+    """The machine or user cannot have a testbed."""
 
 
 def require() -> None:

@@ -187,7 +187,7 @@ def _claim_new() -> tuple[Claim, Testbed]:
     iproute.require()
     bed = Testbed(f"csps-{secrets.token_hex(3)}")
     for namespace in bed.namespaces:
-        # Deleting by name is only safe for names that nobody else had before.
+        # Deleting by name is safe only for names that this process has made.
         assert not iproute.exists(namespace), f"{namespace} is not ours"
     return Claim(bed.name), bed
 

@@ -70,7 +70,8 @@ def start(
         settings: settings that replace or extend the testbed's.
 
     Raises:
-        RuntimeError: Ray was already started in this bed, or does not start; the message has its last output.
+        RuntimeError: Ray was already started in this bed, or does not start; the message has its
+            last output.
         CspsError: the application cannot be deployed.
     """
     folder = _new_folder(bed)

@@ -1,7 +1,8 @@
-"""A rank that writes its spans and the timeline of every job to a file:
+"""A rank that writes its spans and the timeline of every job to a file.
 
-`python traced_rank.py SPANS_DIR CONFIG`. Everything else is `csps.actors.host_rank`, which has no
-SDK.
+    python traced_rank.py SPANS_DIR CONFIG
+
+Everything else is `csps.actors.host_rank`, which has no SDK.
 """
 
 from __future__ import annotations

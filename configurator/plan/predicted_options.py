@@ -155,8 +155,8 @@ class DirectAnswerer:
 
         They descend from the largest ratios over the predicted ones to nothing.
         """
-        centres = self.space.groups.centres(LARGEST_RATIO)
-        most = [max(of_heads) for of_heads in centres]
+        centers = self.space.groups.centers(LARGEST_RATIO)
+        most = [max(of_heads) for of_heads in centers]
         predicted = [
             min(max(ratio, 0.0), top) for ratio, top in zip(prediction.ratios, most, strict=True)
         ]
@@ -168,7 +168,7 @@ class DirectAnswerer:
             ]
             yield tuple(
                 tuple(round(ratio * head / max(of_heads), 4) for head in of_heads)
-                for ratio, of_heads in zip(ratios, centres, strict=True)
+                for ratio, of_heads in zip(ratios, centers, strict=True)
             )
 
     def _cut(

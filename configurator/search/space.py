@@ -93,7 +93,7 @@ class LayerGroups:
         """Number of layers."""
         return self.runs[-1].stop
 
-    def centres(self, anchor: float) -> tuple[Spread, ...]:
+    def centers(self, anchor: float) -> tuple[Spread, ...]:
         """Return ratios p^a : p^b = a : b of every run and head; the widest spread has `anchor`."""
         widest = max(map(max, self.spreads))
         return tuple(
@@ -190,10 +190,10 @@ class Space:
         steps = round(self.reach / self.step)
         return [
             _distinct(
-                tuple(_clipped(centre + number * self.step) for centre in of_heads)
+                tuple(_clipped(center + number * self.step) for center in of_heads)
                 for number in range(-steps, steps + 1)
             )
-            for of_heads in self.groups.centres(anchor)
+            for of_heads in self.groups.centers(anchor)
         ]
 
     def ratios(self) -> Iterator[Ratios]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import math
 import os
 import platform
@@ -32,6 +33,8 @@ from csps.loadgen.results.record import Slo
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.workloads.request import WorkloadRequest
 from csps.protocols.core.errors import ConfigError, FaultError
+
+_log = logging.getLogger(__name__)
 
 _EARLY_NS = 500_000
 """Time by which a request may leave early. Timers have a resolution of a millisecond. Aimed at the
@@ -223,6 +226,7 @@ class Target:
             extra_body=arguments.extra_body,
         )
         positions = arguments.max_model_len or model.get("max_model_len")
+        _log.info("%s serves model %s with %s positions", url, api.model, positions)
         return cls(server=server, api=api, url=url, positions=positions)
 
     async def warm_up(self, arguments: argparse.Namespace) -> None:
@@ -238,7 +242,9 @@ class Target:
         load_client = LoadClient(self.server, self.api, request_timeout_s=arguments.request_timeout)
         users = min(arguments.max_concurrency or WARMUP_USERS, arguments.num_warmups)
         await LoadDriver(load_client, selected.requests, users=users).run()
-        if load_client.counts.completed == 0:
+        completed = load_client.counts.completed
+        _log.info("warm-up: %d of %d requests completed", completed, arguments.num_warmups)
+        if completed == 0:
             raise FaultError(f"no warm-up request succeeded: {load_client.records[0].error}")
 
 

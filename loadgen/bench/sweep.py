@@ -6,6 +6,7 @@ Rates are doubled until one is missed; then the gap is halved.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ class RateSearch:
     highest: float = math.inf
     """Highest rate to try."""
     tried: dict[float, bool] = field(default_factory=dict)
-    """Whether each tried rate met the SLO."""
+    """True if each tried rate met the SLO."""
 
     @property
     def met(self) -> float | None:
@@ -65,6 +66,8 @@ class RateSearch:
         """Record the outcome of a rate."""
         self.tried[rate] = ok
 
+
+_log = logging.getLogger(__name__)
 
 NORMALIZED = tuple(f"mean_normalized_{part}_latency_ms" for part in ("total", "input", "output"))
 """LoongServe's latencies: end to end per token in and out, TTFT per token in, and TPOT."""
@@ -244,6 +247,7 @@ class Sweep:
         requests = max(self._arguments.num_prompts, math.ceil(rate * self._arguments.min_duration))
         at_rate = _changed(self._arguments, request_rate=rate, num_prompts=requests)
         result = await self._measure(target, at_rate, self._label, limits)
+        _log.info("rate %.3g requests/s: %s", rate, result["slo_missed"] or "SLO met")
         return bool(result["slo_kept"])
 
     async def _measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from csps.loadgen.workloads.request import WorkloadRequest
 from csps.models.needle_prompts.haystack import is_correct
 from csps.models.needle_prompts.words import split_words
 from csps.protocols.core.errors import FaultError
+
+_log = logging.getLogger(__name__)
 
 Backend = Literal["openai", "openai-chat", "vllm", "csps"]
 ENDPOINTS: dict[str, str] = {
@@ -101,7 +104,7 @@ class StreamedAnswer:
         self.usage: dict[str, Any] = {}
         self.error = ""
         self.ended = False
-        """Whether the server has ended the stream."""
+        """True if the server has ended the stream."""
         self._ended_ns = 0
         self._rest = b""
         self._whole = bytearray()
@@ -300,6 +303,9 @@ class LoadClient:
             text=answer.text,
         )
         self.records.append(record)
+        if not done:
+            due_s = record.scheduled_ns / 1e9
+            _log.debug("request due at %.3f s: %s: %s", due_s, status, error)
         self._count(record)
         return record
 

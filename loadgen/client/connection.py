@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from csps.protocols.core.errors import ConfigError, ConnectionLost, FaultError, ProtocolError
+
+_log = logging.getLogger(__name__)
 
 OnBody = Callable[[bytes, int], None]
 """Callback for a part of the body and its time of reading (`time.perf_counter_ns`)."""
@@ -174,6 +177,7 @@ class Server:
         except OSError as error:
             raise ConnectionLost(f"no connection: {error.strerror or error}") from None
         self.connections += 1
+        _log.debug("opened connection %d to %s:%d", self.connections, self._host, self._port)
         return connection
 
     async def ask(self, path: str) -> Any:

@@ -43,7 +43,7 @@ class RequestRecord:
     error: str = ""
     """Reason why it has not completed."""
     correct: bool | None = None
-    """Whether the answer was right. None: unknown."""
+    """True if the answer was right. None: unknown."""
     objective: RequestObjective | None = None
     text: str = ""
     """Text of the answer."""

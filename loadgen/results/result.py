@@ -106,7 +106,7 @@ class RunDescription:
     """Metrics whose percentiles are reported. Means of all metrics are reported."""
     length_buckets: Sequence[int] = DEFAULT_BUCKETS
     detailed: bool = False
-    """Whether every gap and every text are stored, besides the columns of requests."""
+    """True if every gap and every text are stored, besides the columns of requests."""
     facts: dict[str, Any] = field(default_factory=dict)
     """More fields: workload, server, machine, the user's notes."""
 

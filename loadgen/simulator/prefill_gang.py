@@ -145,7 +145,7 @@ class _StepRun:
     task: SimulatedStep | None = None
     computed: bool = False
     ending: bool = False
-    """Whether `_ended` is running for this step."""
+    """True if `_ended` is running for this step."""
 
 
 class PrefillGang:

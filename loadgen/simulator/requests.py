@@ -108,7 +108,7 @@ class SimulatedSequence:
     cached: int = 0
     """Prompt tokens that are reused instead of computed."""
     retain: bool = False
-    """Whether the KV stays until the gang is told what to retain."""
+    """True if the KV stays until the gang is told what to retain."""
     evictions: list[Evict] = field(default_factory=list)
     """Evictions that arrived before the `Retain` that they apply to."""
     missing: dict[InstanceId, int] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class SimulatedSequence:
     member: SimulatedMember | None = None
     """The sequence's member of the decode batch."""
     over: bool = False
-    """Whether the sequence has stopped serving its request."""
+    """True if the sequence has stopped serving its request."""
 
     @property
     def instances(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class Writer:
     needles: int = 4
     """Facts in a prompt, one of which is asked for; short prompts have fewer."""
     chat: bool = False
-    """Whether the question ends a user's message, without a completion prompt's cue."""
+    """True if the question ends a user's message, without a completion prompt's cue."""
     count: Count | None = None
     """Function that counts the tokens of a text. None: words, the included model's tokens."""
 

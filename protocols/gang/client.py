@@ -134,14 +134,20 @@ class GangClient:
 
     def _check_descriptions(self) -> None:
         first = self.descriptions[0]
-        for rank, told in enumerate(self.descriptions):
+        for rank, described in enumerate(self.descriptions):
             expected = (self.gang_id, rank, self.world_size, first.tp, first.model_fingerprint)
-            found = (told.gang_id, told.rank, told.world_size, told.tp, told.model_fingerprint)
+            found = (
+                described.gang_id,
+                described.rank,
+                described.world_size,
+                described.tp,
+                described.model_fingerprint,
+            )
             if found != expected:
                 raise ConfigError(f"rank {rank} says it is {found}, expected {expected}")
-            if told.role not in (self.role, "elastic"):
+            if described.role not in (self.role, "elastic"):
                 raise ConfigError(
-                    f"rank {rank} of gang {self.gang_id} is a {told.role} rank; "
+                    f"rank {rank} of gang {self.gang_id} is a {described.role} rank; "
                     f"allowed are {self.role} and elastic"
                 )
         if self.world_size % first.tp:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         folder = direct_folder(out, kind)
         model.save(folder)
         print(f"best for objective '{kind}', in {folder}")
-        print(f"  {model.description.samples} answers of the search")
+        print(f"  {model.description.samples} results of the search")
 
 
 def _accuracy(

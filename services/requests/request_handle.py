@@ -151,7 +151,7 @@ class RequestHandle:
         self.context: Context = otel_context.get_current()
         """OpenTelemetry context of the submitter: the request's span."""
         self.carrier = trace_context.inject()
-        """The same context as trace headers, for messages to ranks."""
+        """Trace headers of `context`, for messages to ranks."""
         self._on_cancel = on_cancel
         self._tokens: deque[SampledToken] = deque()
         self._generated: list[int] = []

@@ -233,7 +233,7 @@ def explained_plan(
     wish = "sparse attention within the bounds" if spec.open else "sparse attention"
     reasons = [f"the client asked for {wish}; {why}"]
     if not lossless and loss is None:
-        reasons.append("what it loses of accuracy was not predicted")
+        reasons.append("its accuracy loss was not predicted")
     return AttentionPlan(
         attention="csa",
         strategy=strategy,
@@ -245,7 +245,7 @@ def explained_plan(
 
 def piggyback_plan(spec: RequestSpec, budget: int) -> AttentionPlan:
     """Return the plan that `explain` shows for a piggybacked prefill."""
-    chunks = f"in pieces beside rows that decode, {budget} tokens an iteration"
+    chunks = f"computed in chunks beside decoding, {budget} tokens an iteration"
     return AttentionPlan(
         strategy=PIGGYBACKED,
         predicted_accuracy_loss=0.0,

@@ -51,12 +51,12 @@ def request(sequence_id: int, sampling: Sampling = GREEDY) -> Request:
     )
 
 
-def job(request: Request) -> PrefillStep:
+def step_of(request: Request) -> PrefillStep:
     return job_of([request.chunk()], [0, 1])
 
 
 async def successor(cell: ThreadCell) -> ThreadCell:
-    """Another router on the same gangs; its numbers go on where the first one's end."""
+    """Attach another router to the same gangs; its generation follows the first one's."""
     other = ThreadCell()
     other.prefill_gang, other.decode_gang = cell.prefill_gang, cell.decode_gang
     other._job_ids = cell._job_ids
@@ -75,20 +75,22 @@ async def check_serves(cell: ThreadCell, model: Path, sequence_id: int = 99) -> 
 
 
 async def leave_work_of_every_kind(cell: ThreadCell) -> None:
-    """Reserved, queued, under way, kept between chunks, landed, and decoding."""
-    kept, landed, decoding, under_way, queued, reserved = (request(r, ENDLESS) for r in range(1, 7))
-    for sequence in (landed, decoding, under_way, queued, reserved):
+    """Leave reserved, queued, running, retained, transferred and decoding sequences behind."""
+    retained, transferred, decoding, under_way, queued, reserved = (
+        request(r, ENDLESS) for r in range(1, 7)
+    )
+    for sequence in (transferred, decoding, under_way, queued, reserved):
         await cell.reserve(sequence)
     await cell.prefilled(
-        cell.submit(job_of([kept.chunk(0, 20, placement=())], [0, 1]), kept.prompt[:20])
+        cell.submit(job_of([retained.chunk(0, 20, placement=())], [0, 1]), retained.prompt[:20])
     )
-    for sequence in (landed, decoding):
-        cell.submit(job(sequence), sequence.prompt)
-        await cell.told(2, RankKvReceived, sequence_id=sequence.sequence_id)
+    for sequence in (transferred, decoding):
+        cell.submit(step_of(sequence), sequence.prompt)
+        await cell.until_received(2, RankKvReceived, sequence_id=sequence.sequence_id)
     await cell.join(decoding)
     await cell.until(lambda: len(cell.tokens(decoding.sequence_id)) > 2)
-    first = cell.submit(job(under_way), under_way.prompt, ranks=[0])
-    second = cell.submit(job(queued), queued.prompt, ranks=[0])
+    first = cell.submit(step_of(under_way), under_way.prompt, ranks=[0])
+    second = cell.submit(step_of(queued), queued.prompt, ranks=[0])
     cell.submit(cell.jobs[first], under_way.prompt, ranks=[1])
     cell.submit(cell.jobs[second], queued.prompt, ranks=[1])
 
@@ -105,7 +107,8 @@ async def test_work_ends_when_its_router_disconnects(tiny_llama: Path) -> None:
 async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections are open until then; it is hung up on, and never obeyed again."""
+    """The silent router's connections are open until then; it is disconnected and never obeyed
+    again."""
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
         with pytest.raises(RanksHeld, match=f"generation {cell.generation} still commands"):
@@ -131,14 +134,14 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
 async def test_a_router_keeps_a_rank_that_was_stalled(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its words lie unread beside the question of a newer router."""
+    """The router's heartbeats lie unread beside the question of a newer one."""
     said = threading.Event()
 
     async def from_then_on(seconds: float) -> None:
         await asyncio.to_thread(said.wait, ANSWER_S)
         await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(router_connection, "asyncio", Mock(sleep=from_then_on))
+    monkeypatch.setattr(router_connection, "asyncio", Mock(wraps=asyncio, sleep=from_then_on))
     async with cell_of(tiny_llama) as cell:
         newer = Cell()
         gang = GangClient("prefill", cell.prefill_gang.members, ignore)
@@ -155,7 +158,7 @@ async def test_a_router_keeps_a_rank_that_was_stalled(
 
 
 def ignore(*_: object) -> None:
-    """A notification."""
+    """Ignore a notification."""
 
 
 async def test_a_reservation_that_arrives_after_its_router_left_is_dropped(
@@ -164,12 +167,12 @@ async def test_a_reservation_that_arrives_after_its_router_left_is_dropped(
     """A rank may read it after the gang has been told that the router is gone."""
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(1))
-        leader, follower = cell.decode_gang.ranks
+        leader, member = cell.decode_gang.ranks
         owner = leader._attachment.owner
         cell.decode_gang.conduct(lambda sequencer: sequencer.end_owner(owner))
         await cell.freed(1)
         with pytest.raises(Cancelled):
-            follower.loop.decode_batch.reservations.reserve(request(2).reserve(cell.epoch), owner)
+            member.loop.decode_batch.reservations.reserve(request(2).reserve(cell.epoch), owner)
         cell.check_idle()
 
 
@@ -184,7 +187,7 @@ async def test_many_peers_may_describe_one_rank(tiny_llama: Path) -> None:
         answer = await onlooker.call("stats", None, deadline_s=ANSWER_S)
         assert unpack(RankStats, answer).kv_slots == 16384
         for method, message in (
-            ("prefill", job(request(51))),
+            ("prefill", step_of(request(51))),
             ("cancel", CancelSequence(sequence_id=1)),
             ("reserve", request(51).reserve(cell.epoch)),
             ("join", JoinBatch(sequence_id=51, first_token=1)),
@@ -199,12 +202,12 @@ async def test_many_peers_may_describe_one_rank(tiny_llama: Path) -> None:
 
 
 async def test_a_step_that_reached_only_some_members_is_dropped(tiny_llama: Path) -> None:
-    """It began nowhere, so that nobody waits for it, and what it was given comes back."""
+    """The step began nowhere, so no rank waits for it, and its slots are freed."""
     async with cell_of(tiny_llama) as cell:
         for rank in (0, 1):
             sequence = request(1 + rank)
             await cell.reserve(sequence)
-            cell.submit(job(sequence), sequence.prompt, ranks=[rank])
+            cell.submit(step_of(sequence), sequence.prompt, ranks=[rank])
         await cell.prefill.stats()
         assert all(rank.engine.pool.slots.used for rank in cell.prefill_gang.ranks)
         await cell.disconnect()
@@ -219,8 +222,8 @@ async def test_a_step_that_arrives_after_its_router_left_is_dropped(tiny_llama: 
         owner = leader._attachment.owner
         cell.prefill_gang.conduct(lambda sequencer: sequencer.end_owner(owner))
         sequence = request(1)
-        cell.submit(job(sequence), sequence.prompt)
-        await cell.told(2, PrefillDone, cancelled=True)
+        cell.submit(step_of(sequence), sequence.prompt)
+        await cell.until_received(2, PrefillDone, cancelled=True)
         await cell.idle()
 
 
@@ -233,7 +236,7 @@ async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None
 
 
 async def test_a_step_waits_for_slots_of_a_former_router(tiny_llama: Path) -> None:
-    """Its KV is still on its way when the next router fills the pool."""
+    """The former router's KV is still on its way when the next router fills the pool."""
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_shares(40, [0]))
         await cell.reserve(request)

@@ -1,4 +1,4 @@
-"""What nobody wants any more is not computed, and what others want is as it was."""
+"""Cancelled sequences are not computed, and the others' results do not change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BOUNDS = (0, 15, 33, 60, 75)
 
 
 def plan(drop_ratio: float, **fields: Any) -> CsaPlan:
-    """Of three layers the one in the middle drops."""
+    """Return a plan in which the middle one of three layers drops tokens."""
     whole = uniform_plan(
         SERVERS, levels=3, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=2
     )
@@ -79,13 +79,13 @@ class Work:
         return counting
 
 
-def ran(gang: StrategyRanks, job: PrefillStep, cancelled: tuple[int, ...]) -> tuple[Tensor, int]:
-    """All rows after the last layer, and the work that they took."""
+def ran(gang: StrategyRanks, step: PrefillStep, cancelled: tuple[int, ...]) -> tuple[Tensor, int]:
+    """Return all rows after the last layer, and the work that they took."""
     work = Work()
     with pytest.MonkeyPatch.context() as patch:
         for module in MODULES:
             patch.setattr(module, "attention", work.counted(module.attention))
-        results = gang.run(job, strategy_of, cancelled=cancelled)
+        results = gang.run(step, strategy_of, cancelled=cancelled)
     return torch.cat([result.x_td for result in results]), work.done
 
 
@@ -97,7 +97,7 @@ def test_cancelled_sequences_are_not_computed(gangs: Gangs, case: str) -> None:
         KvSlice(instance=2, span=Span(start=0, stop=9)),
         KvSlice(instance=1, span=Span(start=9, stop=11)),
     ]
-    job = job_of(
+    step = job_of(
         BOUNDS,
         LENGTHS,
         starts=[0, 11, 0, 0],
@@ -105,14 +105,14 @@ def test_cancelled_sequences_are_not_computed(gangs: Gangs, case: str) -> None:
         strategy=strategy,
         csa=csa,
     )
-    gang.hold_history(job, gang.forwards(job))
+    gang.hold_history(step, gang.forwards(step))
     try:
-        whole, most = ran(gang, job, ())
-        first, left = ran(gang, job, (1, 2))
-        other, rest = ran(gang, job, (0, 3))
+        whole, most = ran(gang, step, ())
+        first, left = ran(gang, step, (1, 2))
+        other, rest = ran(gang, step, (0, 3))
     finally:
         for engine in gang.engines:
-            engine.pool.slots.free_request(1)
+            engine.pool.slots.free_sequence(1)
     assert left + rest == most
     assert 0 < left < rest, "the second piece is the longest"
     assert first.isfinite().all()

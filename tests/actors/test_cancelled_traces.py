@@ -1,4 +1,4 @@
-"""A job that is stopped between two layers is no error in its trace, and tells what it cost."""
+"""A step that is stopped between two layers is no error in its trace, and its costs are traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gang_threads import thread_cell
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from paused_ranks import HeldSteps
+from paused_ranks import PausedSteps
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
@@ -41,7 +41,7 @@ async def test_a_stopped_step_is_traced(
     strategy: str,
     tp: int,
 ) -> None:
-    steps, plan = HeldSteps(monkeypatch), None
+    steps, plan = PausedSteps(monkeypatch), None
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = uniform_plan(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
@@ -49,8 +49,8 @@ async def test_a_stopped_step_is_traced(
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:
         await cell.reserve(request)
-        job = job_of([request.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
-        step_id = cell.submit(job, request.prompt)
+        step = job_of([request.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
+        step_id = cell.submit(step, request.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(step_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
@@ -65,7 +65,7 @@ async def test_a_stopped_step_is_traced(
 
 
 def check_stopped(span: ReadableSpan) -> None:
-    """Stopped, not failed: neither status nor a stack trace says otherwise."""
+    """Check that the span is neither failed nor has a stack trace."""
     assert span.attributes is not None
     assert span.status.status_code is trace.StatusCode.UNSET
     assert span.events == ()
@@ -74,7 +74,7 @@ def check_stopped(span: ReadableSpan) -> None:
 
 
 def check_phases(phases: list[ReadableSpan], exchange: str) -> None:
-    """Of the layer that was computed, its exchange among them, and of no other."""
+    """Check for phases of the one computed layer, its exchange among them, and of no other."""
     attributes = [phase.attributes for phase in phases if phase.attributes is not None]
     assert exchange in {attribute[PHASE] for attribute in attributes}
     assert {attribute[LAYER] for attribute in attributes if LAYER in attribute} <= {

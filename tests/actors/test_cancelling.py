@@ -14,7 +14,7 @@ import pytest
 from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from paused_ranks import HeldSteps
+from paused_ranks import PausedSteps
 
 from csps.protocols.core.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
 from csps.protocols.gang.messages import (
@@ -47,19 +47,19 @@ def request(sequence_id: int, length: int = 40, sampling: Sampling = GREEDY) -> 
     )
 
 
-def job(*requests: Request) -> PrefillStep:
+def step_of(*requests: Request) -> PrefillStep:
     return job_of([request.chunk() for request in requests], [0, 1])
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
-    """A function that does what it did and notes how it was called."""
+    """Replace a function by one that does the same and records its calls."""
     spy = Mock(wraps=pkgutil.resolve_name(name))
     monkeypatch.setattr(name, spy)
     return spy
 
 
 async def check_goes_on(cell: ThreadCell, model: Path) -> None:
-    """Everything came back, and a request that comes now is answered."""
+    """Check that all slots are free and a new request is answered."""
     await cell.freed(VICTIM)
     await cell.prefilled(*cell.jobs)
     await cell.prefill.stats()  # the cancellation came before it on every connection
@@ -86,13 +86,13 @@ async def test_an_unknown_sequence_is_cancelled(tiny_llama: Path) -> None:
 
 
 async def test_a_queued_sequence_is_cancelled(tiny_llama: Path) -> None:
-    """Behind a job that stands still because one rank has not received it."""
+    """The sequence waits behind a step that is paused because one rank has not received it."""
     async with cell_of(tiny_llama) as cell:
         victim, other = request(VICTIM), request(BYSTANDER)
         await cell.reserve(victim)
         await cell.reserve(other)
-        first = cell.submit(job(other), other.prompt, ranks=[0])
-        cell.submit(job(victim), victim.prompt, ranks=[0])
+        first = cell.submit(step_of(other), other.prompt, ranks=[0])
+        cell.submit(step_of(victim), victim.prompt, ranks=[0])
         cell.cancel(VICTIM)
         await cell.prefill.stats()
         cell.submit(cell.jobs[first], other.prompt, ranks=[1])
@@ -109,7 +109,7 @@ async def test_a_step_that_not_all_members_have_is_cancelled(tiny_llama: Path) -
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        step_id = cell.submit(job(victim), victim.prompt, ranks=[0])
+        step_id = cell.submit(step_of(victim), victim.prompt, ranks=[0])
         await cell.prefill.stats()
         cell.cancel(VICTIM)
         await cell.prefill.stats()  # rank 0 waits for the other one, and knows
@@ -122,11 +122,11 @@ async def test_a_step_that_not_all_members_have_is_cancelled(tiny_llama: Path) -
 async def test_a_running_step_is_cancelled(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = HeldSteps(monkeypatch)
+    steps = PausedSteps(monkeypatch)
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        step_id = cell.submit(job(victim), victim.prompt)
+        step_id = cell.submit(step_of(victim), victim.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(step_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
@@ -137,13 +137,13 @@ async def test_a_running_step_is_cancelled(
 
 
 async def test_one_sequence_of_a_batch_is_cancelled(tiny_llama: Path) -> None:
-    """The others want the job: it runs to its end, and only then are the slots freed. That rank 1
-    has not heard of the victim when it is cancelled makes no difference: the leader tells it."""
+    """The step runs to its end for the others, and only then are the slots freed. Rank 1 does not
+    know the victim when it is cancelled; the leader tells it, so this makes no difference."""
     async with cell_of(tiny_llama) as cell:
         victim, other = request(VICTIM), request(BYSTANDER, 7)
         await cell.reserve(victim)
         await cell.reserve(other)
-        both = job(victim, other)
+        both = step_of(victim, other)
         tokens = np.concatenate([victim.prompt, other.prompt])
         step_id = cell.submit(both, tokens, ranks=[0])
         cell.cancel(VICTIM)
@@ -160,7 +160,8 @@ async def test_one_sequence_of_a_batch_is_cancelled(tiny_llama: Path) -> None:
 async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    """Nothing is computed or sent of it but what its neighbours' rows come with."""
+    """Nothing of the cancelled sequence is computed or sent except along with its neighbors'
+    rows."""
     module = "ulysses" if strategy == "ulysses" else "sp_tp.head_attention"
     attended = spied(monkeypatch, f"csps.actors.attention.{module}.attention")
     sent = spied(monkeypatch, "csps.actors.kv_transfer.sender.destinations_of")
@@ -168,9 +169,9 @@ async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
         ahead, victim, other = request(3, 5), request(VICTIM), request(BYSTANDER, 7)
         for sequence in (ahead, victim, other):
             await cell.reserve(sequence)
-        first = cell.submit(job(ahead), ahead.prompt, ranks=[0])  # stands still
+        first = cell.submit(step_of(ahead), ahead.prompt, ranks=[0])  # stands still
         tokens = np.concatenate([victim.prompt, other.prompt])
-        both = cell.submit(replace(job(victim, other), strategy=strategy), tokens, ranks=[0])
+        both = cell.submit(replace(step_of(victim, other), strategy=strategy), tokens, ranks=[0])
         cell.cancel(VICTIM)
         await cell.prefill.stats()
         cell.submit(cell.jobs[first], ahead.prompt, ranks=[1])
@@ -184,7 +185,7 @@ async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
 
 
 async def test_a_sequence_is_cancelled_during_its_kv_transfer(tiny_llama: Path) -> None:
-    """A decode rank is held up while it writes, so that prefill cannot get rid of its KV."""
+    """A decode rank is blocked while it writes, so that the prefill gang cannot send on."""
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
@@ -192,7 +193,7 @@ async def test_a_sequence_is_cancelled_during_its_kv_transfer(tiny_llama: Path) 
         reservation = receiver.loop.decode_batch.reservations.find(VICTIM)
         assert reservation is not None
         with reservation.lock:
-            cell.submit(job(victim), victim.prompt)
+            cell.submit(step_of(victim), victim.prompt)
             await cell.until(lambda: cell.tokens(VICTIM))  # computed
             await cell.until(lambda: cell.about(RankKvReceived, sequence_id=VICTIM, rank=0))
             assert not cell.about(RankKvReceived, sequence_id=VICTIM, rank=1)
@@ -207,8 +208,8 @@ async def test_a_sequence_is_cancelled_after_its_kv_transfer(tiny_llama: Path) -
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        cell.submit(job(victim), victim.prompt)
-        await cell.told(2, RankKvReceived, sequence_id=VICTIM)
+        cell.submit(step_of(victim), victim.prompt)
+        await cell.until_received(2, RankKvReceived, sequence_id=VICTIM)
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
 
@@ -220,16 +221,16 @@ async def test_a_decoding_sequence_is_cancelled_beside_another(tiny_llama: Path)
         await cell.reserve(victim)
         await cell.reserve(other)
         for sequence in (victim, other):
-            cell.submit(job(sequence), sequence.prompt)
+            cell.submit(step_of(sequence), sequence.prompt)
             await cell.join(sequence)
         await cell.until(lambda: len(cell.tokens(VICTIM)) > 2 and len(cell.tokens(BYSTANDER)) > 2)
         cell.cancel(VICTIM)
         await cell.freed(VICTIM)
-        drawn = len(cell.tokens(VICTIM))
-        assert drawn < ENDLESS.max_tokens
+        sampled = len(cell.tokens(VICTIM))
+        assert sampled < ENDLESS.max_tokens
         await cell.until(lambda: cell.finished(BYSTANDER))
         assert cell.tokens(BYSTANDER) == greedy_tokens(tiny_llama, other.prompt.tolist(), 30)
-        assert len(cell.tokens(VICTIM)) == drawn  # nothing came after `freed`
+        assert len(cell.tokens(VICTIM)) == sampled  # nothing came after `freed`
         await cell.freed(BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 
@@ -257,8 +258,8 @@ async def test_a_join_after_its_cancellation_is_ignored(tiny_llama: Path) -> Non
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
-        cell.submit(job(victim), victim.prompt)
-        await cell.told(2, RankKvReceived, sequence_id=VICTIM)
+        cell.submit(step_of(victim), victim.prompt)
+        await cell.until_received(2, RankKvReceived, sequence_id=VICTIM)
         cell.cancel(VICTIM)
         cell.decode.notify(0, "join", pack(JoinBatch(sequence_id=VICTIM, first_token=1)))
         await check_goes_on(cell, tiny_llama)
@@ -286,9 +287,9 @@ async def test_a_bias_that_only_prefill_sees_fails_its_request_alone(tiny_llama:
     async with cell_of(tiny_llama) as cell:
         cell.failures_expected = True
         victim = request(VICTIM, sampling=Sampling(temperature=0, logit_bias={10_000: 1.0}))
-        cell.submit(job(victim), victim.prompt)
+        cell.submit(step_of(victim), victim.prompt)
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=VICTIM))
-        assert cell.heard[RequestFailed][0].code == "InvalidRequest"
+        assert cell.received[RequestFailed][0].code == "InvalidRequest"
         cell.cancel(VICTIM)
         await check_goes_on(cell, tiny_llama)
 
@@ -300,9 +301,11 @@ async def test_kv_without_a_connection_fails_its_sequence(tiny_llama: Path) -> N
             rank._kv_link.leave()
         victim = request(VICTIM)
         await cell.reserve(victim)
-        cell.submit(job(victim), victim.prompt)
-        await cell.told(2, RequestFailed, sequence_id=VICTIM)
-        assert {failure.code for failure in cell.heard[RequestFailed]} == {TransferError.__name__}
+        cell.submit(step_of(victim), victim.prompt)
+        await cell.until_received(2, RequestFailed, sequence_id=VICTIM)
+        assert {failure.code for failure in cell.received[RequestFailed]} == {
+            TransferError.__name__
+        }
         cell.cancel(VICTIM)
         await cell.connect()
         await check_goes_on(cell, tiny_llama)
@@ -322,11 +325,11 @@ async def test_logits_that_are_nan_fail_the_request(tiny_llama: Path, role: str)
             head[7, 0] = float("nan")
         victim = request(VICTIM)
         await cell.reserve(victim)
-        cell.submit(job(victim), victim.prompt)
+        cell.submit(step_of(victim), victim.prompt)
         if role == "decode":
             await cell.join(victim)
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=VICTIM))
-        assert cell.heard[RequestFailed][0].code == "BadLogits"
+        assert cell.received[RequestFailed][0].code == "BadLogits"
         assert len(cell.tokens(VICTIM)) == (role == "decode")
         cell.cancel(VICTIM)
         for head, value in zip(heads, saved, strict=True):

@@ -1,7 +1,5 @@
-"""Prompts in chunks, on groups that change, with KV that is moved: the same tokens.
-
-What a rank must hold after a job is worked out here token by token, as an array of owners.
-"""
+"""Prompts in chunks, on groups that change, with KV that is moved: the same tokens. The test tracks
+the KV of each rank token by token, as an array of owners."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Prefill:
 
     @property
     def holders(self) -> set[int]:
-        """Instances with KV of earlier chunks."""
+        """Return the instances with KV of earlier chunks."""
         return set(self.owners[: self.done].tolist())
 
     def chunk(
@@ -50,7 +48,7 @@ class Prefill:
         rng: Any = None,
         rows: Sequence[KvSlice] = (),
     ) -> PrefillChunk:
-        """The next chunk; its history named in any order."""
+        """Return the next chunk, with its history in any order."""
         history = spans_of(self.owners[: self.done])
         (rng or random.Random(0)).shuffle(history)
         return self.request.chunk(
@@ -59,7 +57,7 @@ class Prefill:
 
 
 def spans_of(owners: Owners) -> list[KvSlice]:
-    """Runs of equal owners."""
+    """Return the runs of equal owners."""
     cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     return [
         KvSlice(instance=int(owners[start]), span=Span(start=start, stop=stop))
@@ -68,7 +66,7 @@ def spans_of(owners: Owners) -> list[KvSlice]:
     ]
 
 
-def run_job(
+def run_step(
     cell: ThreadCell,
     prefills: Sequence[Prefill],
     chunks: Sequence[PrefillChunk],
@@ -76,33 +74,33 @@ def run_job(
     bounds: Sequence[int] | None = None,
     **fields: Any,
 ) -> int:
-    """Submit a job and note who owns its tokens afterwards."""
-    job = job_of(chunks, group, bounds, **fields)
+    """Submit a step and note who owns its tokens afterwards."""
+    step = job_of(chunks, group, bounds, **fields)
     tokens = [
         prefill.request.prompt[chunk.start : chunk.start + chunk.length]
         for prefill, chunk in zip(prefills, chunks, strict=True)
     ]
-    step_id = cell.submit(job, np.concatenate(tokens))
-    cut = np.repeat(job.group, np.diff(job.bounds))
+    step_id = cell.submit(step, np.concatenate(tokens))
+    cut = np.repeat(step.group, np.diff(step.bounds))
     begin = 0
     for prefill, chunk in zip(prefills, chunks, strict=True):
         end = chunk.start + chunk.length
         prefill.owners[chunk.start : end] = cut[begin : begin + chunk.length]
-        for share in (*chunk.rows, *chunk.placement):
-            prefill.owners[share.span.positions] = share.instance
+        for kv_slice in (*chunk.rows, *chunk.placement):
+            prefill.owners[kv_slice.span.positions] = kv_slice.instance
         prefill.done = end
         begin += chunk.length
     return step_id
 
 
 def check_holdings(cell: ThreadCell, prefill: Prefill) -> None:
-    """Every prefill rank holds exactly the tokens that its instance owns."""
+    """Check that every prefill rank has exactly the tokens that its instance owns."""
     for rank in cell.prefill_gang.ranks:
         rank.engine.pool.slots.check_integrity()
-        held = held_positions(
+        resident = held_positions(
             rank.engine.pool.slots, prefill.request.sequence_id, len(prefill.owners)
         )
-        assert held == np.flatnonzero(prefill.owners == rank.engine.instance).tolist()
+        assert resident == np.flatnonzero(prefill.owners == rank.engine.instance).tolist()
 
 
 async def finish(cell: ThreadCell, model: Path, prefills: Sequence[Prefill]) -> None:
@@ -130,7 +128,7 @@ async def reserved(cell: ThreadCell, *prompts: Prompt) -> list[Prefill]:
 
 
 def place(*slices: tuple[int, int, int]) -> list[KvSlice]:
-    """(instance, start, stop) triples."""
+    """Return slices from (instance, start, stop) triples."""
     return [
         KvSlice(instance=instance, span=Span(start=start, stop=stop))
         for instance, start, stop in slices
@@ -141,13 +139,13 @@ async def test_a_group_grows_and_history_is_rebalanced_over_it(tiny_llama: Path)
     """Tetris: each chunk's group contains the last one's, and history spreads over it."""
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         (prefill,) = await reserved(cell, prompt_of(90))
-        run_job(cell, [prefill], [prefill.chunk(20)], [2])
+        run_step(cell, [prefill], [prefill.chunk(20)], [2])
         halves = place((2, 0, 10), (0, 10, 20), (2, 20, 30), (0, 30, 40))
-        run_job(cell, [prefill], [prefill.chunk(40, halves)], [2, 0])
+        run_step(cell, [prefill], [prefill.chunk(40, halves)], [2, 0])
         quarters = place((2, 0, 15), (0, 15, 30), (1, 30, 50), (3, 50, 70))
-        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(70, quarters)], [2, 0, 1, 3]))
+        await cell.prefilled(run_step(cell, [prefill], [prefill.chunk(70, quarters)], [2, 0, 1, 3]))
         check_holdings(cell, prefill)
-        run_job(cell, [prefill], [prefill.chunk(90)], [3, 1, 0, 2])
+        run_step(cell, [prefill], [prefill.chunk(90)], [3, 1, 0, 2])
         await finish(cell, tiny_llama, [prefill])
 
 
@@ -156,17 +154,19 @@ async def test_a_smaller_group_stores_the_kv_of_a_larger_one(tiny_llama: Path) -
     async with thread_cell(tiny_llama, prefill=3, decode=2) as cell:
         (prefill,) = await reserved(cell, prompt_of(60))
         odd_and_even = laid_out("striped", 0, 40, [0, 1])
-        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(40, odd_and_even)], [2, 1, 0]))
+        await cell.prefilled(
+            run_step(cell, [prefill], [prefill.chunk(40, odd_and_even)], [2, 1, 0])
+        )
         check_holdings(cell, prefill)
-        run_job(cell, [prefill], [prefill.chunk(60)], [0, 1])
+        run_step(cell, [prefill], [prefill.chunk(60)], [0, 1])
         await finish(cell, tiny_llama, [prefill])
 
 
 async def test_members_without_rows_lend_their_history(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
         (prefill,) = await reserved(cell, prompt_of(50))
-        run_job(cell, [prefill], [prefill.chunk(20)], [0, 2])
-        run_job(cell, [prefill], [prefill.chunk(50)], [1, 2, 0], [0, 30, 30, 30])
+        run_step(cell, [prefill], [prefill.chunk(20)], [0, 2])
+        run_step(cell, [prefill], [prefill.chunk(50)], [1, 2, 0], [0, 30, 30, 30])
         await finish(cell, tiny_llama, [prefill])
 
 
@@ -175,8 +175,8 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
         long, short, tiny = prefills = await reserved(
             cell, prompt_of(50), prompt_of(9, 1), prompt_of(1, 2)
         )
-        run_job(cell, [long], [long.chunk(30)], [0, 1])
-        run_job(
+        run_step(cell, [long], [long.chunk(30)], [0, 1])
+        run_step(
             cell,
             prefills,
             [prefill.chunk(len(prefill.request.prompt)) for prefill in prefills],
@@ -189,7 +189,7 @@ async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
 async def test_kv_that_is_not_sent_remains_until_it_is_cancelled(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         (prefill,) = await reserved(cell, prompt_of(30))
-        await cell.prefilled(run_job(cell, [prefill], [prefill.chunk(20)], [0, 1]))
+        await cell.prefilled(run_step(cell, [prefill], [prefill.chunk(20)], [0, 1]))
         check_holdings(cell, prefill)
         cell.cancel(1)
         await cell.freed(1)
@@ -219,7 +219,7 @@ async def run_random_plan(model: Path, seed: int) -> None:
             prefill for prefill in prefills if prefill.done < len(prefill.request.prompt)
         ]:
             chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-            step_id = random_job(cell, chosen, instances, rng)
+            step_id = random_step(cell, chosen, instances, rng)
             if waits:
                 await cell.prefilled(step_id)
                 for computed in unfinished:
@@ -228,10 +228,11 @@ async def run_random_plan(model: Path, seed: int) -> None:
         await finish(cell, model, prefills)
 
 
-def random_job(
+def random_step(
     cell: ThreadCell, chosen: Sequence[Prefill], instances: int, rng: random.Random
 ) -> int:
-    """Any group that contains the holders, any bounds, any chunk lengths and placements."""
+    """Return a step with any group that contains the holders, any bounds, chunk lengths and
+    placements."""
     needed = set().union(*(prefill.holders for prefill in chosen))
     others = [i for i in range(instances) if i not in needed]
     group = [*needed, *rng.sample(others, rng.randint(0 if needed else 1, len(others)))]
@@ -249,11 +250,11 @@ def random_job(
     strategy = random_strategy(bounds, rng)
     if anywhere:
         strategy = {"strategy": rng.choice(ANY_ROWS)}
-    return run_job(cell, chosen, chunks, group, bounds, **strategy)
+    return run_step(cell, chosen, chunks, group, bounds, **strategy)
 
 
 def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]:
-    """Any that is exact, with levels and micro-partitions where it has them."""
+    """Return any exact strategy, with levels and micro-partitions if it has them."""
     strategy = rng.choice([*ANY_ROWS, "levels", "csa", "sp_tp", "sp_tp_flat"])
     if strategy in ANY_ROWS or (strategy.startswith("sp_tp") and rng.random() < 0.5):
         return {"strategy": strategy}

@@ -1,4 +1,4 @@
-"""What follows an arrival: when it runs, on which stream, and how long it keeps what it needs."""
+"""Continuations of arrivals: when they run, on which stream, and how long their tensors live."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ def arrived() -> Future[int]:
 
 
 def test_tasks_of_a_channel_run_in_order_and_other_channels_do_not_wait() -> None:
-    followers, ran = PolledContinuations(), list[str]()
+    chained, ran = PolledContinuations(), list[str]()
     first: Future[int] = Future()
-    followers.then("line", first, lambda: ran.append("first"))
-    second = followers.then("line", arrived(), lambda: ran.append("second"))
-    followers.then("other", arrived(), lambda: ran.append("other"))
+    chained.then("line", first, lambda: ran.append("first"))
+    second = chained.then("line", arrived(), lambda: ran.append("second"))
+    chained.then("other", arrived(), lambda: ran.append("other"))
     assert ran == ["other"]
-    assert followers.waiting
+    assert chained.waiting
     assert not second.ready
     first.set_result(0)
     assert ran == ["other"], "only the thread that computes runs tasks"
-    followers.progress()
+    chained.progress()
     assert ran == ["other", "first", "second"]
     assert second.ready
-    assert not followers.waiting
+    assert not chained.waiting
 
 
 def test_a_task_that_has_run_is_freed() -> None:
-    followers, term = PolledContinuations(), torch.ones(3)
-    gone = weakref.ref(term)
+    chained, term = PolledContinuations(), torch.ones(3)
+    freed = weakref.ref(term)
 
     def double(x: Tensor = term) -> int:
         return int(2 * x.sum())
 
-    task = followers.then("line", arrived(), double)
+    task = chained.then("line", arrived(), double)
     del term, double
     assert task.result() == 6
-    assert gone() is None
+    assert freed() is None
 
 
 def test_a_lost_peer_fails_the_continuation() -> None:
-    followers, lost = PolledContinuations(), Future[int]()
+    chained, lost = PolledContinuations(), Future[int]()
     lost.set_exception(RuntimeError("lost"))
-    task = followers.then("line", lost, lambda: pytest.fail("nothing has arrived"))
+    task = chained.then("line", lost, lambda: pytest.fail("nothing has arrived"))
     with pytest.raises(RuntimeError, match="lost"):
         task.result()
 
@@ -121,20 +121,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def test_on_cuda_a_task_keeps_its_tensors_until_the_callers_stream_waits(
     device: FakeDevice,
 ) -> None:
-    followers = StreamContinuations(torch.device("cuda"))
+    chained = StreamContinuations(torch.device("cuda"))
     term = torch.ones(3)
-    gone = weakref.ref(term)
+    freed = weakref.ref(term)
 
     def double(x: Tensor = term) -> Tensor:
         device.log.append(f"launched on {device.current}")
         return 2 * x
 
-    task = followers.then("line", arrived(), double)
+    task = chained.then("line", arrived(), double)
     del term, double
-    assert gone() is not None, "its block would be the computing stream's next one"
+    assert freed() is not None, "its block would be the computing stream's next one"
     assert not task.ready
     assert task.result().sum() == 6
-    assert gone() is None
+    assert freed() is None
     assert device.log == [
         "side waits for computing",
         "launched on side",

@@ -1,8 +1,6 @@
-"""What a gang has kept of one conversation: where the KV of each of its positions lies.
+"""Conversations whose turns begin with KV that earlier turns have left: the model's own tokens.
 
-Conversations whose turns begin with KV that earlier ones have left: the model's own tokens.
-
-Where it lies is drawn anew in each turn, and how much of it is reused, so that a prompt's beginning
+In each turn the placement is random, and so is how much KV is reused, so that a prompt's beginning
 lies under several sequences on any instances of either gang.
 """
 
@@ -22,7 +20,7 @@ from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_step
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from piggyback_requests import reserve_riding, ride
+from piggyback_requests import piggyback, reserve_piggybacked
 from property_examples import examples
 
 from csps.actors.comm.process_group import GroupMaker
@@ -32,35 +30,35 @@ from csps.protocols.gang.messages import EvictKv, RetainKv, Sampling
 
 
 class KnownKv:
-    """By position, the sequence that has computed it and the instance where it lies."""
+    """Sequence that has computed the KV of each position, and the instance where it lies."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
     def prefix(self) -> int:
-        """Positions from the first on that are known without a gap."""
+        """Return the number of positions from the first on that are known without a gap."""
         length = 0
         while length in self._places:
             length += 1
         return length
 
     def learn(self, sequence_id: int, slices: Iterable[KvSlice], stop: int) -> None:
-        """A sequence has computed these, of which those before `stop` are kept."""
-        for share in slices:
-            if share.source is None:
-                kept = (position for position in share.span.positions if position < stop)
-                self._places.update(dict.fromkeys(kept, (sequence_id, share.instance)))
+        """Note KV that a sequence has computed; positions before `stop` are retained."""
+        for part in slices:
+            if part.source is None:
+                kept = (position for position in part.span.positions if position < stop)
+                self._places.update(dict.fromkeys(kept, (sequence_id, part.instance)))
 
     def forget(self, sequence_id: int, spans: Iterable[Span] = (Span(0, 2**62),)) -> None:
-        """What a sequence has computed is not kept any more."""
-        gone = [at for at, (source, _) in self._places.items() if source == sequence_id]
-        for position in gone:
+        """Forget KV that a sequence has computed, in these spans."""
+        forgotten = [at for at, (source, _) in self._places.items() if source == sequence_id]
+        for position in forgotten:
             if any(Span(position, position + 1).intersection(span).length for span in spans):
                 del self._places[position]
 
     def before(self, stop: int) -> tuple[KvSlice, ...]:
-        """Where the positions before one lie."""
+        """Return where the positions before one lie."""
         cuts = [0, *(p for p in range(1, stop) if self._places[p] != self._places[p - 1]), stop]
         return tuple(
             KvSlice(instance=self._places[a][1], span=Span(a, b), source=self._places[a][0])
@@ -69,13 +67,13 @@ class KnownKv:
         )
 
     def origins(self) -> set[int]:
-        """Sequences that have computed some of it."""
+        """Return the sequences that have computed some of the known KV."""
         return {source for source, _ in self._places.values()}
 
 
-def held_by(slices: Sequence[KvSlice]) -> set[int]:
-    """Instances that hold some."""
-    return {share.instance for share in slices if share.span.length}
+def holders_of(slices: Sequence[KvSlice]) -> set[int]:
+    """Return the instances that hold some of the KV."""
+    return {part.instance for part in slices if part.span.length}
 
 
 ANY_ROWS = ("ulysses", "gathered_weights")
@@ -89,7 +87,7 @@ class Plan:
     seed: int
     turns: int
     rides: bool
-    """Its second turns are computed by the stream."""
+    """Flag that second turns are computed as piggybacked prefill."""
 
 
 PLANS = st.builds(Plan, seed=st.integers(0, 10**6), turns=st.integers(2, 4), rides=st.booleans())
@@ -97,17 +95,17 @@ PLANS = st.builds(Plan, seed=st.integers(0, 10**6), turns=st.integers(2, 4), rid
 
 @dataclass
 class Talk:
-    """A conversation as it goes on, on a cell of two gangs, or of one that is both."""
+    """A conversation on a cell of two gangs, or of one elastic gang."""
 
     cell: ThreadCell
     plan: Plan
     text: Prompt
     sequence_ids: list[int]
-    """For its turns."""
+    """Sequence ids for the turns."""
     prefilled: KnownKv = field(default_factory=KnownKv)
     decoded: KnownKv = field(default_factory=KnownKv)
     rode: bool = False
-    """Its last turn."""
+    """Flag that the last turn was piggybacked."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.plan.seed)
@@ -116,16 +114,16 @@ class Talk:
             self.prefilled = self.decoded
 
     async def go_through(self, model: Path) -> None:
-        """All turns."""
+        """Run all turns."""
         for sequence_id in self.sequence_ids:
             tokens = self.rng.randint(1, 5)
             request = self._request(sequence_id, tokens)
             if self.rng.random() < 0.15:
                 await self._give_up(request)
                 continue
-            answer = await self._turn(request)
+            answer = await self._run_turn(request)
             assert answer == greedy_tokens(model, self.text.tolist(), tokens)
-            await self._keep(request, len(self.text) + tokens - 1)
+            await self._retain(request, len(self.text) + tokens - 1)
             new = prompt_of(self.rng.randint(1, 20), sequence_id)
             self.text = np.concatenate([self.text, np.array(answer, "<i4"), new]).astype("<i4")
 
@@ -153,7 +151,7 @@ class Talk:
         )
 
     def _reused(self, known: KnownKv) -> int:
-        """How much of what is known is reused: the last token is always computed."""
+        """Return how much of the known KV is reused: the last token is always computed."""
         most = min(known.prefix, len(self.text) - 1)
         return most if self.rng.random() < 0.5 else self.rng.randint(0, most)
 
@@ -163,12 +161,12 @@ class Talk:
         cuts = sorted(self.rng.randint(start, stop) for _ in instances[1:])
         return shares_at([start, *cuts, stop], instances)
 
-    async def _turn(self, request: Request) -> list[int]:
+    async def _run_turn(self, request: Request) -> list[int]:
         cell = self.cell
         self.rode = self.plan.rides and self.decoded.prefix > 0
         if self.rode:
-            await reserve_riding(cell, request)
-            ride(cell, request, self.rng.randint(1, 30))
+            await reserve_piggybacked(cell, request)
+            piggyback(cell, request, self.rng.randint(1, 30))
         else:
             await cell.reserve(request)
             await cell.prefilled(*self._submit(request))
@@ -178,19 +176,19 @@ class Talk:
         return cell.tokens(request.sequence_id)
 
     async def _give_up(self, request: Request) -> None:
-        """A turn whose prompt nobody waits for."""
+        """Run a turn whose prompt is cancelled."""
         cell = self.cell
         await cell.reserve(request)
-        job_ids = self._submit(request)
+        step_ids = self._submit(request)
         if self.rng.random() < 0.5:
-            await cell.prefilled(*job_ids)
+            await cell.prefilled(*step_ids)
         cell.cancel(request.sequence_id)
-        await cell.prefilled(*job_ids)
+        await cell.prefilled(*step_ids)
         await cell.freed(request.sequence_id)
         self.prefilled.forget(request.sequence_id)
 
     def _submit(self, request: Request) -> list[int]:
-        """The steps of the prompt: one, or two at once."""
+        """Submit the steps of the prompt, one or two at once, and return their ids."""
         length = len(self.text)
         reused = self._in_place(request) if self.in_place else self._reused(self.prefilled)
         starts = sorted({reused, self.rng.randint(reused, length - 1)})
@@ -206,7 +204,7 @@ class Talk:
         return jobs
 
     def _in_place(self, request: Request) -> int:
-        """What is reserved elsewhere than where it is known may move there."""
+        """Return how much KV is reused. KV reserved elsewhere than it is known may move there."""
         known = self.decoded.before(self.decoded.prefix)
         reused = sum(
             kv_slice.span.length for kv_slice in request.slices if kv_slice.source is not None
@@ -231,11 +229,11 @@ class Talk:
     def _chunk(
         self, request: Request, start: int, stop: int, history: tuple[KvSlice, ...]
     ) -> tuple[int, tuple[KvSlice, ...]]:
-        """A step's number, and what it computes where."""
+        """Submit a step and return its id and its chunk."""
         instances = range(self.cell.prefill.instances)
-        needed = held_by(history)
+        needed = holders_of(history)
         if self.in_place:
-            needed |= held_by(request.slices)
+            needed |= holders_of(request.slices)
         group = list(needed | set(self.rng.sample(instances, self.rng.randint(1, len(instances)))))
         self.rng.shuffle(group)
         rows: tuple[KvSlice, ...] = ()
@@ -246,19 +244,21 @@ class Talk:
             rows = computed = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
         chunk = request.chunk(start, stop, history=history, rows=rows)
         strategy = self.rng.choice(ANY_ROWS if any_rows else STRATEGIES)
-        job = job_of([chunk], group, [cut - start for cut in cuts], strategy=strategy)
-        return self.cell.submit(job, self.text[start:stop]), computed
+        step = job_of([chunk], group, [cut - start for cut in cuts], strategy=strategy)
+        return self.cell.submit(step, self.text[start:stop]), computed
 
-    async def _keep(self, request: Request, stop: int) -> None:
-        """All that was computed, or a part of it."""
+    async def _retain(self, request: Request, stop: int) -> None:
+        """Retain all KV that was computed, or a part of it."""
         cell, sequence_id = self.cell, request.sequence_id
-        keepers = request.answer or (
+        answer_holders = request.answer or (
             KvSlice(instance=request.master, span=Span(len(self.text), max(len(self.text), stop))),
         )
         kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
         if not (self.in_place or self.rode or request.chunk().decoded):
             kept = Span(0, 0)  # it was not sent
-        own = [kv_slice for kv_slice in (*request.slices, *keepers) if kv_slice.source is None]
+        own = [
+            kv_slice for kv_slice in (*request.slices, *answer_holders) if kv_slice.source is None
+        ]
         self.decoded.learn(sequence_id, own, kept.stop)
         left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
         expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
@@ -271,7 +271,7 @@ class Talk:
             rank.engine.pool.slots.check_integrity()
 
     async def end(self) -> None:
-        """Nothing is kept any more."""
+        """Evict all retained KV."""
         gangs: list[GangClient] = [self.cell.decode]
         if not self.in_place:
             gangs.append(self.cell.prefill)
@@ -281,7 +281,7 @@ class Talk:
 
 
 def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
-    """Those of the positions before one."""
+    """Return the part of the slices before a position."""
     cuts = (
         replace(kv_slice, span=kv_slice.span.intersection(Span(0, stop))) for kv_slice in slices
     )
@@ -289,7 +289,7 @@ def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
 
 
 async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan]) -> None:
-    """Conversations beside each other, after which nothing is left."""
+    """Run conversations beside each other and check that nothing is left."""
     first = 1
     talks = []
     for plan in plans:
@@ -355,7 +355,7 @@ def test_any_conversations_in_place(
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_many_conversations(tiny_llama: Path, tp: int) -> None:
-    """Of more conversations beside each other."""
+    """Several conversations run beside each other."""
 
     @settings(max_examples=30)
     @given(st.lists(PLANS, min_size=2, max_size=4), st.integers(1, 3), st.booleans())

@@ -1,5 +1,5 @@
-"""What ranks tell in a request's trace: what scaling down took, what of a row lies where, and how
-much of the queries' way they stood still for."""
+"""Traces of a request on its ranks: the cost of scaling down, where its KV lies, and how long
+queries blocked."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.messages import Sampling
 
 LENGTH, DRAWN, FIRST = 60, 24, 10
-"""Of an answer's tokens, those that lie where the prompt does."""
+"""Tokens of the prompt, tokens of the answer, and how many of the latter lie where the prompt does."""
 
 
 async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     tiny_llama: Path, exported: InMemorySpanExporter
 ) -> None:
-    """Prefilled by three, decoded by one, and from its eleventh token on by two: who is to keep
-    later tokens is not asked before."""
+    """Three instances prefill the prompt; one decodes it, and two from the answer's eleventh token
+    on. Holders of later tokens are not asked before."""
     last = LENGTH + DRAWN - 1
     answer = (
         KvSlice(instance=1, span=Span(LENGTH, LENGTH + FIRST)),
@@ -54,8 +54,8 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
         await cell.reserve(request)
         rows = laid_out("striped", 0, LENGTH, [0, 1, 2])
         chunk = request.chunk(rows=rows)
-        job = job_of([chunk], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
-        await cell.prefilled(cell.submit(job, request.prompt))
+        step = job_of([chunk], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
+        await cell.prefilled(cell.submit(step, request.prompt))
         before = [list(rank.engine.mesh.bytes_sent) for rank in ranks]
         assert await cell.answer(request) == [
             greedy_tokens(tiny_llama, request.prompt.tolist(), DRAWN)
@@ -87,7 +87,7 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
 
 
 def of_ranks(exported: InMemorySpanExporter, name: str) -> dict[int, dict[str, Any]]:
-    """What the span of this name says on each rank."""
+    """Return the attributes of this span on each rank."""
     return {
         int(get_finished_span.attributes[RANK]): dict(get_finished_span.attributes)
         for get_finished_span in exported.get_finished_spans()
@@ -96,7 +96,8 @@ def of_ranks(exported: InMemorySpanExporter, name: str) -> dict[int, dict[str, A
 
 
 def check_scale_down(figures: dict[int, dict[str, Any]]) -> None:
-    """Only the second rank stores what comes by; all of them move something in the last layer."""
+    """Check that only the second rank stores rows that pass it; all ranks move some in the last
+    layer."""
     assert [figures[rank][PLACING_STORED_S] > 0 for rank in range(3)] == [False, True, False]
     for figure in figures.values():
         parts = figure[PLACING_STORED_S] + figure[PLACING_WAITED_S]
@@ -105,5 +106,5 @@ def check_scale_down(figures: dict[int, dict[str, Any]]) -> None:
 
 
 def lies(attributes: dict[str, Any]) -> tuple[int, int, int | None]:
-    """Tokens of the prompt, tokens of the answer, and the first of these."""
+    """Return tokens of the prompt, tokens of the answer, and the first of these."""
     return attributes[PROMPT_TOKENS], attributes[ANSWER_TOKENS], attributes.get(ANSWER_FROM)

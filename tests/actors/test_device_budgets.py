@@ -49,7 +49,7 @@ class NobodysMesh:
     def __init__(self) -> None:
         self._buffers: list[ref[Tensor]] = []
         self.most_buffers = 0
-        """To receive in, that there were at a time."""
+        """Largest number of receive buffers at a time."""
 
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Pending:
         return Pending([], [])
@@ -101,45 +101,47 @@ def engine_of(model: Path) -> Engine:
     )
 
 
-def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> DecodeBatch:
-    """As it is on a rank that masters `own` rows, of whose prompts a peer holds half, that holds
-    half of `foreign` rows of that peer's, and takes part in pieces of `riding` prompts, every
-    second of which the peer computes."""
+def decode_batch_of(
+    engine: Engine, own: int, foreign: int, piggybacked_prompts: int
+) -> DecodeBatch:
+    """Return a decode batch with `own` rows mastered here, half of whose prompts a peer holds,
+    `foreign` rows of that peer, half of whose prompts are held here, and `piggybacked_prompts` of
+    which the peer computes every second one."""
     batch = DecodeBatch(engine, lambda *told: None, lambda: None)
     joined: list[tuple[int, int | None]] = []
-    for sequence_id in range(own + foreign + riding):
-        rides, length = sequence_id >= own + foreign, PROMPT + sequence_id
+    for sequence_id in range(own + foreign + piggybacked_prompts):
+        piggybacked, length = sequence_id >= own + foreign, PROMPT + sequence_id
         halves = Span(start=0, stop=length // 2), Span(start=length // 2, stop=length)
         request = ReserveKv(
             sequence_id=sequence_id,
             epoch="",
             slices=tuple(KvSlice(instance=at, span=half) for at, half in enumerate(halves)),
-            master=int(own <= sequence_id < own + foreign + riding // 2),
+            master=int(own <= sequence_id < own + foreign + piggybacked_prompts // 2),
             prompt_length=length,
             sampling=Sampling(temperature=0, max_tokens=9),
-            prompt=bytes(4 * length) if rides else b"",
+            prompt=bytes(4 * length) if piggybacked else b"",
         )
         batch.reservations.reserve(request, owner=1)
         shape = halves[0].length, engine.pool.kv_heads, engine.pool.head_dim
         k_thd = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-        for layer in range(0 if rides else engine.spec.layers):
+        for layer in range(0 if piggybacked else engine.spec.layers):
             engine.pool.write(layer, sequence_id, halves[0], k_thd, k_thd)
-        joined.append((sequence_id, None if rides else 7))
+        joined.append((sequence_id, None if piggybacked else 7))
     batch.change(Change(batch=0, version=1, joined=tuple(joined), budget=1000))
     return batch
 
 
 def iteration(device: Device, model: Path, *rows: int) -> DeviceBudget:
-    """The layers of one iteration, without drawing."""
+    """Run the layers of one iteration, without sampling."""
     engine = engine_of(model)
-    batch = stream_of(engine, *rows)
+    batch = decode_batch_of(engine, *rows)
     with torch.inference_mode(), device.counting() as budget:
         forward(engine, batch._next_batch(()))
     return budget
 
 
 def decode_layer(device: Device, models: Sequence[Path], *rows: int) -> DeviceBudget:
-    """What each further layer adds to an iteration."""
+    """Return what each further layer adds to an iteration."""
     few, many = (iteration(device, model, *rows) for model in models)
     layer = DeviceBudget()
     for name, count in (many.kernels - few.kernels).items():
@@ -173,20 +175,20 @@ def test_a_layer_of_an_iteration_with_piggybacked_prefill_waits_for_nothing(
 def test_more_layers_need_no_more_buffers(
     model: Path, deeper: Path, rows: tuple[int, int, int]
 ) -> None:
-    """Of those that only help with others' rows, too."""
+    """Members that only help with others' rows need no more either."""
     most = []
     for deep_model in (model, deeper):
         engine = engine_of(deep_model)
         with torch.inference_mode():
-            forward(engine, stream_of(engine, *rows)._next_batch(()))
+            forward(engine, decode_batch_of(engine, *rows)._next_batch(()))
         most.append(cast(NobodysMesh, engine.mesh).most_buffers)
     assert 0 < most[0] == most[1]
 
 
 def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> DeviceBudget:
     engine = engine_of(model)
-    job = job_of([0, sum(lengths)], lengths)
-    group = SpGroup(engine.mesh, engine.layout, job, 0, StepClock())
+    step = job_of([0, sum(lengths)], lengths)
+    group = SpGroup(engine.mesh, engine.layout, step, 0, StepClock())
     strategy = Ulysses(
         group,
         engine.pool,
@@ -199,7 +201,7 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
 
     spans = {
         chunk.sequence_id: Span(start=chunk.start, stop=chunk.start + chunk.length)
-        for chunk in job.chunks
+        for chunk in step.chunks
     }
     for sequence_id, span in spans.items():
         engine.pool.slots.allocate(sequence_id, [span])
@@ -250,38 +252,40 @@ STRATEGIES = {name: make(4) for name, make in STRATEGIES_OF_GANGS.items()}
 def test_a_layer_of_no_strategy_waits_for_the_host(
     device: Device, model: Path, strategy: str, striped: bool
 ) -> None:
-    """Any member's; what the first layers look up for all may be copied."""
+    """No member waits; tables that the first layers look up for all may be copied."""
     for member in range(4):
         engine = engine_of(model)
         cast(NobodysMesh, engine.mesh).rank = member
-        job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
+        step = job_of([0, 9, 14, 30, 48], [5, 40, 3])
         if striped:
-            job = striped_job(job)
+            step = striped_step(step)
         layout = GangLayout(world_size=4, tp=1)
         engine = replace(engine, layout=layout)
-        group = SpGroup(engine.mesh, layout, job, member, StepClock())
+        group = SpGroup(engine.mesh, layout, step, member, StepClock())
         with torch.inference_mode(), STRATEGIES[strategy](group, engine) as entered:
-            rows = job.bounds[member + 1] - job.bounds[member]
+            rows = step.bounds[member + 1] - step.bounds[member]
             rotary = engine.network.rotary(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
             x_td = torch.empty(rows, engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
             copies = []
             for index, layer in enumerate(engine.network.layers[:-1]):
                 with device.counting() as budget:
-                    x_td = layer.mlp(entered.attend_layer(index, layer, x_td, rotary, _keep))
+                    x_td = layer.mlp(entered.attend_layer(index, layer, x_td, rotary, _ignore_kv))
                 copies.append(budget.copies)
         assert not copies[-1]
         assert budget.kernels.total() <= 250
 
 
-def striped_job(job: PrefillStep) -> PrefillStep:
+def striped_step(step: PrefillStep) -> PrefillStep:
     chunks = [
-        replace(chunk, rows=laid_out("striped", chunk.start, chunk.start + chunk.length, job.group))
-        for chunk in job.chunks
+        replace(
+            chunk, rows=laid_out("striped", chunk.start, chunk.start + chunk.length, step.group)
+        )
+        for chunk in step.chunks
     ]
-    return replace(job, chunks=tuple(chunks), bounds=tuple(bounds_of_rows(chunks, job.group)))
+    return replace(step, chunks=tuple(chunks), bounds=tuple(bounds_of_rows(chunks, step.group)))
 
 
-def _keep(
+def _ignore_kv(
     index: int,
     k_thd: Tensor,
     v_thd: Tensor,
@@ -290,11 +294,11 @@ def _keep(
     *,
     member: int | None = None,
 ) -> None:
-    """Nobody decodes."""
+    """Ignore KV, because no gang decodes."""
 
 
-def draws(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceBudget, int]:
-    """What drawing so many tokens in many ways costs, and how often the host waits."""
+def sampling_cost(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceBudget, int]:
+    """Return the cost of sampling this many tokens in many ways, and how often the host waits."""
     ways = [
         Sampling(temperature=0, max_tokens=9),
         Sampling(temperature=0.7, top_k=20, max_tokens=9),
@@ -323,7 +327,7 @@ def draws(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceB
 def test_sampling_waits_as_often_for_one_of_each_as_for_many(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (few, waits), (many, as_many) = (draws(device, monkeypatch, rows) for rows in (5, 50))
+    (few, waits), (many, as_many) = (sampling_cost(device, monkeypatch, rows) for rows in (5, 50))
     assert waits == as_many == 6  # the second of a pair finds the device done
     assert few.kernels == many.kernels
 

@@ -28,7 +28,7 @@ EVERYONE = (0, 1, 2)
 
 
 async def filled(cell: ThreadCell, free: tuple[int, ...], slots: int) -> None:
-    """Others' requests leave so many slots on the instances."""
+    """Fill the instances with others' requests up to this many free slots."""
     for instance, left in enumerate(free):
         taken = slots - left
         if taken:
@@ -42,8 +42,8 @@ async def filled(cell: ThreadCell, free: tuple[int, ...], slots: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int) -> None:
-    """§4.1's example with a thousandth of the tokens: kept while it is computed it fits, computed
-    first and moved then it finds no slots on the first instance."""
+    """§4.1's example with a thousandth of the tokens. Stored while it is computed, the KV fits.
+    Computed first and moved then, it finds no slots on the first instance."""
     async with elastic_cell(tiny_llama, 3, tp=tp, kv_slots=401) as cell:
         await filled(cell, (100, 200, 401), 401)
         prompt, rows = prompt_of(600), laid_out("striped", 0, 600, EVERYONE)
@@ -60,9 +60,9 @@ async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int)
         assert [pool.slots.free for pool in pools] == [
             free for free in (0, 100, 0) for _ in range(tp)
         ]
-        job = job_of([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
-        cell.submit(job, prompt)
-        await cell.told(3 * tp, RankKvReceived, sequence_id=2)
+        step = job_of([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
+        cell.submit(step, prompt)
+        await cell.until_received(3 * tp, RankKvReceived, sequence_id=2)
         kept = [held_positions(pool.slots, 2, 600) for pool in pools[::tp]]
         assert kept == [[*range(100, 200)], [*range(100)], [*range(200, 600)]]
         assert await cell.answer(proactive) == [greedy_tokens(tiny_llama, prompt.tolist(), 2)]
@@ -104,14 +104,14 @@ class HeldLayer:
         self._layer, self._reached, self._may_go_on = -1, threading.Event(), threading.Event()
         begin = StepRun._begin_layer
 
-        def held(run: StepRun, index: int) -> None:
+        def resident(run: StepRun, index: int) -> None:
             if run.leads and index == self._layer:
                 self._layer = -1
                 self._reached.set()
                 assert self._may_go_on.wait(ANSWER_S), "nobody let the step go on"
             begin(run, index)
 
-        patch.setattr(StepRun, "_begin_layer", held)
+        patch.setattr(StepRun, "_begin_layer", resident)
 
     def arm(self, layer: int) -> None:
         self._reached.clear()
@@ -127,11 +127,11 @@ class HeldLayer:
 
 LAYERS = 3
 EVENTS = ("nothing more", "cancel it", "cancel another", "migrate", "scale up", "merge")
-"""What happens while a prompt is computed by all, which scales down and preempts two rows."""
+"""Events while all instances compute a prompt that scales down and preempts two sequences."""
 
 
 def row(sequence_ids: Iterator[int], length: int, tokens: int, *instances: int) -> Request:
-    """One whose prompt is the same in each story."""
+    """Return a request whose prompt is the same in each story."""
     return Request(
         sequence_id=next(sequence_ids),
         prompt=prompt_of(length, length),
@@ -144,7 +144,7 @@ def row(sequence_ids: Iterator[int], length: int, tokens: int, *instances: int) 
 async def story(
     cell: ThreadCell,
     model: Path,
-    held: HeldLayer,
+    resident: HeldLayer,
     sequence_ids: Iterator[int],
     layer: int,
     event: str,
@@ -161,12 +161,12 @@ async def story(
         await decode(cell, request)
     await cell.reserve(joining)
     cell.submit(job_of([joining.chunk()], [0, 2]), joining.prompt)
-    await cell.told(2 * cell.decode.tp, RankKvReceived, sequence_id=joining.sequence_id)
+    await cell.until_received(2 * cell.decode.tp, RankKvReceived, sequence_id=joining.sequence_id)
     await cell.reserve(long)
-    held.arm(layer)
+    resident.arm(layer)
     chunk = long.chunk(rows=laid_out("striped", 0, 48, EVERYONE))
-    job = cell.submit(job_of([chunk], EVERYONE, strategy="ring_kv"), long.prompt)
-    await held.reached()
+    step = cell.submit(job_of([chunk], EVERYONE, strategy="ring_kv"), long.prompt)
+    await resident.reached()
     cancelled = {"cancel it": long, "cancel another": first}.get(event)
     if cancelled is not None:
         cell.cancel(cancelled.sequence_id)
@@ -178,8 +178,8 @@ async def story(
     elif event == "merge":
         await cell.join(joining)
     await cell.prefill.stats()  # the conductor has heard of it
-    held.go_on()
-    await cell.prefilled(job)
+    resident.go_on()
+    await cell.prefilled(step)
     if event != "merge":
         await cell.join(joining)
     if cancelled is not long:
@@ -197,11 +197,11 @@ async def story(
 async def test_tokens_are_the_models_whatever_happens_at_a_layers_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    """A prompt that three instances compute is kept by one and decoded by two, beside rows that it
+    """Three instances compute a prompt, one stores it and two decode it, beside sequences that it
     preempts, which move, grow, merge, or end."""
     model, sequence_ids = make_checkpoint(tmp_path, num_hidden_layers=LAYERS), itertools.count(1)
     async with elastic_cell(model, 3, tp=tp, quantum_ms=0.0) as cell:
-        held = HeldLayer(monkeypatch)
+        resident = HeldLayer(monkeypatch)
         for layer, event in itertools.product(range(LAYERS), EVENTS):
-            await story(cell, model, held, sequence_ids, layer, event)
+            await story(cell, model, resident, sequence_ids, layer, event)
             cell.check_idle()

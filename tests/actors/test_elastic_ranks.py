@@ -27,8 +27,8 @@ from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_step
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paused_ranks import HeldStream
-from piggyback_requests import reserve_riding, ride
+from paused_ranks import PausedDecodeBatch
+from piggyback_requests import piggyback, reserve_piggybacked
 from property_examples import examples
 from torch import Tensor
 
@@ -58,7 +58,7 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
         await cell.reserve(request)
         taken = [pool.slots.used for pool in pools]
         cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
-        await cell.told(2, RankKvReceived, sequence_id=1)
+        await cell.until_received(2, RankKvReceived, sequence_id=1)
         assert [pool.slots.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
         assert not any(cell.prefill_gang.ranks[0].engine.mesh.bytes_sent[3:])
@@ -66,22 +66,22 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
         cell.check_idle()
 
 
-async def _striped_and_kept_by_one(cell: ThreadCell) -> Request:
-    """A prompt that three instances compute in a ring, and the second keeps; its first token is
-    there."""
+async def _striped_and_stored_by_one(cell: ThreadCell) -> Request:
+    """Run a prompt that three instances compute in a ring and the second stores, up to its first
+    token."""
     request = Request(sequence_id=1, prompt=prompt_of(48), slices=even_shares(48, [1]), master=1)
     await cell.reserve(request)
     chunk = request.chunk(rows=laid_out("striped", 0, 48, [0, 1, 2]))
-    job = job_of([chunk], [0, 1, 2], strategy="ring_kv")
-    await cell.prefilled(cell.submit(job, request.prompt))
+    step = job_of([chunk], [0, 1, 2], strategy="ring_kv")
+    await cell.prefilled(cell.submit(step, request.prompt))
     return request
 
 
 async def test_the_first_token_sees_rows_where_they_were_computed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever keeps them: the one who does has every third of its pool's slots for its own, and to
-    attend to slots one by one took longer than all else that scaling down takes."""
+    """The holder has every third of its pool's slots for its own rows. Attending to slots one by
+    one took longer than all other work of scaling down."""
     runs_of_calls: list[int] = []
     attend = cpu_attention.decode_attention
 
@@ -93,7 +93,7 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
 
     monkeypatch.setattr(cpu_attention, "decode_attention", counted)
     async with elastic_cell(tiny_llama, 3) as cell:
-        request = await _striped_and_kept_by_one(cell)
+        request = await _striped_and_stored_by_one(cell)
         assert runs_of_calls == [1, 1, 1]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
 
@@ -101,8 +101,8 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
 async def test_a_step_that_ends_leaves_alone_what_a_move_has_taken(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are kept by another instance than computed them, their KV may be on its way back
-    before the step is over at those who computed them."""
+    """If another instance stores rows than computed them, their KV may be on its way back before
+    the step is over on the computing instance."""
     release = KvMover.release_sources
 
     def late(mover: KvMover) -> None:
@@ -112,7 +112,7 @@ async def test_a_step_that_ends_leaves_alone_what_a_move_has_taken(
 
     monkeypatch.setattr(KvMover, "release_sources", late)
     async with elastic_cell(tiny_llama, 3) as cell:
-        await _striped_and_kept_by_one(cell)
+        await _striped_and_stored_by_one(cell)
         slots = [rank.engine.pool.slots for rank in cell.prefill_gang.ranks]
         assert slots[0].tokens(1) == 0
         assert slots[2].tokens(1) == 16
@@ -149,17 +149,18 @@ async def test_a_decode_batch_continues_beside_a_long_step(tiny_llama: Path) -> 
 async def test_instances_that_need_nothing_of_each_other_stay_together(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has run ahead would wait for the other as soon as both have a row in common."""
+    """An instance that runs ahead would wait for the other as soon as both have a sequence in
+    common."""
     async with elastic_cell(tiny_llama, 2) as cell:
         quick, slow = (rank.loop.decode_batch for rank in cell.prefill_gang.ranks)
-        held = HeldStream(monkeypatch, slow)
+        resident = PausedDecodeBatch(monkeypatch, slow)
         request = Request(
             sequence_id=1, prompt=prompt_of(20), slices=even_shares(20, [0]), sampling=greedy(200)
         )
-        await reserve_riding(cell, request)
-        ride(cell, request, 20)
+        await reserve_piggybacked(cell, request)
+        piggyback(cell, request, 20)
         await eventually(lambda: quick.iterations == GRANTS)
-        held.go_on.set()
+        resident.go_on.set()
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 200)
         await cell.freed(1)
@@ -168,11 +169,11 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
 async def test_sequences_of_different_instances_do_not_wait_for_each_other(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode groups: while one stands still, the other draws its whole answer; and both go on
-    together with a row that joins them."""
+    """While one decode group is blocked, the other samples its whole answer; both then go on
+    together with a sequence that joins them."""
     async with elastic_cell(tiny_llama, 2) as cell:
         _, slow = (rank.loop.decode_batch for rank in cell.prefill_gang.ranks)
-        held = HeldStream(monkeypatch, slow)
+        resident = PausedDecodeBatch(monkeypatch, slow)
         on = [
             Request(
                 sequence_id=sequence_id,
@@ -183,17 +184,17 @@ async def test_sequences_of_different_instances_do_not_wait_for_each_other(
             )
             for sequence_id, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
         ]
-        jobs = []
+        steps = []
         for request in on:
             await cell.reserve(request)
             group = sorted({s.instance for s in request.slices})
-            jobs.append(cell.submit(job_of([request.chunk()], group), request.prompt))
-        await cell.prefilled(*jobs)  # one of them needs the instance that is to stand still
+            steps.append(cell.submit(job_of([request.chunk()], group), request.prompt))
+        await cell.prefilled(*steps)  # one of them needs the instance that is to stand still
         await cell.join(on[1])
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
         assert len(cell.tokens(2)) == 1, "the other one has not begun"
         await cell.join(on[2])
-        held.go_on.set()
+        resident.go_on.set()
         for request in on[1:]:
             await cell.until(lambda request=request: cell.finished(request.sequence_id))  # type: ignore[misc]
             assert cell.tokens(request.sequence_id) == greedy_tokens(
@@ -203,13 +204,13 @@ async def test_sequences_of_different_instances_do_not_wait_for_each_other(
         cell.check_idle()
 
 
-def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvSlice, ...]:
-    kept = round_robin(start, start + tokens, keepers)
+def alternating(start: int, tokens: int, answer_holders: Sequence[int]) -> tuple[KvSlice, ...]:
+    kept = round_robin(start, start + tokens, answer_holders)
     return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
 
 
 async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
-    """The master may be none of them; what they keep is even to within a token."""
+    """The master may be none of the holders; their slices are even to within a token."""
     async with elastic_cell(tiny_llama, 3) as cell:
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         requests = [
@@ -219,7 +220,7 @@ async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
                 slices=laid_out("striped", 0, 11 * sequence_id, [0, 1]),
                 master=sequence_id % 3,
                 sampling=greedy(12),
-                answer=turns_of(11 * sequence_id, 12, [2, 1]),
+                answer=alternating(11 * sequence_id, 12, [2, 1]),
             )
             for sequence_id in (1, 2, 3)
         ]
@@ -251,7 +252,7 @@ class Plan:
     length: int
     tokens: int
     chunks: tuple[int, ...]
-    """Where the prompt is cut, as percentages; none lets it ride."""
+    """Percentages at which the prompt is cut; none makes it piggybacked."""
     seed: int
     high_priority: bool
     cancelled: bool
@@ -277,32 +278,32 @@ class Story:
         self.request = Request(
             sequence_id=sequence_id,
             prompt=prompt_of(plan.length, sequence_id),
-            slices=self._shares(holders),
+            slices=self._slices(holders),
             master=self.rng.randrange(instances),
             sampling=greedy(plan.tokens),
-            answer=self._turns(instances),
+            answer=self._alternating_slices(instances),
         )
         self._instances = instances
 
-    def _shares(self, holders: list[int]) -> tuple[KvSlice, ...]:
+    def _slices(self, holders: list[int]) -> tuple[KvSlice, ...]:
         length = self.plan.length
         if self.rng.random() < 0.5:
             return laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
         cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
         return shares_at([0, *cuts, length], holders)
 
-    def _turns(self, instances: int) -> tuple[KvSlice, ...]:
-        """Keepers of the answer, in turn."""
+    def _alternating_slices(self, instances: int) -> tuple[KvSlice, ...]:
+        """Return the holders of the answer, in turn."""
         if self.rng.random() < 0.5:
             return ()
-        keepers = self.rng.sample(range(instances), self.rng.randint(1, instances))
-        return turns_of(self.plan.length, self.plan.tokens, keepers)
+        answer_holders = self.rng.sample(range(instances), self.rng.randint(1, instances))
+        return alternating(self.plan.length, self.plan.tokens, answer_holders)
 
     async def begin(self, cell: ThreadCell) -> None:
         """Send all of it at once."""
         if not self.plan.chunks:
-            await reserve_riding(cell, self.request)
-            ride(cell, self.request, self.rng.randint(1, 30))
+            await reserve_piggybacked(cell, self.request)
+            piggyback(cell, self.request, self.rng.randint(1, 30))
             return
         await cell.reserve(self.request)
         inner = {cut * self.plan.length // 100 for cut in self.plan.chunks}
@@ -323,14 +324,14 @@ class Story:
             rows = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
             strategies = ANY_ROWS
         chunk = self.request.chunk(start, stop, history=tuple(history), rows=rows)
-        job = job_of(
+        step = job_of(
             [chunk],
             group,
             [0, *cuts, stop - start],
             strategy=self.rng.choice(strategies),
             high_priority=self.plan.high_priority,
         )
-        cell.submit(job, self.request.prompt[start:stop])
+        cell.submit(step, self.request.prompt[start:stop])
 
     def _within(self, start: int, stop: int) -> list[KvSlice]:
         span = Span(start=start, stop=stop)
@@ -345,7 +346,7 @@ class Story:
         return self.request.slices
 
     async def end(self, cell: ThreadCell, model: Path) -> None:
-        """The answer is right, or was given up."""
+        """Check that the answer is right, or was cancelled."""
         sequence_id = self.request.sequence_id
         if self.plan.cancelled:
             cell.cancel(sequence_id)

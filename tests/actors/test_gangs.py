@@ -23,7 +23,7 @@ EVERYTHING = Sampling(temperature=0, max_tokens=TOKENS, logprobs=VOCAB)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of every family."""
+    """Return a checkpoint of every family."""
     return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
@@ -53,7 +53,7 @@ COVERING = [
 
 
 def all_layouts() -> Iterator[tuple[str, Layout]]:
-    """What the default suite leaves out."""
+    """Return the layouts that the default suite leaves out."""
     sizes = itertools.product((1, 2, 3, 4), (1, 2), (1, 2, 3), (1, 2))
     for family, size in itertools.product(FAMILIES, sizes):
         if (family, Layout(*size)) not in COVERING:
@@ -107,16 +107,16 @@ async def check_layout(model: Path, layout: Layout) -> None:
 
 
 def distribution(cell: ThreadCell, sequence_id: int) -> torch.Tensor:
-    """(tokens, vocab) log-probabilities that a request's tokens were drawn from."""
+    """Return (tokens, vocab) log-probabilities from which a request's tokens were sampled."""
     table = torch.full((len(cell.tokens(sequence_id)), VOCAB), torch.nan)
-    for draw in cell.draws(sequence_id):
+    for draw in cell.samples(sequence_id):
         for top_logprob in draw.top_logprobs:
             table[draw.index, top_logprob.token] = top_logprob.logprob
     return table
 
 
 def has_begun(cell: ThreadCell, sequence_id: int) -> bool:
-    """Whether the request decodes."""
+    """Return whether the request decodes."""
     return len(cell.tokens(sequence_id)) >= 3
 
 
@@ -165,7 +165,7 @@ async def test_kv_slices_may_be_uneven_and_in_any_order(tiny_llama: Path) -> Non
 
 
 async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> None:
-    """Every request starts once the one before has drawn its third token, and ends before it."""
+    """Every request starts once the one before has sampled its third token, and ends before it."""
     prompts = [prompt_of(20 + seed, seed) for seed in range(4)]
     lengths = [30, 20, 12, 5]
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:

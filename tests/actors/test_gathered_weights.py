@@ -42,22 +42,22 @@ def test_gathered_layers_are_the_whole_ones(gangs: Gangs, model: str, tp: int) -
 @pytest.mark.parametrize(("instances", "tp"), [(1, 2), (2, 2), (1, 4), (2, 1)])
 def test_equals_one_member(gangs: Gangs, model: str, instances: int, tp: int) -> None:
     gang = gangs(model, instances, tp)
-    job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
-    gang.check(job, gang.run(job, GatheredWeights), gang.forwards(job))
+    step = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
+    gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rows", [1, 7])
 def test_equals_one_member_in_blocks_of_queries(gangs: Gangs, model: str, rows: int) -> None:
-    gang, job = gangs(model, 2, 2), job_of([0, 21, 48], [5, 40, 3])
+    gang, step = gangs(model, 2, 2), job_of([0, 21, 48], [5, 40, 3])
     with blocks_of(rows):
-        gang.check(job, gang.run(job, GatheredWeights), gang.forwards(job))
+        gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
 def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:
     gang = gangs("gqa", 3, 2)
-    job = job_of([0, 30, 30, 33], [33])
-    gang.check(job, gang.run(job, GatheredWeights), gang.forwards(job))
+    step = job_of([0, 30, 30, 33], [33])
+    gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -73,8 +73,8 @@ def test_weights_travel_while_the_layer_before_computes(
         group.clock.timeline = PhaseTimeline(on=True)
         return GatheredWeights(group, engine)
 
-    job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
-    for result in gloo_gangs("gqa", instances, tp).run(job, with_timeline):
+    step = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
+    for result in gloo_gangs("gqa", instances, tp).run(step, with_timeline):
         events = result.clock.timeline.events
         gathers = {e.layer: e.start_ns for e in events if e.name == "all-gather"}
         # No weights are gathered for the last layer, which a rank computes without a strategy.

@@ -1,4 +1,4 @@
-"""An answer that another attempt has begun goes on with the tokens that it would have had."""
+"""An answer that another attempt has begun continues with the tokens that it would have had."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def test_a_resumed_answer_equals_an_undisturbed_one(
                 slices=even_shares(len(again), (0, 1)),
             )
             assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
-            assert [draw.index for draw in cell.draws(sequence_id)] == list(range(before, TOKENS))
-            assert cell.draws(sequence_id)[-1].finish_reason == "length"
+            assert [draw.index for draw in cell.samples(sequence_id)] == list(range(before, TOKENS))
+            assert cell.samples(sequence_id)[-1].finish_reason == "length"
             await cell.freed(sequence_id)
         await cell.freed(1)
         await cell.prefilled(*cell.jobs)

@@ -37,7 +37,7 @@ QUICK = settings(max_examples=examples(25), suppress_health_check=list(HealthChe
 
 @dataclass(frozen=True)
 class Case:
-    """A group of ranks: in which order, on which servers, with how many rows each."""
+    """A group of ranks with its order, servers and numbers of rows."""
 
     ranks: tuple[int, ...]
     servers: tuple[int, ...]
@@ -60,13 +60,13 @@ class Case:
         )
 
     def on_members(self, world: RankWorld, body: Callable[[Mesh], T]) -> list[T]:
-        """What the body returns on each member; nothing is left of earlier byte counts."""
+        """Return what the body returns on each member; earlier byte counts are reset."""
         for mesh in world.meshes:
             mesh.bytes_sent[:] = [0] * mesh.world_size
         return world.each(len(self.ranks), lambda member: body(world.meshes[self.ranks[member]]))
 
     def between_servers(self, world: RankWorld) -> int:
-        """Bytes that members sent to members of other servers."""
+        """Return the bytes that members sent to members of other servers."""
         return sum(
             world.meshes[rank].bytes_sent[peer]
             for rank, server in zip(self.ranks, self.servers, strict=True)
@@ -104,7 +104,7 @@ def rows_of(case: Case) -> Tensor:
 
 
 def contributions_of(case: Case) -> Tensor:
-    """(members, T, d), small integers: their sums are exact in any order."""
+    """Return (members, T, d) small integers: their sums are exact in any order."""
     generator = torch.Generator().manual_seed(1)
     shape = (len(case.ranks), case.bounds[-1], WIDTH)
     return torch.randint(-99, 99, shape, generator=generator).float()
@@ -177,7 +177,8 @@ def gather_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:
 
 
 def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transfers) -> Tensor:
-    """Own rows' sums (t, d) of the takers' contributions (T, d); others pass an empty (0, d)."""
+    """Return own rows' sums (t, d) of the takers' contributions (T, d); others pass an empty (0,
+    d)."""
     parts = tuple(shards.parts(1))
     like_d = contribution_td.new_empty(contribution_td.shape[1])
     with RowReduce(shards, like_d, transfers) as reduce:
@@ -247,7 +248,7 @@ def test_sums_of_half_precision_are_formed_in_fp32(world: RankWorld) -> None:
 
 
 def test_replicas_do_not_send_each_other_what_they_hold(world: RankWorld) -> None:
-    """Two instances of two tensor-parallel ranks, one a server."""
+    """There are two instances of two tensor-parallel ranks, one on each server."""
     case = Case(ranks=(0, 1, 2, 3), servers=(0, 0, 1, 1), lengths=(3, 3, 2, 2), takers=(0, 1, 2, 3))
     rows = rows_of(case)
 
@@ -288,7 +289,7 @@ def test_near_rows_arrive_before_far_members_have_begun(world: RankWorld) -> Non
 
 
 def test_dead_peer_is_an_error_and_not_a_hang() -> None:
-    """Also for the member that would have got the dead one's rows from another."""
+    """The member that would have got the dead one's rows from another gets an error as well."""
     case = Case(ranks=(0, 1, 2, 3), servers=(0, 0, 1, 1), lengths=(1,) * 4, takers=(0, 1, 2, 3))
     rows, dead = rows_of(case), 2
 

@@ -38,7 +38,7 @@ def exact_plans(draw: st.DrawFn, members: int, longest: int) -> CsaPlan:
 
 
 @st.composite
-def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
+def steps(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
     """Return steps with chunks in the middle of prompts, on members of which some have no rows."""
     lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     starts = [draw(st.integers(0, 15)) for _ in lengths]
@@ -58,15 +58,15 @@ def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
     )
 
 
-def check(gang: StrategyRanks, job: PrefillStep) -> None:
-    forwards = gang.forwards(job)
-    gang.hold_history(job, forwards)
+def check(gang: StrategyRanks, step: PrefillStep) -> None:
+    forwards = gang.forwards(step)
+    gang.hold_history(step, forwards)
     try:
-        gang.check(job, gang.run(job, strategy_of), forwards)
+        gang.check(step, gang.run(step, strategy_of), forwards)
     finally:
         for engine in gang.engines:
-            for chunk in job.chunks:
-                engine.pool.slots.free_request(chunk.sequence_id)
+            for chunk in step.chunks:
+                engine.pool.slots.free_sequence(chunk.sequence_id)
 
 
 def on_gangs(
@@ -90,7 +90,7 @@ def test_every_strategy_merges_history(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
     model = data.draw(st.sampled_from(("gqa", "mqa")))
-    check(gangs(model, members, tp), data.draw(jobs(strategy, members)))
+    check(gangs(model, members, tp), data.draw(steps(strategy, members)))
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
@@ -101,5 +101,5 @@ def test_members_without_heads_answer_for_history(gangs: Gangs, strategy: str) -
         KvSlice(instance=4, span=Span(start=7, stop=9)),
     ]
     bounds = [0, 9, 14, 30, 30, 40, 48]
-    job = job_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)
-    check(gangs("gqa", 6, 1), job)
+    step = job_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)
+    check(gangs("gqa", 6, 1), step)

@@ -1,4 +1,4 @@
-"""Where the time of a job goes."""
+"""The clock of a step adds its times up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from csps.actors.timing.timeline import StepClock
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in one cell that a test sets."""
+    """Return the time, in one cell that a test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

@@ -20,7 +20,7 @@ from gang_driver import (
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
-from paused_ranks import HeldSteps
+from paused_ranks import PausedSteps
 
 from csps.protocols.gang.messages import RequestFailed, Sampling
 from csps.protocols.gang.step_messages import PrefillStep
@@ -39,7 +39,7 @@ def request(sequence_id: int, sampling: Sampling = GREEDY, length: int = 40) -> 
     )
 
 
-def job(request: Request) -> PrefillStep:
+def step_of(request: Request) -> PrefillStep:
     return job_of([request.chunk()], [0, 1])
 
 
@@ -62,10 +62,10 @@ async def test_a_prefill_rank_is_killed_before_or_during_a_step(
         decoding, victim = request(1, LASTING), request(2)
         await cell.reserve(decoding)
         await cell.reserve(victim)
-        cell.submit(job(decoding), decoding.prompt)
+        cell.submit(step_of(decoding), decoding.prompt)
         await cell.join(decoding)
-        steps = HeldSteps(monkeypatch)
-        cell.submit(job(victim), victim.prompt, ranks=[0, 1] if begun else [0])
+        steps = PausedSteps(monkeypatch)
+        cell.submit(step_of(victim), victim.prompt, ranks=[0, 1] if begun else [0])
         await (steps.begun() if begun else cell.prefill.stats())  # or it waits for rank 1
 
         cell.prefill_gang.process(1).kill()
@@ -98,19 +98,19 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         decoding, sending, late = request(1, ENDLESS), request(2), request(3)
         for sequence in (decoding, sending, late):
             await cell.reserve(sequence)
-        cell.submit(job(decoding), decoding.prompt)
+        cell.submit(step_of(decoding), decoding.prompt)
         await cell.join(decoding)
         await cell.until(lambda: len(cell.tokens(1)) > 2)
         victim = cell.decode_gang.process(1)
         victim.stop()  # takes nothing any more
-        sent = cell.submit(job(sending), sending.prompt)
+        sent = cell.submit(step_of(sending), sending.prompt)
         await cell.until(lambda: cell.tokens(2))  # prefill is done with computing
 
         victim.kill()
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=2, code="TransferError"))
         await eventually(lambda: is_broken(cell.decode_gang.ranks[0]))  # it was decoding
         await cell.prefilled(sent)
-        after = cell.submit(job(late), late.prompt)  # the router may not know yet
+        after = cell.submit(step_of(late), late.prompt)  # the router may not know yet
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=3, code="TransferError"))
         await cell.prefilled(after)
         for rank in cell.prefill_gang.ranks:
@@ -127,7 +127,7 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
 
 
 async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
-    """Idle, or in the middle of a job whose other half nobody will compute."""
+    """The processes are idle, or in a step whose other half no rank will compute."""
     plan = GangPlan(model_dir=str(tiny_llama), role="prefill", instances=2)
     members = [RankProcess(plan.rank_fields(0))]
     try:
@@ -137,7 +137,7 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
         addresses = await in_threads([member.start for member in members])
         cell.prefill = await cell.attach(members_of(plan, addresses), "prefill")
         sequence = request(1)
-        cell.submit(job(sequence), sequence.prompt, ranks=[0])
+        cell.submit(step_of(sequence), sequence.prompt, ranks=[0])
         await cell.prefill.stats()
         assert await in_threads([member.end for member in members]) == [0, 0]
     finally:

@@ -1,4 +1,4 @@
-"""When a prefill rank lets go of a request's KV."""
+"""A rank frees the KV of a sequence at the right time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 AWAY = (KvSlice(instance=0, span=Span(start=0, stop=1)),)
 
 
-def job(
+def step_of(
     step_id: int, *sequence_ids: int, last: bool = True, sent: bool = True, retain: bool = False
 ) -> PrefillStep:
     destinations = AWAY if sent else ()
@@ -33,148 +33,148 @@ def job(
 
 
 def test_kv_sent_whole_is_freed_with_its_step() -> None:
-    book, step = KvLifetime(), job(1, 7, 8)
-    book.enter(step)
-    assert book.finalize(step, cancelled=False) == [7, 8]
+    lifetime, step = KvLifetime(), step_of(1, 7, 8)
+    lifetime.enter(step)
+    assert lifetime.finalize(step, cancelled=False) == [7, 8]
 
 
 def test_a_chunk_remains_until_the_last_one_is_sent() -> None:
-    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
-    book.enter(first)
-    book.enter(second)
-    assert book.finalize(first, cancelled=False) == []
-    assert book.finalize(second, cancelled=False) == [7]
+    lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
+    lifetime.enter(first)
+    lifetime.enter(second)
+    assert lifetime.finalize(first, cancelled=False) == []
+    assert lifetime.finalize(second, cancelled=False) == [7]
 
 
 def test_an_earlier_chunk_may_be_sent_after_the_last() -> None:
-    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
-    book.enter(first)
-    book.enter(second)
-    assert book.finalize(second, cancelled=False) == []
-    assert book.finalize(first, cancelled=False) == [7]
+    lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
+    lifetime.enter(first)
+    lifetime.enter(second)
+    assert lifetime.finalize(second, cancelled=False) == []
+    assert lifetime.finalize(first, cancelled=False) == [7]
 
 
 def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None:
-    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7, 8)
-    book.enter(first)
-    book.enter(second)
-    assert not book.cancel(7)
-    assert book.finalize(first, cancelled=True) == []
-    assert book.finalize(second, cancelled=False) == [7, 8]
+    lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7, 8)
+    lifetime.enter(first)
+    lifetime.enter(second)
+    assert not lifetime.cancel(7)
+    assert lifetime.finalize(first, cancelled=True) == []
+    assert lifetime.finalize(second, cancelled=False) == [7, 8]
 
 
 def test_idle_kv_is_freed_when_it_is_cancelled() -> None:
-    book, first = KvLifetime(), job(1, 7, last=False)
-    book.enter(first)
-    book.finalize(first, cancelled=False)
-    assert book.cancel(7)
-    assert not book.cancel(7)
+    lifetime, first = KvLifetime(), step_of(1, 7, last=False)
+    lifetime.enter(first)
+    lifetime.finalize(first, cancelled=False)
+    assert lifetime.cancel(7)
+    assert not lifetime.cancel(7)
 
 
 def test_an_unknown_sequence_has_nothing_to_free() -> None:
-    """Its KV may be the stream's, on a rank that does both."""
+    """The KV may belong to the decode batch, on a rank that also prefills."""
     assert not KvLifetime().cancel(7)
 
 
 def test_a_step_dropped_before_its_cancellation_arrives_frees_its_kv() -> None:
-    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
-    book.enter(first)
-    book.enter(second)
-    assert book.finalize(first, cancelled=True) == []
-    assert book.finalize(second, cancelled=False) == [7], "it was given up before"
+    lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
+    lifetime.enter(first)
+    lifetime.enter(second)
+    assert lifetime.finalize(first, cancelled=True) == []
+    assert lifetime.finalize(second, cancelled=False) == [7], "it was given up before"
 
 
 def test_cancelling_everything_frees_what_no_step_needs() -> None:
-    book, kept, waiting = KvLifetime(), job(1, 7, sent=False), job(2, 8)
-    book.enter(kept)
-    book.finalize(kept, cancelled=False)
-    book.enter(waiting)
-    assert book.cancel_all() == {7}
-    assert book.finalize(waiting, cancelled=True) == [8]
+    lifetime, kept, waiting = KvLifetime(), step_of(1, 7, sent=False), step_of(2, 8)
+    lifetime.enter(kept)
+    lifetime.finalize(kept, cancelled=False)
+    lifetime.enter(waiting)
+    assert lifetime.cancel_all() == {7}
+    assert lifetime.finalize(waiting, cancelled=True) == [8]
 
 
 def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> None:
-    """And then it is told, once."""
-    book, first, second = KvLifetime(), job(1, 7, sent=False), job(2, 7, sent=False)
-    book.enter(first)
-    book.enter(second)
-    assert not book.leave_batch(7)
-    assert book.finalize(first, cancelled=False) == []
-    assert book.finalize(second, cancelled=True) == [7]
-    assert book.pop_left(7)
-    assert not book.pop_left(7)
+    """The last step then reports it, once."""
+    lifetime, first, second = KvLifetime(), step_of(1, 7, sent=False), step_of(2, 7, sent=False)
+    lifetime.enter(first)
+    lifetime.enter(second)
+    assert not lifetime.leave_batch(7)
+    assert lifetime.finalize(first, cancelled=False) == []
+    assert lifetime.finalize(second, cancelled=True) == [7]
+    assert lifetime.pop_left(7)
+    assert not lifetime.pop_left(7)
 
 
 def test_a_sequence_that_leaves_the_batch_after_its_last_step_is_freed_at_once() -> None:
-    book, step = KvLifetime(), job(1, 7, sent=False)
-    book.enter(step)
-    assert book.finalize(step, cancelled=False) == []
-    assert book.leave_batch(7)
-    assert not book.pop_left(7)
-    assert book.cancel_all() == set()
+    lifetime, step = KvLifetime(), step_of(1, 7, sent=False)
+    lifetime.enter(step)
+    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.leave_batch(7)
+    assert not lifetime.pop_left(7)
+    assert lifetime.cancel_all() == set()
 
 
 def test_retained_kv_is_freed_when_it_is_cancelled() -> None:
-    book, step = KvLifetime(), job(1, 7, retain=True)
-    book.enter(step)
-    assert not book.is_retained(7)
-    assert book.finalize(step, cancelled=False) == []
-    assert book.is_retained(7)
-    book.unretain(7)
-    assert not book.is_retained(7)
-    assert book.cancel(7)
+    lifetime, step = KvLifetime(), step_of(1, 7, retain=True)
+    lifetime.enter(step)
+    assert not lifetime.is_retained(7)
+    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.is_retained(7)
+    lifetime.unretain(7)
+    assert not lifetime.is_retained(7)
+    assert lifetime.cancel(7)
 
 
 def test_retained_kv_of_a_dropped_step_is_freed_with_it() -> None:
-    book, step = KvLifetime(), job(1, 7, 8, retain=True)
-    book.enter(step)
-    book.unretain(7)
-    assert not book.cancel(7)
-    assert book.finalize(step, cancelled=False) == [7]
-    assert book.is_retained(8)
-    assert book.cancel_all() == {8}
+    lifetime, step = KvLifetime(), step_of(1, 7, 8, retain=True)
+    lifetime.enter(step)
+    lifetime.unretain(7)
+    assert not lifetime.cancel(7)
+    assert lifetime.finalize(step, cancelled=False) == [7]
+    assert lifetime.is_retained(8)
+    assert lifetime.cancel_all() == {8}
 
 
 def test_retained_kv_remains_after_its_sequence_leaves_the_batch() -> None:
-    book = KvLifetime()
-    book.retain_at_end(7)
-    assert not book.leave_batch(7)
-    assert book.is_retained(7)
-    assert book.evict(7, (Span(0, 1),))
-    book.discard(7)
-    assert book.leave_batch(7), "nothing of it is known any more"
+    lifetime = KvLifetime()
+    lifetime.retain_at_end(7)
+    assert not lifetime.leave_batch(7)
+    assert lifetime.is_retained(7)
+    assert lifetime.evict(7, (Span(0, 1),))
+    lifetime.discard(7)
+    assert lifetime.leave_batch(7), "nothing of it is known any more"
 
 
 def test_a_sequence_that_leaves_with_a_pending_step_was_cancelled() -> None:
     """The log may say so before the router does."""
-    book, step = KvLifetime(), job(1, 7)
-    book.retain_at_end(7)
-    book.enter(step)
-    assert not book.leave_batch(7)
-    book.unretain(7)
-    assert not book.cancel(7)
-    assert book.finalize(step, cancelled=True) == [7]
-    assert book.pop_left(7)
+    lifetime, step = KvLifetime(), step_of(1, 7)
+    lifetime.retain_at_end(7)
+    lifetime.enter(step)
+    assert not lifetime.leave_batch(7)
+    lifetime.unretain(7)
+    assert not lifetime.cancel(7)
+    assert lifetime.finalize(step, cancelled=True) == [7]
+    assert lifetime.pop_left(7)
 
 
 def test_kv_evicted_too_early_is_freed_after_the_last_step() -> None:
-    book, step = KvLifetime(), job(1, 7, retain=True)
-    book.enter(step)
-    assert not book.evict(7, (Span(0, 1),))
-    assert book.due_evictions(7) == ()
-    assert book.finalize(step, cancelled=False) == []
-    assert book.due_evictions(7) == (Span(0, 1),)
-    assert book.due_evictions(7) == ()
+    lifetime, step = KvLifetime(), step_of(1, 7, retain=True)
+    lifetime.enter(step)
+    assert not lifetime.evict(7, (Span(0, 1),))
+    assert lifetime.due_evictions(7) == ()
+    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.due_evictions(7) == (Span(0, 1),)
+    assert lifetime.due_evictions(7) == ()
 
 
 class Lifetimes(RuleBasedStateMachine):
-    """Any order of events: each request's KV goes once, and never while a job has it."""
+    """Any order of events: each sequence's KV is freed once, and never while a step has it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = KvLifetime()
-        self.line: list[PrefillStep] = []
-        self.held: set[int] = set()
+        self.lifetime = KvLifetime()
+        self.pending: list[PrefillStep] = []
+        self.expected: set[int] = set()
         self.unwanted: set[int] = set()
         self.ids = iter(range(1, 10_000))
 
@@ -182,53 +182,53 @@ class Lifetimes(RuleBasedStateMachine):
         sequence_ids=st.sets(st.integers(0, 3), min_size=1), last=st.booleans(), sent=st.booleans()
     )
     def enter(self, sequence_ids: set[int], last: bool, sent: bool) -> None:
-        step = job(next(self.ids), *sequence_ids, last=last, sent=sent)
-        self.book.enter(step)
-        self.line.append(step)
-        self.held |= sequence_ids
+        step = step_of(next(self.ids), *sequence_ids, last=last, sent=sent)
+        self.lifetime.enter(step)
+        self.pending.append(step)
+        self.expected |= sequence_ids
 
     @rule(cancelled=st.booleans())
     def settle(self, cancelled: bool) -> None:
-        if self.line:
-            step = self.line.pop(0)
+        if self.pending:
+            step = self.pending.pop(0)
             sequence_ids = {chunk.sequence_id for chunk in step.chunks}
             cancelled = cancelled or sequence_ids <= self.unwanted
             if cancelled:
                 self.unwanted |= sequence_ids
-            self.let_go(self.book.finalize(step, cancelled=cancelled))
+            self.free(self.lifetime.finalize(step, cancelled=cancelled))
 
     @rule(sequence_id=st.integers(0, 3))
     def cancel(self, sequence_id: int) -> None:
-        if self.book.cancel(sequence_id):
-            self.let_go([sequence_id])
-        elif sequence_id in self.in_line:
+        if self.lifetime.cancel(sequence_id):
+            self.free([sequence_id])
+        elif sequence_id in self.with_step:
             self.unwanted.add(sequence_id)
 
     @rule()
     def cancel_all(self) -> None:
-        self.let_go(list(self.book.cancel_all()))
-        self.unwanted |= self.in_line
+        self.free(list(self.lifetime.cancel_all()))
+        self.unwanted |= self.with_step
 
     @property
-    def in_line(self) -> set[int]:
-        return {chunk.sequence_id for step in self.line for chunk in step.chunks}
+    def with_step(self) -> set[int]:
+        return {chunk.sequence_id for step in self.pending for chunk in step.chunks}
 
-    def let_go(self, sequence_ids: list[int]) -> None:
+    def free(self, sequence_ids: list[int]) -> None:
         assert len(sequence_ids) == len(set(sequence_ids))
-        assert set(sequence_ids) <= self.held
-        self.held -= set(sequence_ids)
+        assert set(sequence_ids) <= self.expected
+        self.expected -= set(sequence_ids)
         self.unwanted -= set(sequence_ids)
-        assert not set(sequence_ids) & self.in_line
+        assert not set(sequence_ids) & self.with_step
 
     @invariant()
-    def what_nobody_wants_is_held_for_its_steps_only(self) -> None:
-        assert self.unwanted <= self.in_line
+    def cancelled_kv_remains_for_its_steps_only(self) -> None:
+        assert self.unwanted <= self.with_step
 
     def teardown(self) -> None:
-        while self.line:
+        while self.pending:
             self.settle(cancelled=True)
         self.cancel_all()
-        assert not self.held
+        assert not self.expected
 
 
 TestLifetimes = Lifetimes.TestCase

@@ -42,7 +42,7 @@ def span(start: int, stop: int) -> Span:
 
 
 def rows_of(values: list[float]) -> tuple[Tensor, Tensor]:
-    """Keys filled with the values, values with their negatives."""
+    """Return keys filled with the values, and values with their negatives."""
     k_thd = torch.tensor(values).view(-1, 1, 1).expand(-1, KV_HEADS, HEAD_DIM)
     return k_thd, -k_thd
 
@@ -50,7 +50,7 @@ def rows_of(values: list[float]) -> tuple[Tensor, Tensor]:
 def contents(
     pool: KvPool, layer: int, sequence_id: int, positions: Iterable[int]
 ) -> dict[int, float]:
-    """Position → value of what a request has; every element of a row must agree."""
+    """Return the value at each position of a sequence; every element of a row must agree."""
     seen: dict[int, float] = {}
     for position in positions:
         k_thd, v_thd = pool.read(layer, sequence_id, span(position, position + 1))
@@ -81,7 +81,7 @@ def test_fragmented_pool_is_filled_to_the_last_slot() -> None:
     for sequence_id in range(10):
         pool.slots.allocate(sequence_id, [span(sequence_id, sequence_id + 1)])
     for sequence_id in range(0, 10, 2):
-        pool.slots.free_request(sequence_id)
+        pool.slots.free_sequence(sequence_id)
     pool.slots.allocate(99, [span(0, 5)])
     assert pool.slots.free == 0
     pool.write(0, 99, span(0, 5), *rows_of([0.0, 1.0, 2.0, 3.0, 4.0]))
@@ -121,7 +121,7 @@ def test_rows_of_one_member_of_a_ring_are_written_by_one_copy_each() -> None:
 def test_writing_unallocated_positions_is_refused() -> None:
     pool = make_pool(8)
     pool.slots.allocate(1, [span(0, 4)])
-    with pytest.raises(AssertionError, match="not allocated to request 1"):
+    with pytest.raises(AssertionError, match="not allocated to sequence 1"):
         pool.write(0, 1, span(2, 6), *rows_of([0.0] * 4))
     with pytest.raises(AssertionError):
         pool.write(0, 1, span(0, 4), *rows_of([0.0] * 3))
@@ -134,13 +134,13 @@ def test_shared_slots_are_free_when_the_last_sequence_frees_them() -> None:
     pool.slots.share_slots(2, 1, span(0, 4))
     pool.slots.allocate(2, [span(4, 7)])
     assert pool.slots.used == 9
-    assert pool.slots.free_request(1) == 6
+    assert pool.slots.free_sequence(1) == 6
     assert pool.slots.used == 7
     assert contents(pool, 0, 2, range(4)) == {i: float(i) for i in range(4)}
     pool.slots.check_integrity()
     pool.slots.drop_shared(2)
     assert pool.slots.used == pool.slots.tokens(2) == 3
-    pool.slots.free_request(2)
+    pool.slots.free_sequence(2)
     pool.slots.check_integrity()
     assert pool.slots.used == 0
 
@@ -158,7 +158,7 @@ SPANS = st.builds(
 
 @dataclass(eq=False)
 class Cell:
-    """What the oracle knows of a slot: by layer what was last written there."""
+    """Oracle of a slot: what was last written there, by layer."""
 
     value: dict[int, float] = field(default_factory=dict)
 
@@ -179,9 +179,9 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = make_pool(self.SLOTS, self.LAYERS)
         self.owned: dict[int, dict[int, Cell]] = defaultdict(dict)
-        """By request and position."""
+        """Positions by sequence."""
         self.shared: dict[int, set[int]] = defaultdict(set)
-        """By request, positions that others have computed."""
+        """Positions that others have computed, by sequence."""
         self.pins: list[Pin] = []
         self.numbers = itertools.count(1)
 
@@ -198,7 +198,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.slots.allocate(sequence_id, spans)
 
     @rule(sequence_id=RIDS, source=RIDS, s=SPANS)
-    def share(self, sequence_id: int, source: int, s: Span) -> None:
+    def share_span(self, sequence_id: int, source: int, s: Span) -> None:
         has, theirs = self.owned[sequence_id], self.owned[source]
         if self.shared[sequence_id] >= set(s.positions):
             self.pool.slots.share_slots(sequence_id, source, s)
@@ -230,15 +230,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(sequence_id=RIDS, s=SPANS)
     def free_span(self, sequence_id: int, s: Span) -> None:
-        gone = self.owned[sequence_id].keys() & set(s.positions)
-        assert self.pool.slots.free_span(sequence_id, s) == len(gone)
-        self.forget(sequence_id, gone)
+        freed = self.owned[sequence_id].keys() & set(s.positions)
+        assert self.pool.slots.free_span(sequence_id, s) == len(freed)
+        self.forget(sequence_id, freed)
 
     @rule(sequence_id=RIDS)
-    def free_request(self, sequence_id: int) -> None:
-        gone = set(self.owned[sequence_id])
-        assert self.pool.slots.free_request(sequence_id) == len(gone)
-        self.forget(sequence_id, gone)
+    def free_sequence(self, sequence_id: int) -> None:
+        freed = set(self.owned[sequence_id])
+        assert self.pool.slots.free_sequence(sequence_id) == len(freed)
+        self.forget(sequence_id, freed)
 
     @rule(sequence_id=RIDS, s=SPANS)
     def pin(self, sequence_id: int, s: Span) -> None:
@@ -256,7 +256,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(s=SPANS, layer=st.integers(0, LAYERS - 1), head=st.integers(0, KV_HEADS - 1))
     def read_pinned(self, s: Span, layer: int, head: int) -> None:
-        """Whatever became of the request, and whoever has got slots since."""
+        """Check a pinned span, whatever became of its sequence and of the slots since."""
         for pinned, cells in self.pins:
             common = s.intersection(pinned.span)
             heads = slice(head, KV_HEADS)
@@ -292,7 +292,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(set(slot_of.values())) == len(slot_of)
 
     @invariant()
-    def reads_give_back_what_was_written(self) -> None:
+    def reads_return_what_was_written(self) -> None:
         for layer, sequence_id in itertools.product(range(self.LAYERS), self.owned):
             written = self.written(layer, sequence_id, self.owned[sequence_id])
             assert contents(self.pool, layer, sequence_id, written) == written
@@ -301,7 +301,7 @@ class PoolMachine(RuleBasedStateMachine):
         for pin in self.pins[::2]:
             self.pool.slots.unpin(pin.pinned)
         for sequence_id in self.owned:
-            self.pool.slots.free_request(sequence_id)
+            self.pool.slots.free_sequence(sequence_id)
         for pin in self.pins[1::2]:
             self.pool.slots.unpin(pin.pinned)
         self.pool.slots.check_integrity()
@@ -310,7 +310,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool.slots.runs(99)) == 1
 
     def cells(self) -> set[Cell]:
-        """Slots that somebody has."""
+        """Return the slots that a sequence has."""
         owned = [cell for cells in self.owned.values() for cell in cells.values()]
         return {*owned, *(cell for pin in self.pins for cell in pin.cells.values())}
 
@@ -353,7 +353,7 @@ def test_threads_never_see_each_others_tokens() -> None:
                 expected = dict.fromkeys(range(position + 1), float(sequence_id))
                 assert contents(pool, layer, sequence_id, range(position + 1)) == expected
         finally:
-            assert pool.slots.free_request(sequence_id) == prompt + answer
+            assert pool.slots.free_sequence(sequence_id) == prompt + answer
 
     def work(seed: int) -> None:
         try:

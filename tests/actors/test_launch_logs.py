@@ -1,4 +1,4 @@
-"""What ranks begin lets nobody wait for another in a circle, whatever each step takes."""
+"""Operations that ranks begin never wait for each other in a circle, whatever each step takes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_strategys_exchanges_end_whatever_they_take(
 async def test_steps_that_interrupt_each_other_and_iterations_end_whatever_they_take(
     model: Path, tp: int
 ) -> None:
-    """Long steps and urgent ones on groups that overlap, while their answers are decoded."""
+    """Low- and high-priority steps run on overlapping groups while their answers are decoded."""
     prefilled, decoded = LaunchLog(), LaunchLog()
     groups = [([0, 1], False), ([1], True), ([0, 1], True), ([0], False), ([1, 0], False)]
     async with thread_cell(

@@ -1,4 +1,4 @@
-"""Who owns which rank, token and head."""
+"""Owners of ranks, tokens and heads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cut_batches(draw: st.DrawFn) -> tuple[list[PrefillChunk], list[int]]:
 
 @given(cut_batches())
 def test_local_chunks_are_a_bijection(batch: tuple[list[PrefillChunk], list[int]]) -> None:
-    """Every token of every piece is one row of one member, and the other way round."""
+    """Every token of every chunk is one row of one member, and the other way round."""
     chunks, bounds = batch
     laid_out = [
         (chunk.sequence_id, chunk.start + i) for chunk in chunks for i in range(chunk.length)
@@ -71,32 +71,34 @@ def test_local_chunks_are_a_bijection(batch: tuple[list[PrefillChunk], list[int]
 def test_rows_in_any_layout_are_one_members_each(
     extents: list[tuple[int, int]], group: list[int], data: st.DataObject
 ) -> None:
-    """Against the members' positions, piece by piece; the two orders undo each other."""
+    """The members' positions are checked chunk by chunk; the two orders undo each other."""
     chunks = []
     for sequence_id, (start, length) in enumerate(extents):
         computing = group[: data.draw(st.integers(1, 4))]
         rows = laid_out(data.draw(st.sampled_from(LAYOUTS)), start, start + length, computing)
         chunks.append(PrefillChunk(sequence_id=sequence_id, start=start, length=length, rows=rows))
-    job, layout = job_of(chunks, group), GangLayout(world_size=4, tp=1)
-    groups = [SpGroup(cast(Any, None), layout, job, member, StepClock()) for member in range(4)]
+    step, layout = job_of(chunks, group), GangLayout(world_size=4, tp=1)
+    groups = [SpGroup(cast(Any, None), layout, step, member, StepClock()) for member in range(4)]
     tokens = [(chunk.sequence_id, chunk.start + i) for chunk in chunks for i in range(chunk.length)]
     in_batch_T = torch.arange(len(tokens))
-    in_turn_T = groups[0].in_member_order(in_batch_T)
-    assert torch.equal(groups[0].in_batch_order(in_turn_T), in_batch_T)
+    in_member_order_T = groups[0].in_member_order(in_batch_T)
+    assert torch.equal(groups[0].in_batch_order(in_member_order_T), in_batch_T)
     for instance, own_group in zip(group, groups, strict=True):
         own = [
             (chunk.sequence_id, position)
             for chunk in chunks
-            for share in chunk.rows
-            if share.instance == instance
-            for position in share.span.positions
+            for kv_slice in chunk.rows
+            if kv_slice.instance == instance
+            for position in kv_slice.span.positions
         ]
-        assert [tokens[at] for at in in_turn_T[own_group.rows_of(own_group.member)].tolist()] == own
+        assert [
+            tokens[at] for at in in_member_order_T[own_group.rows_of(own_group.member)].tolist()
+        ] == own
         assert own_group.positions.tolist() == [position for _, position in own]
         for chunk in chunks:
             member, row = own_group.last_row_of(chunk)
-            begin = job.bounds[member]
-            assert tokens[in_turn_T[begin + row]] == (
+            begin = step.bounds[member]
+            assert tokens[in_member_order_T[begin + row]] == (
                 chunk.sequence_id,
                 chunk.start + chunk.length - 1,
             )
@@ -142,7 +144,7 @@ def test_members_own_every_query_head_once_and_the_kv_heads_it_reads(split: Head
 
 @given(head_splits())
 def test_uniform_runs_are_what_grouped_query_attention_computes(split: HeadSplit) -> None:
-    """Inside a run, query head i reads KV head i // (queries / keys): the right one."""
+    """Query head i of a run reads KV head i // (queries / keys): the right one."""
     group = split.heads // split.kv_heads
     for part in range(split.parts):
         queries = range(split.heads)[split.queries(part)]

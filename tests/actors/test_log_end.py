@@ -28,7 +28,7 @@ WAIT_S, OWNER = 60.0, 1
 
 
 class Gang:
-    """A conductor, in a thread, and the other ranks' ends."""
+    """A sequencer in a thread, and the other ranks' ends."""
 
     def __init__(self, ranks: int, threads: ThreadPoolExecutor) -> None:
         connections: dict[int, LogSocket] = {}
@@ -124,7 +124,7 @@ def test_the_others_have_the_last_entry_before_rank_0_can_disconnect() -> None:
 
 
 def test_a_member_that_leaves_ends_the_log_in_order() -> None:
-    """Also if it hangs up at once, and others report to nobody."""
+    """The member may disconnect at once, while others report to nobody."""
     with gang(3) as group:
         group.members[0].leave()
         assert group.ops(0, 1) == group.ops(1, 1) == group.ops(2, 1) == [Shutdown()]
@@ -149,7 +149,7 @@ def test_closing_in_the_middle_of_an_entry_is_no_fault() -> None:
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_lost_member_ends_the_log_of_all(gone: int) -> None:
-    """What a rank does when its log has ended is to close its end of it."""
+    """A rank whose log has ended closes its end of it."""
     with gang(3) as group:
         group.ends[gone].close()
         if gone:

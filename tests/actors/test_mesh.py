@@ -1,4 +1,4 @@
-"""Groups of ranks: messages match in order, and nobody waits for who is gone."""
+"""Groups of ranks: messages match in order, and no rank waits for a lost one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_exchange_leaves_out_what_is_empty() -> None:
 
 
 def waiting(operation: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """An operation that waits, in a thread, and what it fails with."""
+    """Return an operation that waits in a thread, and the error with which it fails."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -172,7 +172,8 @@ def test_a_store_listens_on_its_host_only() -> None:
 
 
 def bound_addresses(port: int) -> set[str]:
-    """Addresses, in hexadecimal, that a local port listens on, by the kernel's own list."""
+    """Return the addresses, in hexadecimal, on which a local port listens, by the kernel's own
+    list."""
     found = set()
     for table in ("tcp", "tcp6"):
         with open(f"/proc/net/{table}") as lines:

@@ -29,7 +29,7 @@ from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_step
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paused_ranks import HeldSteps, HeldStream
+from paused_ranks import PausedSteps, PausedDecodeBatch
 from property_examples import examples
 
 from csps.actors.comm.process_group import GroupMaker
@@ -41,7 +41,7 @@ from csps.protocols.gang.step_messages import MoveSequence, SequenceMoved, Seque
 from csps.protocols.rpc import schema
 
 LASTING = 1500
-"""Tokens of an answer that goes on whatever a busy machine does in between."""
+"""Tokens of an answer that continues however slow a busy machine is."""
 
 
 def placed(request: Request) -> SequencePlacement:
@@ -49,7 +49,7 @@ def placed(request: Request) -> SequencePlacement:
 
 
 def on(request: Request, *instances: int, master: int | None = None) -> SequencePlacement:
-    """The prompt in equal parts, the answer in turns."""
+    """Return a placement with the prompt in equal parts and the answer in turns."""
     length = len(request.prompt)
     return SequencePlacement(
         slices=even_shares(length, instances),
@@ -58,8 +58,8 @@ def on(request: Request, *instances: int, master: int | None = None) -> Sequence
     )
 
 
-def turns(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvSlice, ...]:
-    kept = round_robin(start, start + tokens, keepers)
+def turns(start: int, tokens: int, answer_holders: Sequence[int]) -> tuple[KvSlice, ...]:
+    kept = round_robin(start, start + tokens, answer_holders)
     return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
 
 
@@ -74,7 +74,7 @@ def talking(sequence_id: int, length: int, tokens: int, *instances: int) -> Requ
 
 
 async def decode(cell: Cell, request: Request) -> None:
-    """Have it drawn up to its second token at least."""
+    """Decode a sequence up to its second token at least."""
     await cell.reserve(request)
     group = sorted({kv_slice.instance for kv_slice in request.slices})
     cell.submit(job_of([request.chunk()], group), request.prompt)
@@ -90,7 +90,7 @@ async def check_answer(cell: Cell, model: Path, request: Request) -> None:
 
 
 async def check_first(cell: Cell, model: Path, request: Request, tokens: int) -> None:
-    """Of an answer that nobody waits for to its end."""
+    """Check the first tokens of an answer that is not awaited to its end."""
     await cell.until(lambda: len(cell.tokens(request.sequence_id)) >= tokens)
     expected = greedy_tokens(model, request.prompt.tolist(), tokens)
     assert cell.tokens(request.sequence_id)[:tokens] == expected
@@ -101,26 +101,28 @@ async def check_first(cell: Cell, model: Path, request: Request, tokens: int) ->
 async def test_a_sequence_continues_where_its_kv_was_moved(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, in blocks; what it has left is free while it goes on."""
+    """All KV moves, in blocks; the slots that it leaves are freed while the sequence continues."""
     monkeypatch.setattr(move_run, "BLOCK_TOKENS", 16)
     async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         request = talking(1, 60, LASTING, 0)
         await decode(cell, request)
         cell.move(request, placed(request), on(request, 1, 2))
-        await cell.told(3, SequenceMoved, sequence_id=1)
-        told = {moved.rank: moved for moved in cell.about(SequenceMoved, sequence_id=1)}
+        await cell.until_received(3, SequenceMoved, sequence_id=1)
+        reports = {moved.rank: moved for moved in cell.about(SequenceMoved, sequence_id=1)}
         assert not cell.finished(1)
         assert [pool.slots.used for pool in pools] == [0, 30 + LASTING // 2, 30 + LASTING // 2 - 1]
         token_bytes = 2 * pools[0].k[:, 0].nbytes
-        assert told[0].sent_bytes == (told[1].tokens + told[2].tokens) * token_bytes
-        assert told[1].tokens + told[2].tokens > 60
-        await check_first(cell, tiny_llama, request, told[1].tokens + told[2].tokens - 60 + 20)
+        assert reports[0].sent_bytes == (reports[1].tokens + reports[2].tokens) * token_bytes
+        assert reports[1].tokens + reports[2].tokens > 60
+        await check_first(
+            cell, tiny_llama, request, reports[1].tokens + reports[2].tokens - 60 + 20
+        )
         cell.check_idle()
 
 
 async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> None:
-    """With what its sampler remembers of the answer."""
+    """The new master gets the counts of the old one's sampler."""
     sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
     async with elastic_cell(tiny_llama, 2) as cell:
         alone, moving = (
@@ -138,7 +140,7 @@ async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) 
         await decode(cell, moving)
         after = SequencePlacement(slices=moving.slices, master=1, answer=moving.answer)
         cell.move(moving, placed(moving), after)
-        await cell.told(2, SequenceMoved, sequence_id=2)
+        await cell.until_received(2, SequenceMoved, sequence_id=2)
         assert not any(
             moved.tokens or moved.sent_bytes for moved in cell.about(SequenceMoved, sequence_id=2)
         )
@@ -152,7 +154,7 @@ async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) 
 async def test_others_continue_while_a_sequence_is_moved(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An iteration between two quanta, and the row itself with them."""
+    """Iterations run between two quanta, with the moving sequence among them."""
     monkeypatch.setattr(move_run, "BLOCK_TOKENS", 1)
     async with elastic_cell(tiny_llama, 2, quantum_ms=0.0) as cell:
         moving, other = talking(1, 20, LASTING, 0), talking(2, 20, LASTING, 0)
@@ -162,7 +164,7 @@ async def test_others_continue_while_a_sequence_is_moved(
         await decode(cell, other)
         before = [len(cell.tokens(sequence_id)) for sequence_id in (1, 2)]
         cell.move(moving, placed(moving), on(moving, 1))
-        await cell.told(2, SequenceMoved, sequence_id=1)
+        await cell.until_received(2, SequenceMoved, sequence_id=1)
         assert not cell.finished(1)
         # As many parts as tokens and layers, and after each an iteration of those beside it.
         assert all(
@@ -197,10 +199,10 @@ async def test_a_sequence_that_ends_drops_its_move(
 async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots are somebody else's from then on, although the log has not dropped the move yet:
-    the leader hears of it last."""
+    """The slots belong to others from then on, although the log has not dropped the move yet: the
+    leader hears of it last."""
     async with elastic_cell(tiny_llama, 2, kv_slots=64) as cell:
-        held = HeldStream(monkeypatch, cell.prefill_gang.ranks[0].loop.decode_batch, after=3)
+        delayed = PausedDecodeBatch(monkeypatch, cell.prefill_gang.ranks[0].loop.decode_batch, after=3)
         loop = cell.prefill_gang.ranks[1].loop
         pool = cell.prefill_gang.ranks[1].engine.pool
         request = talking(1, 20, 40, 0)
@@ -219,9 +221,9 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
         cell.decode.notify(1, "move", message)
         await eventually(lambda: loop.waiting == 1)
         cell.cancel(1)
-        held.go_on.set()
+        delayed.go_on.set()
         await cell.freed(1)
-        pool.slots.free_request(99)
+        pool.slots.free_sequence(99)
         loop._pending_steps.slots_freed()
         assert pool.slots.used == 0
         cell.decode.notify(0, "move", message)
@@ -232,7 +234,7 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
 async def test_history_returns_after_the_step_that_moved_it_away(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row decodes elsewhere already, while the step has not ended where it lay."""
+    """The sequence decodes elsewhere already, while the step has not ended where its KV lay."""
     over, release = threading.Event(), KvMover.release_sources
 
     def late(mover: KvMover) -> None:
@@ -249,15 +251,15 @@ async def test_history_returns_after_the_step_that_moved_it_away(
         request = replace(talking(2, 50, LASTING, 1), prompt=np.append(first.prompt, prompt_of(10)))
         await cell.reserve(request)
         history = (KvSlice(instance=0, span=Span(0, 40), source=1),)
-        job = job_of([request.chunk(40, history=history)], [0, 1], [0, 0, 10])
-        cell.submit(job, request.prompt[40:])
+        step = job_of([request.chunk(40, history=history)], [0, 1], [0, 0, 10])
+        cell.submit(step, request.prompt[40:])
         await cell.join(request)
         cell.move(request, placed(request), on(request, 0))
         rank = cell.prefill_gang.ranks[0]
         await eventually(lambda: rank.loop.waiting == 1)
         assert rank.engine.pool.slots.tokens(2) == 40
         over.set()
-        await cell.told(2, SequenceMoved, sequence_id=2)
+        await cell.until_received(2, SequenceMoved, sequence_id=2)
         await check_first(cell, tiny_llama, request, len(cell.tokens(2)) + 5)
         assert await cell.keep(cell.decode, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
@@ -266,20 +268,20 @@ async def test_history_returns_after_the_step_that_moved_it_away(
 async def test_a_prompt_that_is_cancelled_while_it_scales_down_leaves_nothing(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a row whose instance it has preempted, and which goes on."""
+    """The prompt has preempted a sequence on its instance, which then continues."""
     async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
         other = talking(1, 20, 100, 0)
         await decode(cell, other)
-        steps = HeldSteps(monkeypatch)
+        steps = PausedSteps(monkeypatch)
         cancelled = talking(2, 60, 10, 1)
         await cell.reserve(cancelled)
         chunk = cancelled.chunk(rows=laid_out("striped", 0, 60, [0, 1, 2]))
-        job = cell.submit(job_of([chunk], [0, 1, 2], strategy="ring_kv"), cancelled.prompt)
+        step = cell.submit(job_of([chunk], [0, 1, 2], strategy="ring_kv"), cancelled.prompt)
         await steps.begun()
         cell.cancel(2)
         steps.go_on.set()
         await cell.freed(2)
-        await cell.prefilled(job)
+        await cell.prefilled(step)
         await check_answer(cell, tiny_llama, other)
         cell.check_idle()
 
@@ -294,7 +296,7 @@ async def test_only_whole_placements_are_moved(tiny_llama: Path) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A row, and what becomes of it."""
+    """A sequence and what happens to it."""
 
     length: int
     tokens: int
@@ -315,7 +317,7 @@ PLANS = st.builds(
 
 
 class Story:
-    """One row and its places."""
+    """One sequence and its placements."""
 
     def __init__(self, sequence_id: int, plan: Plan, instances: int) -> None:
         self.plan, self.rng, self._instances = plan, random.Random(plan.seed), instances
@@ -352,8 +354,8 @@ class Story:
         cell.submit(job_of([self.request.chunk()], group), self.request.prompt)
         await cell.join(self.request)
         for number in range(plan.moves):
-            drawn = min(number + 1, plan.tokens)
-            await cell.until(lambda drawn=drawn: len(cell.tokens(sequence_id)) >= drawn)  # type: ignore[misc]
+            sampled = min(number + 1, plan.tokens)
+            await cell.until(lambda sampled=sampled: len(cell.tokens(sequence_id)) >= sampled)  # type: ignore[misc]
             after = self._place()
             seen = len(cell.about(SequenceMoved, sequence_id=sequence_id))
             cell.move(self.request, self._placed, after)

@@ -1,5 +1,7 @@
-"""What a strategy lets members see anyway is kept without a message, and nothing has slots but what
-is kept: against arrays of who computes and who keeps each position."""
+"""KV that a strategy's exchanges bring anyway is stored without a message of its own.
+
+Slots and bytes are checked against arrays of the instances that compute and store each position.
+"""
 
 from __future__ import annotations
 
@@ -45,35 +47,35 @@ def model(tmp_path_factory: pytest.TempPathFactory, kv_heads: int) -> Path:
 
 def owners(length: int, slices: tuple[KvSlice, ...]) -> Owners:
     table = np.full(length, -1)
-    for share in slices:
-        table[share.span.positions] = share.instance
+    for kv_slice in slices:
+        table[kv_slice.span.positions] = kv_slice.instance
     return table
 
 
 async def bytes_of_a_step(
     cell: ThreadCell, request: Request, rows: tuple[KvSlice, ...], strategy: str
 ) -> npt.NDArray[np.int64]:
-    """From instance to instance, of a step after which the request is held as it was reserved."""
+    """Return the bytes from instance to instance in a step, and check where its KV is stored."""
     ranks, tp = cell.prefill_gang.ranks, cell.decode.tp
     length = len(request.prompt)
     before = np.array([rank.engine.mesh.bytes_sent for rank in ranks])
     await cell.reserve(request)
     taken = [rank.engine.pool.slots.used for rank in ranks]
-    kept = [int((owners(length, request.slices) == i).sum()) for i in range(INSTANCES)]
-    assert taken == np.repeat(kept, tp).tolist()
+    stored = [int((owners(length, request.slices) == i).sum()) for i in range(INSTANCES)]
+    assert taken == np.repeat(stored, tp).tolist()
     group = list(range(INSTANCES))
     cell.submit(job_of([request.chunk(rows=rows)], group, strategy=strategy), request.prompt)
-    await cell.told(
+    await cell.until_received(
         tp * len({kv_slice.instance for kv_slice in request.slices}),
         RankKvReceived,
         sequence_id=request.sequence_id,
     )
-    await cell.until(lambda: len(cell.heard[PrefillDone]) == len(ranks) * request.sequence_id)
+    await cell.until(lambda: len(cell.received[PrefillDone]) == len(ranks) * request.sequence_id)
     assert [rank.engine.pool.slots.used for rank in ranks] == taken
     for rank in ranks:
-        held = held_positions(rank.engine.pool.slots, request.sequence_id, length)
-        keeps = owners(length, request.slices) == rank.engine.instance
-        assert held == np.flatnonzero(keeps).tolist()
+        resident = held_positions(rank.engine.pool.slots, request.sequence_id, length)
+        expected = owners(length, request.slices) == rank.engine.instance
+        assert resident == np.flatnonzero(expected).tolist()
         rank.engine.pool.slots.check_integrity()
     sent = np.array([rank.engine.mesh.bytes_sent for rank in ranks]) - before
     cell.cancel(request.sequence_id)
@@ -87,42 +89,43 @@ async def check(
 ) -> None:
     order = np.random.default_rng(seed).permutation(INSTANCES).tolist()
     rows = laid_out(layouts[0], 0, length, list(range(INSTANCES)))
-    keep = laid_out(layouts[1], 0, length, order[: 1 + seed % INSTANCES])
+    targets = laid_out(layouts[1], 0, length, order[: 1 + seed % INSTANCES])
     async with elastic_cell(model, INSTANCES, tp=tp, kv_slots=length) as cell:
         prompt = prompt_of(length, seed)
         in_place, moved = (
             Request(sequence_id=sequence_id, prompt=prompt, slices=slices, sampling=ONE_TOKEN)
-            for sequence_id, slices in ((1, rows), (2, keep))
+            for sequence_id, slices in ((1, rows), (2, targets))
         )
         without = await bytes_of_a_step(cell, in_place, rows, strategy)
         sent = await bytes_of_a_step(cell, moved, rows, strategy)
         assert cell.tokens(1) == cell.tokens(2) == greedy_tokens(model, prompt.tolist(), 1)
         engine = cell.prefill_gang.ranks[0].engine
         head_dim, kv_heads = engine.spec.head_dim, engine.pool.kv_heads
-    # In the last layer, which is computed by rows, nothing comes by.
-    moving_layers = 1 if all_comes_by(strategy, kv_heads) else LAYERS
-    computed, kept = owners(length, rows), owners(length, keep)
+    # The last layer is computed by rows, without exchanges of KV.
+    moving_layers = 1 if offers_all(strategy, kv_heads) else LAYERS
+    computed, stored = owners(length, rows), owners(length, targets)
     for sender in range(INSTANCES):
         for receiver in range(INSTANCES):
-            tokens = int(((computed == sender) & (kept == receiver)).sum()) * (sender != receiver)
+            tokens = int(((computed == sender) & (stored == receiver)).sum()) * (sender != receiver)
             expected = tokens * moving_layers * 2 * kv_heads * tp * head_dim * 4
             assert sent[sender, receiver] - without[sender, receiver] == expected
 
 
-def all_comes_by(strategy: str, kv_heads: int) -> bool:
-    """In pass-KV everything does; with heads shared out all rows do, of a member's KV heads, which
-    are all of a rank's if that has but one."""
+def offers_all(strategy: str, kv_heads: int) -> bool:
+    """Return True if the exchanges of a strategy bring all KV to every member."""
+    # Pass-KV does. Strategies that split heads bring all rows of a member's KV heads, which are
+    # all heads of a rank with one KV head.
     return strategy == "ring_kv" or (strategy != "ring_q" and kv_heads == 1)
 
 
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [
-        *((it, 1) for it in ("ulysses", "gathered_weights", "ring_kv", "ring_q")),
-        *(pytest.param(it, 2, marks=pytest.mark.slow) for it in ("ring_kv", "ring_q")),
+        *((name, 1) for name in ("ulysses", "gathered_weights", "ring_kv", "ring_q")),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ring_kv", "ring_q")),
     ],
 )
-def test_only_what_does_not_come_by_is_sent(model: Path, strategy: str, tp: int) -> None:
+def test_only_kv_that_is_not_offered_is_sent(model: Path, strategy: str, tp: int) -> None:
     @settings(max_examples=examples(4))
     @given(st.integers(3, 40), st.tuples(*[st.sampled_from(LAYOUTS)] * 2), st.integers(0, 99))
     def any_placement(length: int, layouts: tuple[str, str], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests that ride: their prompts are computed in the iterations in which others decode."""
+"""Piggybacked prefill: prompts are computed in the iterations in which others decode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from piggyback_requests import reserve_riding, ride
+from piggyback_requests import piggyback, reserve_piggybacked
 from property_examples import examples
 
 from csps.protocols.gang.messages import Sampling
@@ -35,7 +35,7 @@ class Rider:
     tokens: int
     rides: bool
     generated_tokens: int = 0
-    """Tokens of its answer that an earlier attempt has drawn."""
+    """Tokens of the answer that an earlier attempt has sampled."""
 
     def request(self, sequence_id: int, instances: int) -> Request:
         bounds = sorted(cut * self.length // 100 for cut in self.cuts[: instances - 1])
@@ -53,26 +53,26 @@ class Rider:
 
 
 async def check_answers(
-    model: Path, riders: Sequence[Rider], *, instances: int, tp: int, budget: int
+    model: Path, piggybacked_requests: Sequence[Rider], *, instances: int, tp: int, budget: int
 ) -> None:
     async with thread_cell(model, prefill=1, decode=instances, decode_tp=tp) as cell:
         requests = [
             sequence.request(sequence_id, instances)
-            for sequence_id, sequence in enumerate(riders, 1)
+            for sequence_id, sequence in enumerate(piggybacked_requests, 1)
         ]
-        for rider, request in zip(riders, requests, strict=True):
-            if rider.rides:
-                await reserve_riding(cell, request)
-                ride(cell, request, budget)
+        for piggybacked_request, request in zip(piggybacked_requests, requests, strict=True):
+            if piggybacked_request.rides:
+                await reserve_piggybacked(cell, request)
+                piggyback(cell, request, budget)
             else:
                 await cell.reserve(request)
                 cell.submit(job_of([request.chunk()], [0]), request.prompt)
                 await cell.join(request)
-        for rider, request in zip(riders, requests, strict=True):
+        for piggybacked_request, request in zip(piggybacked_requests, requests, strict=True):
             await cell.until(lambda sequence_id=request.sequence_id: cell.finished(sequence_id))
-            first = cell.draws(request.sequence_id)[0].index
-            assert first == rider.generated_tokens
-            expected = greedy_tokens(model, request.prompt.tolist(), rider.tokens)
+            first = cell.samples(request.sequence_id)[0].index
+            assert first == piggybacked_request.generated_tokens
+            expected = greedy_tokens(model, request.prompt.tolist(), piggybacked_request.tokens)
             assert cell.tokens(request.sequence_id) == expected
         await cell.freed(*(sequence.sequence_id for sequence in requests))
         await cell.prefilled(*cell.jobs)
@@ -93,8 +93,12 @@ RIDERS = st.builds(
 def test_any_mixture_gives_the_tokens_of_the_model(tiny_llama: Path, tp: int) -> None:
     @settings(max_examples=examples(6))
     @given(st.lists(RIDERS, min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 40))
-    def check(riders: list[Rider], instances: int, budget: int) -> None:
-        asyncio.run(check_answers(tiny_llama, riders, instances=instances, tp=tp, budget=budget))
+    def check(piggybacked_requests: list[Rider], instances: int, budget: int) -> None:
+        asyncio.run(
+            check_answers(
+                tiny_llama, piggybacked_requests, instances=instances, tp=tp, budget=budget
+            )
+        )
 
     check()
 
@@ -102,28 +106,28 @@ def test_any_mixture_gives_the_tokens_of_the_model(tiny_llama: Path, tp: int) ->
 async def test_a_piggybacked_prompt_may_be_stored_elsewhere_than_its_master(
     tiny_llama: Path,
 ) -> None:
-    rider = Rider(50, (100, 100), master=1, tokens=5, rides=True)
-    await check_answers(tiny_llama, [rider], instances=3, tp=1, budget=7)
+    piggybacked_request = Rider(50, (100, 100), master=1, tokens=5, rides=True)
+    await check_answers(tiny_llama, [piggybacked_request], instances=3, tp=1, budget=7)
 
 
 async def test_a_piggybacked_sequence_resumes_an_answer(tiny_llama: Path) -> None:
-    """After a fault the drawn tokens are a part of the prompt."""
-    rider = Rider(30, (50, 50), master=0, tokens=4, rides=True, generated_tokens=3)
-    await check_answers(tiny_llama, [rider], instances=2, tp=1, budget=8)
+    """After a fault the sampled tokens are a part of the prompt."""
+    piggybacked_request = Rider(30, (50, 50), master=0, tokens=4, rides=True, generated_tokens=3)
+    await check_answers(tiny_llama, [piggybacked_request], instances=2, tp=1, budget=8)
 
 
 async def test_a_piggybacked_prompt_delays_no_sequence_by_more_than_the_budget(
     tiny_llama: Path,
 ) -> None:
-    """Its neighbour draws a token in every iteration that computes a piece."""
+    """A neighbor samples a token in every iteration that computes a chunk."""
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
         neighbour = Rider(10, (50,), master=1, tokens=400, rides=True).request(1, 2)
         long = Rider(300, (50,), master=0, tokens=2, rides=True).request(2, 2)
-        await reserve_riding(cell, neighbour)
-        await reserve_riding(cell, long)
-        ride(cell, neighbour, 16)
+        await reserve_piggybacked(cell, neighbour)
+        await reserve_piggybacked(cell, long)
+        piggyback(cell, neighbour, 16)
         await cell.until(lambda: cell.tokens(1))
-        ride(cell, long, 16)
+        piggyback(cell, long, 16)
         await cell.until(lambda: cell.tokens(2))
         order = [
             notification.sequence_id
@@ -141,8 +145,8 @@ async def test_a_cancelled_piggybacked_sequence_leaves_nothing(tiny_llama: Path)
         victim = Rider(500, (50,), master=0, tokens=5, rides=True).request(1, 2)
         other = Rider(40, (50,), master=1, tokens=5, rides=True).request(2, 2)
         for request in (victim, other):
-            await reserve_riding(cell, request)
-            ride(cell, request, 2)
+            await reserve_piggybacked(cell, request)
+            piggyback(cell, request, 2)
         cell.cancel(1)
         await cell.freed(1)
         await cell.until(lambda: cell.finished(2))

@@ -1,4 +1,4 @@
-"""A job's timeline accounts for every layer from QKV to MLP, and for the last one's few rows."""
+"""A step's timeline accounts for every layer from QKV to MLP, and for the last layer's few rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_the_mlp_and_the_last_rows_are_timed(
     tp: int,
     blocks: int,
 ) -> None:
-    """The MLP in blocks of rows, but where ranks sum their parts."""
+    """The MLP runs in blocks of rows, except where ranks sum their parts."""
     monkeypatch.setattr(step_points, "MLP_ROWS", 10)
     request = Request(sequence_id=1, prompt=prompt_of(30), slices=even_shares(30, [0]))
     async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:

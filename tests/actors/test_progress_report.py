@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell, thread_cell
-from piggyback_requests import reserve_riding, ride
+from piggyback_requests import piggyback, reserve_piggybacked
 
 from csps.actors.sampling import notifications
 from csps.actors.sampling.notifications import REPORT_S, ProgressReport
@@ -45,12 +45,12 @@ async def test_every_rank_of_a_group_reports_at_every_layer(
 async def test_every_rank_reports_during_piggybacked_prefill(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are no tokens yet that would tell."""
+    """No tokens show progress yet."""
     monkeypatch.setattr(notifications, "REPORT_S", 0.0)
     async with elastic_cell(tiny_llama, 2) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
-        await reserve_riding(cell, request)
-        ride(cell, request, budget=4)
+        await reserve_piggybacked(cell, request)
+        piggyback(cell, request, budget=4)
         await cell.until(lambda: cell.finished(1))
         await cell.freed(1)
         spoken = [len(cell.about(PrefillProgress, rank=rank)) for rank in range(2)]

@@ -66,7 +66,7 @@ def test_closing_ends_all_threads(tiny_llama: Path) -> None:
 
 
 async def test_closing_ends_threads_that_wait_for_kv_or_for_peers(tiny_llama: Path) -> None:
-    """Also in the middle of a step whose other half nobody computes."""
+    """Closing does so also during a step whose other half no rank computes."""
     before = set(threading.enumerate())
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
@@ -105,7 +105,7 @@ async def test_a_dead_loop_ends_its_gang_and_disconnects_the_router(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
+    """Neither its peers nor the router wait for a rank that cannot go on."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         request = Request(
             sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]), master=1
@@ -131,7 +131,7 @@ async def test_a_dead_loop_ends_its_gang_and_disconnects_the_router(
 
 
 def failing_on(patient: Rank) -> Callable[..., Any]:
-    """A layer that one rank cannot compute."""
+    """Return a layer that one rank cannot compute."""
     qkv, broken = Layer.qkv, patient.engine.network.layers
 
     def failing(self: Layer, *arguments: Any) -> Any:
@@ -176,16 +176,17 @@ async def test_an_iteration_that_does_not_end_is_noticed(
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
-        job = replace(job_of([request.chunk()], [0]), step_id=1)
+        step = replace(job_of([request.chunk()], [0]), step_id=1)
         with pytest.raises(ProtocolError, match="runs no prefill steps"):
-            await cell.decode.call(0, "prefill", pack(job))
+            await cell.decode.call(0, "prefill", pack(step))
         join = JoinBatch(sequence_id=1, first_token=0)
         with pytest.raises(ProtocolError, match="does not decode"):
             await cell.prefill.call(0, "join", pack(join))
 
 
 async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> None:
-    """Both loops share a mesh and a pool; cancelling a prefill leaves decode's KV alone."""
+    """Steps and iterations share a mesh and a pool; cancelling a prefill leaves decode's KV
+    alone."""
     plans = [
         GangPlan(model_dir=str(tiny_llama), role=role, instances=2)
         for role in ("prefill", "elastic")
@@ -208,9 +209,9 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
         for sequence_id in range(2, 8):
             prompt = prompt_of(30, sequence_id)
             here = Request(sequence_id=sequence_id, prompt=prompt, slices=())
-            job = replace(job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id)
-            beside.submit(job, prompt)
-            await cell.told(2, PrefillDone, step_id=job.step_id)
+            step = replace(job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id)
+            beside.submit(step, prompt)
+            await cell.until_received(2, PrefillDone, step_id=step.step_id)
             assert cell.tokens(sequence_id) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
             assert all(rank.engine.pool.slots.tokens(sequence_id) for rank in elastic.ranks)
             cell.cancel(sequence_id)

@@ -1,4 +1,4 @@
-"""A job that no strategy can run is refused when it arrives; the gang lives on."""
+"""A step that no strategy can run is refused when it arrives; the gang goes on."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def request(sequence_id: int) -> Request:
 
 
 def plan(*drop_ratios: float) -> CsaPlan:
-    """Of layer 1 at level 2, by KV head."""
+    """Return a plan for layer 1 at level 2, by KV head."""
     group = LayerGroup(first=1, stop=2, drop_ratios=(drop_ratios,))
     return CsaPlan(locations=("0-0-0", "0-0-1"), levels=2, layer_groups=(group,))
 
 
-def bad_jobs(request: Request) -> list[tuple[PrefillStep, str]]:
-    """Well-formed messages that ask for what is not there, and what is said of them."""
+def bad_steps(request: Request) -> list[tuple[PrefillStep, str]]:
+    """Return well-formed messages that ask for the impossible, each with its error."""
     chunks = [request.chunk()]
     striped = [request.chunk(rows=laid_out("striped", 0, 40, GROUP))]
     return [
@@ -60,11 +60,11 @@ def bad_jobs(request: Request) -> list[tuple[PrefillStep, str]]:
 async def test_a_step_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         cell.failures_expected = True
-        for sequence_id, (_, what) in enumerate(bad_jobs(request(1)), start=1):
+        for sequence_id, (_, what) in enumerate(bad_steps(request(1)), start=1):
             sequence = request(sequence_id)
-            job, _ = bad_jobs(sequence)[sequence_id - 1]
-            await check_asked(cell, job, what)
-            await check_told(cell, sequence, job, what)
+            step, _ = bad_steps(sequence)[sequence_id - 1]
+            await check_asked(cell, step, what)
+            await check_reported(cell, sequence, step, what)
         await check_serves(cell, tiny_llama)
 
 
@@ -72,24 +72,25 @@ async def test_an_elastic_gang_refuses_to_drop_tokens(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2) as cell:
         cell.failures_expected = True
         sequence = request(1)
-        job = job_of(
+        step = job_of(
             [sequence.chunk()], GROUP, strategy="csa", csa=replace(plan(0.5), decode_kept_only=True)
         )
-        await check_asked(cell, job, "an elastic gang decodes without a transfer")
+        await check_asked(cell, step, "an elastic gang decodes without a transfer")
 
 
-async def check_asked(cell: Cell, job: PrefillStep, what: str) -> None:
-    """A call has an error for its answer."""
+async def check_asked(cell: Cell, step: PrefillStep, what: str) -> None:
+    """Check that a call is answered with an error."""
     for rank in range(cell.prefill.world_size):
         with pytest.raises(ConfigError) as refused:
-            await cell.prefill.call(rank, "prefill", pack(job))
+            await cell.prefill.call(rank, "prefill", pack(step))
         assert what in str(refused.value)
 
 
-async def check_told(cell: Cell, request: Request, job: PrefillStep, what: str) -> None:
-    """The router sends jobs as notifications: it learns that the job is over and why."""
+async def check_reported(cell: Cell, request: Request, step: PrefillStep, what: str) -> None:
+    """Check that the router learns why its step is over; steps are notifications without an
+    answer."""
     await cell.reserve(request)
-    step_id = cell.submit(job, request.prompt)
+    step_id = cell.submit(step, request.prompt)
     await cell.prefilled(step_id)
     assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
     failures = cell.about(RequestFailed, sequence_id=request.sequence_id)
@@ -102,7 +103,7 @@ async def check_told(cell: Cell, request: Request, job: PrefillStep, what: str) 
 
 
 async def check_serves(cell: Cell, model: Path) -> None:
-    """Neither a rank nor a slot is lost."""
+    """Check that neither a rank nor a slot is lost."""
     sequence = request(99)
     answers = await cell.generate(sequence, group=GROUP)
     assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]

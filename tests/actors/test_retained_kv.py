@@ -1,4 +1,4 @@
-"""What a gang keeps of a sequence that is over: what is sent, who holds it, and when it goes."""
+"""Retained KV of a sequence that is over: what is sent, who holds it, and when it is freed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ GREEDY = Sampling(temperature=0, max_tokens=4)
 
 
 def shares_of(source: int, *cuts: tuple[int, int, int]) -> tuple[KvSlice, ...]:
-    """Of (instance, start, stop), computed by another sequence."""
+    """Return slices from (instance, start, stop), computed by another sequence."""
     return tuple(KvSlice(instance=i, span=Span(a, b), source=source) for i, a, b in cuts)
 
 
 async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Prompt:
-    """A prompt that instance 0 of the one gang computes and instances 0 and 1 of the other decode,
-    or both of one gang; all of it is kept. Returns the text that the next turn begins with."""
+    """Run a prompt that instance 0 of the one gang computes and instances 0 and 1 of the other
+    decode, or both of one gang. All of it is retained. Return the text with which the next turn
+    begins."""
     group = [0, 1] if cell.prefill is cell.decode else [0]
     request = Request(
         sequence_id=sequence_id,
@@ -47,8 +48,8 @@ async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Pr
 
 
 async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -> None:
-    """The prompt's beginning lies in both gangs, the answer in one of them; the one that computes
-    keeps more than the other one does."""
+    """The prompt's beginning lies in both gangs, the answer in one; the computing gang retains more
+    than the other."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         length = len(text)
@@ -94,7 +95,7 @@ async def test_history_that_lies_where_it_is_needed_does_not_move(tiny_llama: Pa
 
 
 async def test_kv_evicted_during_a_read_is_read_to_the_end(tiny_llama: Path) -> None:
-    """And nobody gets its slots before."""
+    """No sequence gets its slots before."""
     async with elastic_cell(tiny_llama, 2, kv_slots=200) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         history = shares_of(1, (0, 0, 20), (1, 20, 40))
@@ -120,7 +121,7 @@ async def test_kv_evicted_during_a_read_is_read_to_the_end(tiny_llama: Path) -> 
 
 
 async def test_history_that_is_not_resident_is_refused(tiny_llama: Path) -> None:
-    """By a reservation and by a step, and nothing is left of either."""
+    """A reservation and a step are refused, and nothing is left of either."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         for gang in (cell.prefill, cell.decode):
@@ -144,7 +145,8 @@ async def test_history_that_is_not_resident_is_refused(tiny_llama: Path) -> None
 
 
 async def test_retained_kv_is_freed_with_its_router(tiny_llama: Path) -> None:
-    """Also what runs and was to be kept; the next one knows of nothing."""
+    """A running sequence that was to be retained is freed as well; the next router finds
+    nothing."""
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
         await first_turn(cell, 1)
         running = Request(

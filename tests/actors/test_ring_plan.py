@@ -20,8 +20,8 @@ from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 Counts = npt.NDArray[np.int64]
 
 
-def plan_of(job: PrefillStep) -> RingPlan:
-    return RingPlan(job, with_history(job))
+def plan_of(step: PrefillStep) -> RingPlan:
+    return RingPlan(step, with_history(step))
 
 
 def positions(plan: RingPlan, member: int, chunk: int) -> Counts:
@@ -40,7 +40,7 @@ def seen(block: RingBlock) -> npt.NDArray[np.bool_]:
 @settings(max_examples=examples(100))
 @given(cases())
 def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
-    plan = plan_of(case.job)
+    plan = plan_of(case.step)
     for asker in range(plan.size):
         for holder in range(plan.size):
             blocks = plan.blocks(asker, holder)
@@ -65,9 +65,9 @@ def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
                 assert (answered == ((count.sum(1) + history) > 0)).all()
 
 
-def work(job: PrefillStep) -> Counts:
+def work(step: PrefillStep) -> Counts:
     """Count the pairs of a query and a key that each member computes in all rounds of pass-KV."""
-    plan = plan_of(job)
+    plan = plan_of(step)
     return np.array(
         [
             sum(
@@ -81,7 +81,7 @@ def work(job: PrefillStep) -> Counts:
     )
 
 
-def job_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
+def step_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
     order = tuple(range(members))
     chunks = [
         PrefillChunk(sequence_id=sequence_id, start=0, length=n)
@@ -99,10 +99,10 @@ def job_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
 @pytest.mark.parametrize("lengths", [[2048], [1500, 700, 1100]])
 def test_zigzag_and_striped_share_the_work_evenly(members: int, lengths: list[int]) -> None:
     for layout in ("zigzag", "striped"):
-        pairs = work(job_in(layout, lengths, members))
+        pairs = work(step_in(layout, lengths, members))
         assert pairs.sum() == sum(n * (n + 1) // 2 for n in lengths)
         assert pairs.max() <= 1.02 * pairs.mean()
-    pairs = work(job_in("contiguous", [2048], members))
+    pairs = work(step_in("contiguous", [2048], members))
     assert pairs.max() >= 1.4 * pairs.mean()
 
 
@@ -111,7 +111,7 @@ def test_zigzag_and_striped_share_the_work_evenly(members: int, lengths: list[in
 def test_regular_layouts_take_few_calls(length: int, members: int) -> None:
     """Expect at most one block for each pair of members."""
     for layout in ("contiguous", "zigzag", "striped"):
-        plan = plan_of(job_in(layout, [length], members))
+        plan = plan_of(step_in(layout, [length], members))
         for asker in range(members):
             for holder in range(members):
                 blocks = plan.blocks(asker, holder).get(0, [])

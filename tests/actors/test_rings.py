@@ -50,7 +50,7 @@ class Case:
     cancelled: frozenset[int] = frozenset()
 
     @property
-    def job(self) -> PrefillStep:
+    def step(self) -> PrefillStep:
         return PrefillStep(step_id=1, group=self.order, bounds=self.bounds, chunks=self.chunks)
 
     def tensors(self, chunk: PrefillChunk) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +87,7 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ring
         member = case.order.index(mesh.rank)
         clock = StepClock()
         clock.timeline = PhaseTimeline(on=True)
-        group = SpGroup(mesh, layout, case.job, member, clock, cancelled=set(case.cancelled))
+        group = SpGroup(mesh, layout, case.step, member, clock, cancelled=set(case.cancelled))
         q, k, v = (own_rows(case, group, which) for which in range(3))
         pool, store = pool_with_history(case, mesh.rank), CheckingStore(case, group)
         before = list(mesh.bytes_sent)

@@ -30,12 +30,12 @@ def logits_of(seed: int, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def drawn_by(sampler: TokenSampler, logits_v: Tensor, index: int) -> Sample:
-    """A batch of one; raises what it has in place of a draw."""
-    (drawn,) = sample_batch([sampler], logits_v[None], [index])
-    if isinstance(drawn, CspsError):
-        raise drawn
-    return drawn
+def sampled_by(sampler: TokenSampler, logits_v: Tensor, index: int) -> Sample:
+    """Sample a batch of one; raise its error if there is one."""
+    (sampled,) = sample_batch([sampler], logits_v[None], [index])
+    if isinstance(sampled, CspsError):
+        raise sampled
+    return sampled
 
 
 def sampler_after(sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> TokenSampler:
@@ -46,7 +46,7 @@ def sampler_after(sampling: Sampling, prompt: Sequence[int], answer: Sequence[in
 
 
 def scores_of(sampling: Sampling, logits_v: Tensor) -> Tensor:
-    """The edited logits of the token that follows ANSWER."""
+    """Return the edited logits of the token that follows ANSWER."""
     sampler = sampler_after(sampling, PROMPT, ANSWER)
     return edited([sampler], logits_v[None], [len(ANSWER)])[0]
 
@@ -186,18 +186,18 @@ def test_edits_match_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_sample_counts_its_own_token() -> None:
-    """With a penalty that forbids what was said, greedy drawing says everything once."""
+    """Greedy sampling with a penalty that forbids repetition says everything once."""
     sampler = TokenSampler(replace(GREEDY, presence_penalty=100.0), VOCAB)
     logits_v = logits_of(1)
-    drawn = [drawn_by(sampler, logits_v, index).token for index in range(VOCAB)]
-    assert drawn == logits_v.argsort(descending=True).tolist()
+    sampled = [sampled_by(sampler, logits_v, index).token for index in range(VOCAB)]
+    assert sampled == logits_v.argsort(descending=True).tolist()
 
 
 # --- transformers ------------------------------------------------------------------------------
 
 
 def transformers_distribution(logits_v: Tensor, s: Sampling) -> dict[int, float]:
-    """PROMPT and ANSWER through the processors of `generate`, in its order."""
+    """Run PROMPT and ANSWER through the processors of `generate`, in its order."""
     chain = hf.LogitsProcessorList(
         [
             hf.SequenceBiasLogitsProcessor([[[t], b] for t, b in s.logit_bias.items()]),
@@ -237,11 +237,12 @@ def test_distribution_is_that_of_transformers(seed: int) -> None:
 
 
 def assert_fits(counts: Counter[int], probs: dict[int, float]) -> None:
-    """Pearson's chi-square, five standard deviations above its mean; seeds are fixed."""
-    draws, freedom = sum(counts.values()), len(probs) - 1
+    """Check Pearson's chi-square, up to five standard deviations above its mean; seeds are
+    fixed."""
+    samples, freedom = sum(counts.values()), len(probs) - 1
     assert set(counts) <= set(probs)
-    assert min(probs.values()) * draws > 5, "the test has too few draws"
-    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in probs.items())
+    assert min(probs.values()) * samples > 5, "the test has too few samples"
+    chi_square = sum((counts[t] - samples * p) ** 2 / (samples * p) for t, p in probs.items())
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
@@ -258,14 +259,14 @@ def assert_fits(counts: Counter[int], probs: dict[int, float]) -> None:
 )
 @pytest.mark.parametrize("vary", ["index", "seed"])
 def test_samples_follow_the_exact_distribution(sampling: Sampling, vary: str) -> None:
-    logits_v, draws = logits_of(8, scale=1.0), 2500
+    logits_v, samples = logits_of(8, scale=1.0), 2500
     scores = reference_scores(logits_v.tolist(), sampling, [], [])
     if vary == "index":
         sampler = TokenSampler(replace(sampling, seed=42), VOCAB)
-        counts = Counter(drawn_by(sampler, logits_v, index).token for index in range(draws))
+        counts = Counter(sampled_by(sampler, logits_v, index).token for index in range(samples))
     else:
-        samplers = (TokenSampler(replace(sampling, seed=seed), VOCAB) for seed in range(draws))
-        counts = Counter(drawn_by(sampler, logits_v, 3).token for sampler in samplers)
+        samplers = (TokenSampler(replace(sampling, seed=seed), VOCAB) for seed in range(samples))
+        counts = Counter(sampled_by(sampler, logits_v, 3).token for sampler in samplers)
     assert_fits(counts, reference_distribution(scores, sampling))
 
 
@@ -296,7 +297,9 @@ def test_a_sample_depends_on_seed_and_index_only() -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(40)])
     sampling = replace(RANDOM, seed=7, frequency_penalty=0.5)
     alone = TokenSampler(sampling, VOCAB)
-    expected = [drawn_by(alone, logits_v, index).token for index, logits_v in enumerate(logits_bv)]
+    expected = [
+        sampled_by(alone, logits_v, index).token for index, logits_v in enumerate(logits_bv)
+    ]
 
     moved = [TokenSampler(sampling, VOCAB) for _ in range(3)]  # three ranks take turns
     for index, logits_v in enumerate(logits_bv):
@@ -315,7 +318,7 @@ def test_impossible_tokens_are_never_sampled() -> None:
     logits_v = torch.full((VOCAB,), -math.inf)
     logits_v[[4, 6]] = 0.0
     sampler = TokenSampler(RANDOM, VOCAB)
-    assert {drawn_by(sampler, logits_v, index).token for index in range(200)} == {4, 6}
+    assert {sampled_by(sampler, logits_v, index).token for index in range(200)} == {4, 6}
 
 
 # --- greedy ------------------------------------------------------------------------------------
@@ -326,7 +329,7 @@ def test_greedy_takes_the_first_of_equals(temperature: float) -> None:
     logits_v = torch.zeros(VOCAB)
     logits_v[[5, 3, 9]] = 2.0
     sampling = replace(GREEDY, temperature=temperature, top_k=1, top_p=0.1)
-    assert drawn_by(TokenSampler(sampling, VOCAB), logits_v, 0).token == 3
+    assert sampled_by(TokenSampler(sampling, VOCAB), logits_v, 0).token == 3
     assert sample_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Sample(token=3)]
 
 
@@ -336,7 +339,7 @@ def test_a_batch_samples_what_single_requests_sample() -> None:
     for samplings in ([GREEDY] * 6, [*mixed, GREEDY, RANDOM]):
         indices = [3, 0, 5, 1, 2, 999]
         singly = [
-            drawn_by(TokenSampler(s, VOCAB), row, index)
+            sampled_by(TokenSampler(s, VOCAB), row, index)
             for s, row, index in zip(samplings, logits_bv, indices, strict=True)
         ]
         assert (
@@ -352,7 +355,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(sampling: Sampling) -> No
     logits_v = logits_of(4)
     logprobs_v = logits_v.double().log_softmax(0)
     asked = replace(sampling, logprobs=3, logit_bias={2: 100.0}, repetition_penalty=2.0)
-    draw = drawn_by(TokenSampler(asked, VOCAB, [2]), logits_v, 0)
+    draw = sampled_by(TokenSampler(asked, VOCAB, [2]), logits_v, 0)
     assert draw.token == 2
     assert draw.logprob == pytest.approx(float(logprobs_v[2]), rel=1e-5)
     best = logprobs_v.sort(descending=True)
@@ -361,12 +364,12 @@ def test_logprobs_are_those_of_the_logits_as_they_came(sampling: Sampling) -> No
 
 
 def test_logprobs_are_reported_only_on_request() -> None:
-    draw = drawn_by(TokenSampler(GREEDY, VOCAB), logits_of(4), 0)
+    draw = sampled_by(TokenSampler(GREEDY, VOCAB), logits_of(4), 0)
     assert (draw.logprob, draw.top) == (None, ())
-    draw = drawn_by(TokenSampler(replace(GREEDY, logprobs=0), VOCAB), logits_of(4), 0)
+    draw = sampled_by(TokenSampler(replace(GREEDY, logprobs=0), VOCAB), logits_of(4), 0)
     assert draw.logprob is not None
     assert draw.top == ()
-    draw = drawn_by(TokenSampler(replace(GREEDY, logprobs=VOCAB + 5), VOCAB), logits_of(4), 0)
+    draw = sampled_by(TokenSampler(replace(GREEDY, logprobs=VOCAB + 5), VOCAB), logits_of(4), 0)
     assert len(draw.top) == VOCAB
 
 
@@ -386,7 +389,7 @@ def test_finish_reason(sampling: Sampling, index: int, expected: str | None) -> 
     logits_v = torch.zeros(VOCAB)
     logits_v[5] = 1.0
     sampler = TokenSampler(replace(sampling, temperature=0.0), VOCAB)
-    assert drawn_by(sampler, logits_v, index).finish_reason == expected
+    assert sampled_by(sampler, logits_v, index).finish_reason == expected
 
 
 # --- what cannot be drawn ------------------------------------------------------------------------
@@ -401,32 +404,32 @@ def test_bad_logits_are_named(sampling: Sampling, value: float, complaint: str) 
     logits_v = logits_of(2)
     logits_v[7] = value
     with pytest.raises(BadLogits, match=complaint):
-        drawn_by(TokenSampler(sampling, VOCAB), logits_v, 6)
+        sampled_by(TokenSampler(sampling, VOCAB), logits_v, 6)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
     with pytest.raises(BadLogits, match="all logits of token 3 are -inf"):
-        drawn_by(TokenSampler(sampling, VOCAB), torch.full((VOCAB,), -math.inf), 3)
+        sampled_by(TokenSampler(sampling, VOCAB), torch.full((VOCAB,), -math.inf), 3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_forbidding_every_token_is_the_clients_mistake(sampling: Sampling) -> None:
     unending = replace(sampling, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))
     with pytest.raises(InvalidRequest, match="every token is forbidden"):
-        drawn_by(TokenSampler(unending, VOCAB), logits_of(0), 1)
+        sampled_by(TokenSampler(unending, VOCAB), logits_of(0), 1)
     samplers = [TokenSampler(parameters, VOCAB) for parameters in (sampling, unending)]
-    draws = sample_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
-    assert [type(draw) for draw in draws] == [Sample, InvalidRequest]
+    samples = sample_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
+    assert [type(draw) for draw in samples] == [Sample, InvalidRequest]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_bad_row_of_a_batch_spoils_no_other(sampling: Sampling) -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(3)])
     logits_bv[1, 0] = math.nan
-    draws = sample_batch([TokenSampler(sampling, VOCAB) for _ in range(3)], logits_bv, [0, 1, 2])
-    assert [type(draw) for draw in draws] == [Sample, BadLogits, Sample]
-    assert str(draws[1]) == "the logits of token 1 hold NaN"
+    samples = sample_batch([TokenSampler(sampling, VOCAB) for _ in range(3)], logits_bv, [0, 1, 2])
+    assert [type(draw) for draw in samples] == [Sample, BadLogits, Sample]
+    assert str(samples[1]) == "the logits of token 1 hold NaN"
 
 
 def test_bias_outside_the_vocabulary_is_the_clients_mistake() -> None:
@@ -466,17 +469,17 @@ RECORDED: list[tuple[Sampling, list[int]]] = [
         [43, 633, 24500, 1595, 11, 383, 691, 405, 4, 1128, 4353, 3203],
     ),
 ]
-"""Tokens of twelve (seed, index, logits) by the code that drew row by row: a seed promises them."""
+"""Tokens of twelve (seed, index, logits) by code that sampled row by row: a seed promises them."""
 
 
 def test_seeds_sample_what_they_have_always_sampled() -> None:
     for case, (sampling, expected) in enumerate(RECORDED):
-        drawn = []
+        sampled = []
         for i in range(12):
             vocab, scale = [(50, 1.0), (1283, 3.0), (32000, 0.3), (6000, 2.0)][i % 4]
             sampler = TokenSampler(replace(sampling, seed=10 * case + i), vocab, [1, 2, 3])
-            drawn.append(drawn_by(sampler, logits_of(i, vocab, scale), i).token)
-        assert drawn == expected
+            sampled.append(sampled_by(sampler, logits_of(i, vocab, scale), i).token)
+        assert sampled == expected
 
 
 KINDS = [
@@ -506,8 +509,8 @@ def test_every_row_of_a_batch_is_sampled_as_if_it_were_alone(
     together = [sampler_after(kind, PROMPT, ANSWER) for kind in kinds]
     alone = [sampler_after(kind, PROMPT, ANSWER) for kind in kinds]
     indices = [index + row for row in range(len(kinds))]
-    draws = sample_batch(together, logits_bv, indices)
-    for row, draw in enumerate(draws):
+    samples = sample_batch(together, logits_bv, indices)
+    for row, draw in enumerate(samples):
         (expected,) = sample_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
         assert repr(draw) == repr(expected)
     assert torch.equal(logits_bv, untouched)
@@ -519,10 +522,10 @@ def test_every_row_of_a_batch_is_sampled_as_if_it_were_alone(
 
 
 def test_a_long_list_of_stop_tokens_is_a_mask() -> None:
-    """151,936 stop tokens: whatever a draw does with them does not walk the list."""
+    """Sampling with 151,936 stop tokens does not walk the list."""
     vocab = 151_936
     sampling = replace(GREEDY, stop_token_ids=tuple(range(1, vocab)), min_tokens=2)
     sampler = TokenSampler(sampling, vocab)
     logits_v = logits_of(0, vocab)
-    assert drawn_by(sampler, logits_v, 0) == Sample(token=0)
-    assert drawn_by(sampler, logits_v, 2).finish_reason == "stop"
+    assert sampled_by(sampler, logits_v, 0) == Sample(token=0)
+    assert sampled_by(sampler, logits_v, 2).finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Bytes of a step, told from those of what the rank does while the step stands still."""
+"""Bytes that a step sends, without those that its rank sends while the step is paused."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ class Prompt:
     kept_ht: Tensor
     cuts: tuple[int, ...]
     head_cuts: tuple[int, ...]
-    """Of each span between two cuts."""
+    """Cuts of the heads, for each span between two cuts of positions."""
 
     @property
     def tokens(self) -> int:
         return len(self.k_thd)
 
     def chunks(self) -> Iterator[tuple[Span, slice, KeptKv]]:
-        """As they arrive: spans of positions by neighbouring heads."""
+        """Yield chunks as they arrive: spans of positions by neighboring heads."""
         for (start, stop), head in zip(pairwise(self.cuts), self.head_cuts, strict=True):
             for heads in (slice(0, head), slice(head, KV_HEADS)):
                 if heads.start < heads.stop:
@@ -70,7 +70,7 @@ class Prompt:
         return KeptKv.of(self.k_thd[rows, heads], self.v_thd[rows, heads], kept)
 
     def dense(self, q_hd: Tensor, kept_ht: Tensor) -> Tensor:
-        """(query heads, d) attention over the marked tokens only, head by head."""
+        """Return (query heads, d) attention over the marked tokens only, head by head."""
         outs = []
         for head, q_d in enumerate(q_hd):
             kv = head // GROUP
@@ -99,18 +99,18 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 @st.composite
 def fragmented(draw: st.DrawFn) -> KvPool:
-    """A pool with holes."""
+    """Return a pool with holes."""
     pool = make_pool()
     sizes = draw(st.lists(st.integers(1, 6), max_size=8))
     for sequence_id, size in enumerate(sizes, start=100):
         pool.slots.allocate(sequence_id, [span(0, size)])
     for sequence_id in range(100, 100 + len(sizes), 2):
-        pool.slots.free_request(sequence_id)
+        pool.slots.free_sequence(sequence_id)
     return pool
 
 
 def fill(pool: KvPool, prompt: Prompt, order: Any) -> None:
-    """Layer 1 of a request, in any order of arrival."""
+    """Write layer 1 of a sequence, in any order of arrival."""
     pool.slots.allocate(SEQUENCE_ID, [span(0, prompt.tokens + 2)])
     chunks = list(prompt.chunks())
     order.shuffle(chunks)
@@ -119,7 +119,7 @@ def fill(pool: KvPool, prompt: Prompt, order: Any) -> None:
 
 
 def attended(pool: KvPool, q_hd: Tensor, slots: SlotsOfSequence | None = None) -> Tensor:
-    """(query heads, d), by the engine."""
+    """Return (query heads, d) attention by the engine."""
     spec = SimpleNamespace(scale=HEAD_DIM**-0.5)
     nothing = cast(Any, None)
     engine = Engine(
@@ -166,7 +166,7 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
 
 
 def test_a_sequence_with_kept_tokens_is_freed_as_a_whole() -> None:
-    """Those of each head have moved up in its slots."""
+    """Kept tokens of each head have moved up in its slots."""
     pool = filled()
     assert pool.slots.free_span(SEQUENCE_ID, span(1, 2)) == 4
     assert pool.slots.used == 0
@@ -182,7 +182,7 @@ def test_kept_tokens_are_not_shared() -> None:
 
 
 def filled() -> KvPool:
-    """A request with one layer of each kind."""
+    """Return a sequence with one layer of each kind."""
     pool = make_pool()
     kept_ht = torch.tensor([[True, False, True, True]] * KV_HEADS)
     k_thd, v_thd = torch.randn(2, 4, KV_HEADS, HEAD_DIM, dtype=torch.float64)
@@ -215,6 +215,6 @@ def test_equal_heads_of_neighbouring_slots_are_one_slice_without_a_copy() -> Non
 
 def test_the_next_owner_of_the_slots_sees_nothing() -> None:
     pool = filled()
-    pool.slots.free_request(SEQUENCE_ID)
+    pool.slots.free_sequence(SEQUENCE_ID)
     pool.slots.allocate(SEQUENCE_ID, [span(0, 4)])
     assert not pool.narrowed(1, SEQUENCE_ID)

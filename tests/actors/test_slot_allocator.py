@@ -1,4 +1,4 @@
-"""Which request has which slots: where they lie, what is refused, what several share."""
+"""Slots of sequences: where they lie, what is refused, and what several sequences share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_request_grows_next_to_what_it_has() -> None:
     slots.allocate(1, [span(0, 10)])
     slots.allocate(2, [span(0, 5)])
     slots.allocate(3, [span(0, 10)])
-    slots.free_request(2)  # leaves the tighter run, which best fit alone would take
+    slots.free_sequence(2)  # leaves the tighter run, which best fit alone would take
     slots.allocate(3, [span(10, 15)])
     assert len(slots.runs(3)) == 1
 
@@ -41,7 +41,7 @@ def test_best_fit_takes_the_tightest_run() -> None:
         slots.allocate(sequence_id, [span(0, length)])
     tight = slots.runs(2)
     for sequence_id in (0, 2, 4):
-        slots.free_request(sequence_id)
+        slots.free_sequence(sequence_id)
     slots.allocate(9, [span(0, 6)])
     assert slots.runs(9) == tight
 
@@ -51,7 +51,7 @@ def test_freed_neighbours_coalesce() -> None:
     for sequence_id in range(3):
         slots.allocate(sequence_id, [span(0, 10)])
     for sequence_id in (0, 2, 1):
-        assert slots.free_request(sequence_id) == 10
+        assert slots.free_sequence(sequence_id) == 10
     slots.allocate(5, [span(0, 30)])
     assert slots.runs(5) == [range(30)]
 
@@ -77,7 +77,7 @@ def test_a_request_that_is_freed_while_it_is_written_is_noticed() -> None:
     slots = SlotAllocator(64)
     slots.allocate(1, [span(0, 64)])
     with (
-        pytest.raises(AssertionError, match="request 1 was freed while being written"),
+        pytest.raises(AssertionError, match="sequence 1 was freed while being written"),
         slots.places(1, Span(3, 64, 4)),
     ):
         slots.free_span(1, span(40, 64))
@@ -92,13 +92,13 @@ def test_span_looked_up_before_is_right_after_a_change() -> None:
     assert slots.runs(1, wide) == [range(6)]
     slots.free_span(1, span(1, 3))
     assert slots.runs(1, wide) == [range(1), range(3, 6)]
-    slots.free_request(1)
+    slots.free_sequence(1)
     assert slots.runs(1, wide) == []
 
 
 def test_an_unknown_sequence_has_no_slots() -> None:
     slots = SlotAllocator(4)
-    assert slots.free_request(7) == 0
+    assert slots.free_sequence(7) == 0
     assert slots.free_span(7, span(0, 9)) == 0
     assert slots.tokens(7) == 0
     assert slots.runs(7) == []
@@ -158,7 +158,7 @@ def test_slots_that_are_not_there_are_not_shared() -> None:
         with pytest.raises(NotHeld, match="does not have it"):
             slots.share_slots(2, source, wanted)
     slots.allocate(2, [span(3, 4)])
-    with pytest.raises(NotHeld, match="has slots for it"):
+    with pytest.raises(NotHeld, match="has other slots for it"):
         slots.share_slots(2, 1, span(0, 4))
     assert slots.tokens(2) == 1
     slots.check_integrity()

@@ -27,7 +27,7 @@ def write(pool: KvPool, sequence_id: int, start: int, stop: int) -> None:
 
 def read(pool: KvPool, held: ResidentRows, layer: int) -> list[list[float]]:
     """By row: the numbers that its keys hold."""
-    found: list[list[float]] = [[] for _ in held.requests]
+    found: list[list[float]] = [[] for _ in held.sequences]
     for row, begin, end in held.runs(layer).runs:
         found[row] += pool.layer(layer)[0][begin:end].flatten().tolist()
     return found
@@ -40,7 +40,7 @@ def fragmented(draw: st.DrawFn) -> KvPool:
     for sequence_id, size in enumerate(sizes, start=100):
         pool.slots.allocate(sequence_id, [Span(start=0, stop=size)])
     for sequence_id in range(100, 100 + len(sizes), 2):
-        pool.slots.free_request(sequence_id)
+        pool.slots.free_sequence(sequence_id)
     return pool
 
 

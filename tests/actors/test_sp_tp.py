@@ -40,8 +40,8 @@ def pipelined(
 def test_exact_equals_one_member(gangs: Gangs, model: str, instances: int) -> None:
     gang = gangs(model, instances, 1)
     bounds = [*[0, 23, 31, 31][:instances], 48]
-    job = job_of(bounds, [5, 40, 3])
-    gang.check(job, gang.run(job, exact), gang.forwards(job))
+    step = job_of(bounds, [5, 40, 3])
+    gang.check(step, gang.run(step, exact), gang.forwards(step))
 
 
 @pytest.mark.parametrize("kind", ["gangs", "gloo_gangs"])
@@ -57,10 +57,10 @@ def test_pipelined_equals_one_member(
 ) -> None:
     """Cover relays that begin at once (NCCL's rules), and when rows have arrived (gloo)."""
     gang = request.getfixturevalue(kind)(model, 4, 1)
-    job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
+    step = job_of([0, 9, 14, 30, 48], [5, 40, 3])
     make = pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical)
-    results = gang.run(job, make)
-    gang.check(job, results, gang.forwards(job))
+    results = gang.run(step, make)
+    gang.check(step, results, gang.forwards(step))
     if kind == "gloo_gangs":
         assert all(result.clock.exchange_s > 0 for result in results)
         assert all(0 <= result.clock.hidden <= 1 for result in results)
@@ -71,9 +71,9 @@ def test_pipelined_equals_one_member(
 def test_rows_and_sums_travel_while_attention_is_computed(
     gangs: Gangs, hierarchical: bool, micro_partitions: int
 ) -> None:
-    gang, job = gangs("gqa", 4, 1), job_of([0, 12, 24, 36, 48], [48])
+    gang, step = gangs("gqa", 4, 1), job_of([0, 12, 24, 36, 48], [48])
     with counted(head_attention) as overlaps:
-        gang.run(job, pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical))
+        gang.run(step, pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical))
     assert overlaps.share > 0.5
     assert overlaps.phases == {"all-gather", "reduce-scatter"}
 
@@ -88,9 +88,9 @@ def test_not_pipelined_nothing_is_computed_while_anything_travels(
         group.clock.timeline = PhaseTimeline(on=True)
         return SpTp(group, engine, plan, hierarchical=hierarchical)
 
-    gang, job = gloo_gangs("gqa", 4, 1), job_of([0, 9, 14, 30, 48], [5, 40, 3])
-    results = gang.run(job, make)
-    gang.check(job, results, gang.forwards(job))
+    gang, step = gloo_gangs("gqa", 4, 1), job_of([0, 9, 14, 30, 48], [5, 40, 3])
+    results = gang.run(step, make)
+    gang.check(step, results, gang.forwards(step))
     for clock in (result.clock for result in results):
         assert clock.hidden == 0
         travels = [event for event in clock.timeline.events if event.name in TRANSFERS]
@@ -142,30 +142,30 @@ def test_pipelined_equals_not_pipelined(
     gang, total = gangs(model, instances, 1), sum(lengths)
     cuts = sorted(data.draw(st.integers(0, total)) for _ in range(instances - 1))
     servers = sorted(data.draw(st.integers(0, 2)) for _ in range(instances))
-    job = job_of([0, *cuts, total], lengths)
+    step = job_of([0, *cuts, total], lengths)
     locations = tuple(f"0-{server}-{place}" for place, server in enumerate(servers))
     make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
-    for got, expected in zip(gang.run(job, make), gang.run(job, exact), strict=True):
+    for got, expected in zip(gang.run(step, make), gang.run(step, exact), strict=True):
         torch.testing.assert_close(got.x_td, expected.x_td, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_members_of_tensor_parallel_instances(gangs: Gangs, tp: int) -> None:
     gang = gangs("gqa", 2, tp)
-    job = job_of([0, 21, 48], [5, 40, 3])
-    forwards = gang.forwards(job)
-    gang.check(job, gang.run(job, exact), forwards)
-    gang.check(job, gang.run(job, pipelined(("0-0-0", "0-1-0"), 2)), forwards)
-    gang.check(job, gang.run(job, pipelined(("0-0-0", "0-0-1"), 2)), forwards)
+    step = job_of([0, 21, 48], [5, 40, 3])
+    forwards = gang.forwards(step)
+    gang.check(step, gang.run(step, exact), forwards)
+    gang.check(step, gang.run(step, pipelined(("0-0-0", "0-1-0"), 2)), forwards)
+    gang.check(step, gang.run(step, pipelined(("0-0-0", "0-0-1"), 2)), forwards)
 
 
 def test_more_members_than_heads(gangs: Gangs) -> None:
     gang = gangs("gqa", 6, 1)
-    job = job_of([0, 9, 14, 30, 30, 40, 48], [48])
+    step = job_of([0, 9, 14, 30, 30, 40, 48], [48])
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
-    forwards = gang.forwards(job)
-    gang.check(job, gang.run(job, exact), forwards)
-    gang.check(job, gang.run(job, pipelined(locations, 2)), forwards)
+    forwards = gang.forwards(step)
+    gang.check(step, gang.run(step, exact), forwards)
+    gang.check(step, gang.run(step, pipelined(locations, 2)), forwards)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

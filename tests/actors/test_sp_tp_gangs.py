@@ -53,8 +53,8 @@ async def test_greedy_tokens(
     async with thread_cell(model, prefill=prefill, prefill_tp=tp, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
         chunks = [request.chunk() for request in requests]
-        job = job_of(chunks, range(prefill), strategy=strategy, csa=plan)
-        cell.submit(job, np.concatenate([request.prompt for request in requests]))
+        step = job_of(chunks, range(prefill), strategy=strategy, csa=plan)
+        cell.submit(step, np.concatenate([request.prompt for request in requests]))
         answers = await cell.answer(*requests)
         await cell.freed(*range(len(requests)))
         await cell.prefilled(*cell.jobs)
@@ -86,8 +86,8 @@ async def test_a_high_priority_step_runs_between_two_layers_while_weights_travel
     async with thread_cell(model, prefill=2, prefill_tp=2, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
         for ranks in ([0, 1], [2, 3]):  # the long step pauses until all ranks have both steps
-            for job, request in zip((long, high_priority), requests, strict=True):
-                cell.submit(job, request.prompt, ranks=ranks)
+            for step, request in zip((long, high_priority), requests, strict=True):
+                cell.submit(step, request.prompt, ranks=ranks)
             await cell.prefill.stats()
         answers = await cell.answer(*requests)
         await cell.freed(*(request.sequence_id for request in requests))

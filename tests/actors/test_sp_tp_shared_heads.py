@@ -124,10 +124,10 @@ def owner_of(bounds: Sequence[int], row: int) -> int:
 
 def check(gangs: Gangs, case: Case) -> None:
     gang = gangs(case.model, len(case.locations), case.tp)
-    plan, job = case.plan(gang.network.spec.layers), job_of(case.bounds, case.lengths)
-    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
+    plan, step = case.plan(gang.network.spec.layers), job_of(case.bounds, case.lengths)
+    results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     chunks = range(len(case.lengths))
-    gang.check(job, results, [brute_force(gang, case, plan, chunk) for chunk in chunks])
+    gang.check(step, results, [brute_force(gang, case, plan, chunk) for chunk in chunks])
 
 
 @pytest.mark.parametrize(

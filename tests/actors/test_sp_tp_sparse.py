@@ -1,4 +1,4 @@
-"""SP-TP that leaves far keys out, against brute force over pairs of tokens."""
+"""SP-TP that drops far keys, against brute force over pairs of tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LAYERS = 5
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 BOUNDS = (0, 20, 33, 60, 75)
 LONG, SHORT = 68, 7
-"""The long prompt spans all members, the short one lies in the last."""
+"""Lengths of a prompt that spans all members, and of one inside the last member."""
 
 
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
-    # Each member has both query heads of one KV head, so it judges as the brute force does.
+    # Each member has both query heads of one KV head, so it scores like the brute force.
     model = make_checkpoint(
         tmp_path_factory.mktemp("sparse"),
         num_hidden_layers=LAYERS,
@@ -50,10 +50,12 @@ def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = Tr
 
 
 def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
-    """The long prompt's forward pass; kept sets are chosen by the layer before. What comes before
-    `start` is history, computed exactly."""
+    """Run the long prompt's forward pass; the layer before scores the kept sets.
+
+    Tokens before `start` are history, computed exactly.
+    """
     owners = [next(m for m in range(4) if t < BOUNDS[m + 1]) for t in range(LONG)]
-    judged: list[Tensor | None] = [None]
+    importance: list[Tensor | None] = [None]
 
     def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         group, drops = plan.layer_group(layer), layer not in (0, LAYERS - 1)
@@ -77,22 +79,22 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
         )
         q_thd, k_thd, v_thd = q_thd[start:], k_thd[start:], v_thd[start:]
         if plan.importance_layer == "same":
-            judged[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
-        weights = oracle.counts(judged[0])
+            importance[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
+        weights = oracle.counts(importance[0])
         _, lse_ht = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
         out_thd = oracle.attend_with_history(q_thd, k_thd, v_thd, weights, scale, before)
         if plan.importance_window == ALL_QUERIES:
-            judged[0] = judged_by_all(q_thd, k_thd, lse_ht)
+            importance[0] = importance_by_all(q_thd, k_thd, lse_ht)
         else:
-            judged[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
+            importance[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
         return torch.cat((exact_thd, out_thd))
 
     with torch.inference_mode():
         return dense_forward(gang.network, gang.prompt(0, start + LONG), attend)
 
 
-def judged_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
-    """(KV heads, tokens): mean over the queries behind each key, which may not have counted it."""
+def importance_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
+    """Return (KV heads, tokens), the mean over all queries after each key, which may drop it."""
     k_thd = k_thd.double().repeat_interleave(2, dim=1)
     score_hqk = torch.einsum("qhd,khd->hqk", q_thd.double(), k_thd) * q_thd.shape[2] ** -0.5
     sums_ht = (score_hqk - lse_ht[..., None]).exp().tril().sum(dim=1)
@@ -101,10 +103,10 @@ def judged_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> None:
-    job = job_of(BOUNDS, [LONG, SHORT])
-    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
-    exact_short = gang.forwards(job)[1]
-    gang.check(job, results, [brute_force(gang, plan), exact_short])
+    step = job_of(BOUNDS, [LONG, SHORT])
+    results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
+    exact_short = gang.forwards(step)[1]
+    gang.check(step, results, [brute_force(gang, plan), exact_short])
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
@@ -113,7 +115,7 @@ def check(gang: StrategyRanks, plan: CsaPlan) -> None:
     ("levels", "drop_ratio"),
     [(2, 0.5), (3, 0.3), pytest.param(3, 0.9, marks=pytest.mark.slow)],
 )
-def test_far_keys_are_left_out_as_planned(
+def test_far_keys_are_dropped_as_planned(
     gang: StrategyRanks, levels: int, drop_ratio: float, window: int, pipelined: bool
 ) -> None:
     check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
@@ -127,31 +129,31 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
         KvSlice(instance=2, span=Span(start=0, stop=7)),
         KvSlice(instance=1, span=Span(start=7, stop=start)),
     ]
-    job = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
-    forwards = [brute_force(gang, plan, start), gang.forwards(job)[1]]
-    gang.hold_history(job, forwards)
+    step = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
+    forwards = [brute_force(gang, plan, start), gang.forwards(step)[1]]
+    gang.hold_history(step, forwards)
     try:
-        results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
-        gang.check(job, results, forwards)
+        results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
+        gang.check(step, results, forwards)
     finally:
         for engine in gang.engines:
-            engine.pool.slots.free_request(0)
+            engine.pool.slots.free_sequence(0)
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_a_layer_that_judges_itself(gang: StrategyRanks, levels: int, pipelined: bool) -> None:
+def test_a_layer_may_score_itself(gang: StrategyRanks, levels: int, pipelined: bool) -> None:
     plan = plan_of(levels, 0.6, 16, pipelined=pipelined)
     check(gang, replace(plan, importance_layer="same"))
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_in_blocks_of_queries(gang: StrategyRanks, pipelined: bool) -> None:
+def test_blocks_of_queries_give_the_same_result(gang: StrategyRanks, pipelined: bool) -> None:
     with blocks_of(4):
         check(gang, plan_of(3, 0.5, 16, pipelined=pipelined))
 
 
-def test_ratios_per_head(gang: StrategyRanks) -> None:
+def test_ratios_may_differ_by_head(gang: StrategyRanks) -> None:
     plan = plan_of(3, 0.0, 16)
     ratios = tuple((near, near, 0.5, 0.75) for (near,) in halving(0.25, 3))
     group = LayerGroup(first=0, stop=LAYERS, drop_ratios=ratios, micro_partitions=(2, 1, 1))
@@ -160,10 +162,10 @@ def test_ratios_per_head(gang: StrategyRanks) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
-    job = job_of(BOUNDS, [LONG, SHORT])
+    step = job_of(BOUNDS, [LONG, SHORT])
     plan = plan_of(levels, 0.0, 16)
-    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
-    gang.check(job, results, gang.forwards(job))
+    results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
+    gang.check(step, results, gang.forwards(step))
 
 
 @pytest.mark.parametrize(
@@ -173,10 +175,10 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
         ({"decode_kept_only": True}, "decode_kept_only is not supported with SP-TP"),
     ],
 )
-def test_what_only_sp_ntp_can_do_is_refused_before_the_job_starts(
+def test_options_of_sp_ntp_alone_are_refused_before_the_step_starts(
     change: dict[str, Any], what: str
 ) -> None:
-    job = job_of(BOUNDS, [LONG, SHORT])
+    step = job_of(BOUNDS, [LONG, SHORT])
     plan = replace(plan_of(3, 0.5, 16), **change)
     with pytest.raises(ConfigError, match=what):
-        replace(job, strategy="sp_tp", csa=plan)
+        replace(step, strategy="sp_tp", csa=plan)

@@ -34,7 +34,7 @@ def slices(draw: st.DrawFn, start: int, stop: int, group: list[int]) -> tuple[Kv
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> PrefillStep:
+def steps(draw: st.DrawFn) -> PrefillStep:
     group = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
     chunks, contiguous = [], draw(st.booleans())
     for sequence_id in range(draw(st.integers(1, 3))):
@@ -61,37 +61,37 @@ def jobs(draw: st.DrawFn) -> PrefillStep:
     return job_of(chunks, group, (0, *sorted(inner), total))
 
 
-def owners_before(job: PrefillStep) -> dict[int, np.ndarray]:
-    """By request: the member that holds each position before any move."""
-    rows = np.repeat(range(len(job.group)), np.diff(job.bounds))
+def owners_before(step: PrefillStep) -> dict[int, np.ndarray]:
+    """Return, by sequence, the member that holds each position before any move."""
+    rows = np.repeat(range(len(step.group)), np.diff(step.bounds))
     owners, begin = {}, 0
-    for chunk in job.chunks:
+    for chunk in step.chunks:
         table = np.full(chunk.start + chunk.length, -1)
-        for share in chunk.history:
-            table[share.span.positions] = job.group.index(share.instance)
+        for kv_slice in chunk.history:
+            table[kv_slice.span.positions] = step.group.index(kv_slice.instance)
         table[chunk.start :] = rows[begin : begin + chunk.length]
-        for share in chunk.rows:
-            table[share.span.positions] = job.group.index(share.instance)
+        for kv_slice in chunk.rows:
+            table[kv_slice.span.positions] = step.group.index(kv_slice.instance)
         owners[chunk.sequence_id] = table
         begin += chunk.length
     return owners
 
 
-@given(jobs())
-def test_exactly_the_kv_placed_elsewhere_moves_and_all_members_agree(job: PrefillStep) -> None:
-    layout, after = GangLayout(world_size=4, tp=1), rebalanced(job)
+@given(steps())
+def test_exactly_the_kv_placed_elsewhere_moves_and_all_members_agree(step: PrefillStep) -> None:
+    layout, after = GangLayout(world_size=4, tp=1), rebalanced(step)
     nothing: Any = None
     groups = [
         SpGroup(cast(Any, nothing), layout, after, member, StepClock())
-        for member in range(len(job.group))
+        for member in range(len(step.group))
     ]
-    moves = history_moves(job) + row_moves(groups[0])
+    moves = history_moves(step) + row_moves(groups[0])
     assert all(row_moves(group) == row_moves(groups[0]) for group in groups)
-    owners = owners_before(job)
-    for chunk, settled in zip(job.chunks, after.chunks, strict=True):
+    owners = owners_before(step)
+    for chunk, balanced in zip(step.chunks, after.chunks, strict=True):
         expected = owners[chunk.sequence_id].copy()
-        for share in chunk.placement:
-            expected[share.span.positions] = job.group.index(share.instance)
+        for kv_slice in chunk.placement:
+            expected[kv_slice.span.positions] = step.group.index(kv_slice.instance)
         moved = owners[chunk.sequence_id].copy()
         for move in moves:
             if move.sequence_id == chunk.sequence_id:
@@ -104,19 +104,19 @@ def test_exactly_the_kv_placed_elsewhere_moves_and_all_members_agree(job: Prefil
                     assert own.tolist() == list(positions)
                 moved[positions] = move.receiver
         assert (moved == expected).all()
-        assert_lies(settled.history, expected[: chunk.start], job)
+        assert_lies(balanced.history, expected[: chunk.start], step)
         changed = int((expected != owners[chunk.sequence_id]).sum())
         assert sum(m.span.length for m in moves if m.sequence_id == chunk.sequence_id) == changed
         for group in groups:
-            stored = [part for part in stored_of(group) if part.chunk is settled]
+            stored = [part for part in stored_of(group) if part.chunk is balanced]
             positions = sorted(p for part in stored for p in part.span.positions)
             retain = (owners[chunk.sequence_id] == group.member) & (expected == group.member)
             assert positions == [p for p in np.flatnonzero(retain) if p >= chunk.start]
 
 
-def assert_lies(history: tuple[KvSlice, ...], owners: np.ndarray, job: PrefillStep) -> None:
-    """Each position once, where the owners are."""
-    positions = [at for share in history for at in share.span.positions]
+def assert_lies(history: tuple[KvSlice, ...], owners: np.ndarray, step: PrefillStep) -> None:
+    """Check that each position lies once, where the owners say."""
+    positions = [at for kv_slice in history for at in kv_slice.span.positions]
     assert sorted(positions) == list(range(len(owners)))
-    for share in history:
-        assert (owners[share.span.positions] == job.group.index(share.instance)).all()
+    for kv_slice in history:
+        assert (owners[kv_slice.span.positions] == step.group.index(kv_slice.instance)).all()

@@ -16,7 +16,7 @@ from csps.protocols.core.placement import Span
 
 
 class Waiting:
-    """A step as the desk sees it."""
+    """A step as `PendingSteps` sees it."""
 
     def __init__(self, number: int, sequence_ids: list[int], fits: bool) -> None:
         self.step_id, self.sequences, self.fits = number, sequence_ids, fits
@@ -28,13 +28,13 @@ class Waiting:
 def test_a_sequences_steps_take_slots_in_their_order() -> None:
     """Others pass; else the earlier one might wait for what the later one has taken."""
     acknowledged: list[int] = []
-    desk = PendingSteps(acknowledged.append)
+    pending = PendingSteps(acknowledged.append)
     first = Waiting(1, [1, 2], fits=False)
     for run in (first, Waiting(2, [2, 3], fits=True), Waiting(3, [3], True), Waiting(4, [4], True)):
-        desk.add(cast(Any, run), owner=1)
+        pending.add(cast(Any, run), owner=1)
     assert acknowledged == [4]
     first.fits = True
-    desk.slots_freed()
+    pending.slots_freed()
     assert acknowledged == [4, 1, 2, 3]
 
 
@@ -62,11 +62,11 @@ async def test_a_step_takes_all_slots_or_none(
                 allocate(99, [thief.pop()])
 
         monkeypatch.setattr(pool.slots, "allocate", stolen)
-        job = job_of([one.chunk(), other.chunk()], [0])
-        cell.submit(job, np.concatenate([one.prompt, other.prompt]))
+        step = job_of([one.chunk(), other.chunk()], [0])
+        cell.submit(step, np.concatenate([one.prompt, other.prompt]))
         await cell.prefill.stats()
         assert pool.slots.used == 40, "the step holds slots while it waits for others"
-        pool.slots.free_request(99)
+        pool.slots.free_sequence(99)
         rank.loop._pending_steps.slots_freed()
         await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
         for request in (one, other):

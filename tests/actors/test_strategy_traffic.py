@@ -184,7 +184,7 @@ def test_rings(gang: StrategyRanks, strategy: str, history: int) -> None:
         actual = measured(gang, strategy_of, step)
     finally:
         for engine in gang.engines:
-            engine.pool.slots.free_request(1)
+            engine.pool.slots.free_sequence(1)
     assert actual == formula(shape_of(gang), group, TOKENS, history)
 
 

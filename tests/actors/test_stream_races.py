@@ -1,4 +1,4 @@
-"""What one stream of a device writes another one reads in a certain order, and memory stays."""
+"""Reads on one stream of a device follow the writes of another, and memory stays allocated."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ class Sending:
         self.staging = Staging(CUDA)
 
     def compute(self, sequence_id: int, span: Span) -> None:
-        """The engine writes a layer."""
+        """Write a layer as the engine does."""
         self.pool.slots.allocate(sequence_id, [span])
         kv_thd = torch.ones(span.length, 2, 4)
         self.pool.write(0, sequence_id, span, kv_thd, kv_thd)
 
     def read(self, sequence_id: int, span: Span) -> list[Tensor]:
-        """To host memory, as `SendQueue` does."""
+        """Read into host memory as `SendQueue` does."""
         with self.staging.copying():
             return [self.staging.to_host(tensor) for tensor in self.pool.read(0, sequence_id, span)]
 
@@ -114,7 +114,7 @@ def test_kv_is_read_when_the_device_has_written_it(sending: Sending) -> None:
     assert ready.query()
     read = sending.read(1, SPAN)
     # It was copied: the slots may be another request's.
-    sending.pool.slots.free_request(1)
+    sending.pool.slots.free_sequence(1)
     sending.compute(2, Span(start=0, stop=8))
     with _disable_current_modes():  # the host's
         assert all(bool((tensor == 1).all()) for tensor in read)
@@ -127,7 +127,8 @@ def test_kv_that_may_not_be_written_yet_is_not_read(sending: Sending) -> None:
 
 
 def test_kv_that_the_engine_writes_later_is_not_waited_for(sending: Sending) -> None:
-    """It computes the next layer, or another request's rows, while the first ones are read."""
+    """The engine computes the next layer, or another sequence's rows, while the first ones are
+    read."""
     sending.compute(1, SPAN)
     ready = launched_so_far(CUDA)
     assert ready is not None
@@ -139,13 +140,13 @@ def test_kv_that_the_engine_writes_later_is_not_waited_for(sending: Sending) -> 
 def test_slots_are_not_taken_while_they_are_copied(
     races: Races, sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stream_races.Stream.synchronize", lambda stream: None)
+    monkeypatch.setattr("fake_device_streams.Stream.synchronize", lambda stream: None)
     sending.compute(1, SPAN)
     ready = launched_so_far(CUDA)
     assert ready is not None
     assert ready.query()
     kept = sending.read(1, SPAN)
-    sending.pool.slots.free_request(1)
+    sending.pool.slots.free_sequence(1)
     with pytest.raises(Race):
         sending.compute(2, Span(start=0, stop=8))
     races.current.wait_stream(cast(Any, sending.staging._stream))
@@ -156,7 +157,7 @@ def test_slots_are_not_taken_while_they_are_copied(
 
 
 def on_nccl(body: Any, ranks: int = 3) -> None:
-    """`body(mesh, races)` on the first rank, whose peers are nobody."""
+    """Run `body(mesh, races)` on the first rank, whose peers do not exist."""
     races = Races()
     over = threading.Event()
 
@@ -188,8 +189,8 @@ def test_queries_and_answers_are_there_when_they_are_used() -> None:
         tags = Tag.DECODE_QUERY, Tag.DECODE_PARTIAL
         for _ in range(3):  # layers, whose tensors come and go
             q_rhd = torch.ones(3, 2, 4)
-            meeting = QueryExchange(mesh, ROUTES, q_rhd, heads=2, head_dim=4, tags=tags)
-            exchange_queries(q_rhd, meeting, answers)
+            exchange = QueryExchange(mesh, ROUTES, q_rhd, heads=2, head_dim=4, tags=tags)
+            exchange_queries(q_rhd, exchange, answers)
 
     on_nccl(body)
 
@@ -197,13 +198,14 @@ def test_queries_and_answers_are_there_when_they_are_used() -> None:
 def test_an_answer_that_is_used_before_it_is_there_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_races.NcclWork.wait", lambda work: True)
+    monkeypatch.setattr("fake_device_streams.NcclWork.wait", lambda work: True)
     with pytest.raises(Race):
         test_queries_and_answers_are_there_when_they_are_used()
 
 
 def gather_and_reduce(mesh: Mesh, device: torch.device) -> None:
-    """Layers of relays and sums, seen by a gate, or by an owner whose rows others pass on."""
+    """Run layers of relays and sums, seen by a relay rank, or by an owner whose rows others pass
+    on."""
     mesh.device = device
     shards = RowShards(
         mesh=mesh,

@@ -24,7 +24,7 @@ from csps.actors.timing.timeline import StepClock
 
 
 def groups(body: Callable[[Any, int], Any], rules: frozenset[Rule] = EVERY_RULE) -> list[Any]:
-    """What `body(group, rank)` returns on two ranks of one communicator."""
+    """Return what `body(group, rank)` returns on two ranks of one communicator."""
     return on_ranks(2, lambda mesh: body(mesh._data.group, mesh.rank), strict(rules))
 
 
@@ -197,7 +197,7 @@ def test_a_wait_of_a_closed_mesh_is_no_success() -> None:
 
 
 def test_what_is_received_is_passed_on_by_the_thread_that_computes() -> None:
-    """Without waiting for it: both are on the communicator's stream."""
+    """The thread does not wait for the receive: both are on the communicator's stream."""
 
     def body(mesh: Mesh) -> list[float]:
         label, room = Label(phase="relay", layer=0), torch.zeros(2)
@@ -218,7 +218,7 @@ def test_what_is_received_is_passed_on_by_the_thread_that_computes() -> None:
 
 
 def test_an_instance_sums_by_the_same_rules() -> None:
-    """Also what it waits for is garbage when the group was closed."""
+    """The result of a wait is garbage as well when the group was closed."""
     store, summed = HashStore(), threading.Barrier(2)
     terms = [torch.ones(2), torch.full((2,), 2.0)]
 

@@ -1,4 +1,4 @@
-"""Phases of a rank: what is noted, and that nothing is where nobody asked."""
+"""Phases of a rank are recorded, and only if somebody asked for them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
 
 
 def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() -> None:
-    """Rank 0 sends when rank 1 has done its last share of work."""
+    """Rank 0 sends when rank 1 has done the last part of its work."""
 
     def rank(mesh: Mesh) -> list[int]:
         slices = [3, 2, 1]
@@ -178,7 +178,7 @@ def test_arrivals_are_passed_on_while_others_are_waited_for() -> None:
 
 
 def test_a_preempting_step_gets_none_of_the_paused_steps_rows() -> None:
-    """Rank 1 owes rank 2 a row while both do something urgent with rows of the same kind."""
+    """Rank 1 owes rank 2 a row while both run a high-priority step with rows of the same kind."""
 
     def rank(mesh: Mesh) -> list[float]:
         room, high_priority = torch.zeros(1), torch.zeros(1)
@@ -291,23 +291,23 @@ def on_cuda() -> Transfers:
 
 def test_on_cuda_sends_are_freed_when_the_computing_stream_has_waited_for_later_exchanges() -> None:
     with on_cuda() as transfers:
-        gone = []
+        lost = []
         for _ in range(2):
             sent = torch.ones(4)
-            gone.append(weakref.ref(sent))
+            lost.append(weakref.ref(sent))
             transfers.start([(1, sent)], [], Tag.ROWS, LABEL)
         arrival = transfers.start([], [(1, torch.zeros(4))], Tag.ROWS, LABEL)
         last = torch.ones(4)
-        gone.append(weakref.ref(last))
+        lost.append(weakref.ref(last))
         transfers.start([(1, last)], [], Tag.ROWS, LABEL)
         del sent, last
         arrival.received.result()
-        assert all(ref() is not None for ref in gone), "another stream's wait is not enough"
+        assert all(ref() is not None for ref in lost), "another stream's wait is not enough"
         transfers.wait(arrival)
-        assert [ref() is None for ref in gone] == [True, True, False]
+        assert [ref() is None for ref in lost] == [True, True, False]
         transfers.wait(arrival)
-        assert gone[2]() is not None
-    assert gone[2]() is None
+        assert lost[2]() is not None
+    assert lost[2]() is None
 
 
 def test_on_cuda_each_wait_does_one_share_of_the_other_work() -> None:

@@ -74,9 +74,9 @@ def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, l
 
     def body(mesh: Mesh) -> tuple[Tensor, list[int]]:
         member = case.order.index(mesh.rank)
-        job = PrefillStep(step_id=1, group=case.order, bounds=case.bounds, chunks=case.chunks)
+        step = PrefillStep(step_id=1, group=case.order, bounds=case.bounds, chunks=case.chunks)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
-        group = SpGroup(mesh, layout, job, member, StepClock(), cancelled=set(case.cancelled))
+        group = SpGroup(mesh, layout, step, member, StepClock(), cancelled=set(case.cancelled))
         pool = pool_with_history(case, member, keys, values)
         strategy = Ulysses(
             group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=HEAD_DIM**-0.5

@@ -1,4 +1,4 @@
-"""Threads that wait for exchanges, from job to job."""
+"""Threads that wait for exchanges are lent from step to step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Watched(WaitingThreads):
 
 
 class Lost(Pending):
-    """Of a peer that died."""
+    """An operation with a peer that died."""
 
     def __init__(self) -> None:
         super().__init__([], [])

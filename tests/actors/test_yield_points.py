@@ -15,7 +15,7 @@ from property_examples import examples
 from small_blocks import blocks_of
 from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
 from test_cancelled_steps import BOUNDS, CASES, LENGTHS
-from test_history import STRATEGIES, jobs, on_gangs
+from test_history import STRATEGIES, on_gangs, steps
 from torch import Tensor
 from uniform_plan import uniform_plan
 
@@ -51,15 +51,15 @@ class PointLog:
     def pass_point(self, rank: int, number: int) -> None:
         self.passed[rank].append(number)
 
-    def check(self, job: PrefillStep) -> None:
-        points = self._gang.points(job, 0, self.pass_point)._step_points
+    def check(self, step: PrefillStep) -> None:
+        points = self._gang.points(step, 0, self.pass_point)._step_points
         assert points is not None
         for passed in self.passed.values():
             assert all(before <= after for before, after in pairwise(passed))
             assert passed[-1] < points.total
         for message, sent_at in self.sent.items():
             assert len(sent_at) == len(self.received[message])
-            passed_on = job.strategy == "sp_tp" and message[2] in PASSED_ON
+            passed_on = step.strategy == "sp_tp" and message[2] in PASSED_ON
             if self._gang.engines[0].mesh.in_order or not passed_on:
                 assert sent_at == self.received[message], message
 
@@ -89,16 +89,16 @@ class PointLog:
         return recording
 
 
-def run(gang: StrategyRanks, job: PrefillStep) -> PointLog:
-    log, forwards = PointLog(gang), gang.forwards(job)
-    gang.hold_history(job, forwards)
+def run(gang: StrategyRanks, step: PrefillStep) -> PointLog:
+    log, forwards = PointLog(gang), gang.forwards(step)
+    gang.hold_history(step, forwards)
     try:
         with log.on_meshes():
-            gang.check(job, gang.run(job, strategy_of, log.pass_point), forwards)
+            gang.check(step, gang.run(step, strategy_of, log.pass_point), forwards)
     finally:
         for engine in gang.engines:
-            for chunk in job.chunks:
-                engine.pool.slots.free_request(chunk.sequence_id)
+            for chunk in step.chunks:
+                engine.pool.slots.free_sequence(chunk.sequence_id)
     return log
 
 
@@ -115,9 +115,9 @@ def gangs(request: pytest.FixtureRequest, gangs: Gangs, gloo_gangs: Gangs) -> Ga
 def test_both_ends_of_a_message_are_begun_between_the_same_points(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
-    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    gang, step = gangs("gqa", members, tp), data.draw(steps(strategy, members))
     with blocks_of(data.draw(st.integers(3, 30))):
-        run(gang, job).check(job)
+        run(gang, step).check(step)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_same_with_members_that_have_no_heads(
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=2)
     slices = [KvSlice(instance=5, span=Span(start=0, stop=9))]
-    job = job_of(
+    step = job_of(
         [0, 9, 14, 30, 30, 40, 48],
         [48],
         starts=[9],
@@ -146,17 +146,17 @@ def test_the_same_with_members_that_have_no_heads(
         csa=plan if planned else None,
     )
     with blocks_of(4):
-        run(gangs("gqa", 6, 1), job).check(job)
+        run(gangs("gqa", 6, 1), step).check(step)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "sparse" in name or "csa" in name])
 def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
     strategy, plan = CASES[case]
-    gang, job = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
+    gang, step = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
     log = PointLog(gang)
     with blocks_of(4), log.on_meshes():
-        gang.run(job, strategy_of, log.pass_point, cancelled=(2,))
-        log.check(job)
+        gang.run(step, strategy_of, log.pass_point, cancelled=(2,))
+        log.check(step)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_the_member_with_most_blocks_has_a_point_for_each(
 ) -> None:
     gang = gangs("gqa", members, tp)
     bounds = [0, *[20] * (members - 1), 48]
-    job = job_of(bounds, [5, 40, 3], strategy=strategy)
+    step = job_of(bounds, [5, 40, 3], strategy=strategy)
     with blocks_of(4):
-        passed = run(gang, job).passed[0]
+        passed = run(gang, step).passed[0]
     assert max(map(passed.count, passed)) <= 2, "the last block's, and the end of its phase"
 
 
@@ -201,7 +201,7 @@ def test_a_step_may_be_stopped_at_any_point(
     gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
 ) -> None:
     """The next step receives nothing of the stopped one."""
-    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    gang, step = gangs("gqa", members, tp), data.draw(steps(strategy, members))
     points: dict[int, YieldPoints] = {}
 
     def make(group: SpGroup, engine: Engine) -> Stopping:
@@ -213,19 +213,19 @@ def test_a_step_may_be_stopped_at_any_point(
             points[rank].before_pause()
             raise Stopped
 
-    forwards = gang.forwards(job)
-    gang.hold_history(job, forwards)
+    forwards = gang.forwards(step)
+    gang.hold_history(step, forwards)
     try:
         with blocks_of(data.draw(st.integers(3, 30))):
-            step = gang.points(job, 0, stop_at_last)._step_points
-            assert step is not None
-            last = data.draw(st.integers(1, step.total))
-            gang.run(job, make, stop_at_last)
-            gang.check(job, gang.run(job, strategy_of), forwards)
+            all_points = gang.points(step, 0, stop_at_last)._step_points
+            assert all_points is not None
+            last = data.draw(st.integers(1, all_points.total))
+            gang.run(step, make, stop_at_last)
+            gang.check(step, gang.run(step, strategy_of), forwards)
     finally:
         for engine in gang.engines:
-            for chunk in job.chunks:
-                engine.pool.slots.free_request(chunk.sequence_id)
+            for chunk in step.chunks:
+                engine.pool.slots.free_sequence(chunk.sequence_id)
 
 
 def test_points_follow_from_the_step_alone() -> None:

@@ -1,7 +1,7 @@
 """Short steps run inside a long one, as the gang's log says: between two of its parts.
 
 Nothing here is a matter of time: a step that one member has not received does not begin,
-`HeldSteps` hold one that has begun, and `Doors` one in the middle of a layer.
+`PausedSteps` hold one that has begun, and `Doors` one in the middle of a layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from gang_driver import ANSWER_S, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from paused_ranks import HeldSteps
+from paused_ranks import PausedSteps
 from torch import Tensor
 
 from csps.actors.attention import ulysses
@@ -45,7 +45,7 @@ class StepFeed:
         self.jobs: list[PrefillStep] = []
 
     async def add(self, length: int, group: Sequence[int], *, high_priority: bool = False) -> int:
-        """The next job in the order, not sent yet; returns its number."""
+        """Add the next step, not sent yet; return its id."""
         number = len(self.jobs) + 1
         request = Request(
             sequence_id=number, prompt=prompt_of(length, number), slices=even_shares(length, [0])
@@ -58,17 +58,17 @@ class StepFeed:
         return number
 
     def post(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
-        """Send jobs to some ranks."""
+        """Send steps to some ranks."""
         for number in numbers:
             self.cell.submit(self.jobs[number - 1], self.requests[number - 1].prompt, ranks=ranks)
 
     async def send(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
-        """And wait until they have them."""
+        """Send steps and wait until the ranks have them."""
         self.post(numbers, ranks)
         await self.cell.prefill.stats()
 
     async def prepared(self, *but: int) -> None:
-        """Wait until the conductor has heard that all which was sent is prepared."""
+        """Wait until the sequencer knows that all sent steps are prepared."""
         await eventually(lambda: self._unprepared() == but)
 
     def _unprepared(self) -> tuple[int, ...]:
@@ -77,11 +77,11 @@ class StepFeed:
         return told.get(timeout=ANSWER_S)
 
     def done(self, number: int) -> list[PrefillDone]:
-        """Reports of the ranks of a job's group."""
+        """Return the reports of the ranks of a step's group."""
         return self.cell.about(PrefillDone, step_id=number)
 
     def sampled_order(self) -> list[int]:
-        """Requests in the order of their first tokens."""
+        """Return the requests in the order of their first tokens."""
         return [
             notification.sequence_id
             for notification in self.cell.order
@@ -89,7 +89,7 @@ class StepFeed:
         ]
 
     async def finish(self, model: Path) -> None:
-        """All answers are right and nothing is left behind."""
+        """Check that all answers are right and nothing is left behind."""
         answers = await self.cell.answer(*self.requests)
         for request, answer in zip(self.requests, answers, strict=True):
             assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
@@ -114,7 +114,7 @@ async def step_feed(
 
 
 class Ended:
-    """What each rank has computed to the end, in its order: tokens of two ranks come in any."""
+    """Steps that each rank has finished, in its order; tokens of two ranks arrive in any."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.on: dict[int, list[int]] = defaultdict(list)
@@ -132,15 +132,15 @@ class Doors:
     let run two quanta ahead, so that there are some parts between."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, rows: int) -> None:
-        """Blocks have so many rows from now on; steps of fewer rows meet no door."""
+        """Set blocks to this many rows from now on; steps of fewer rows meet no door."""
         self.second, self.seventh = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
         self._blocks = yield_points.query_blocks
         patch.setattr(yield_points, "BLOCK_PRODUCTS", 0)
         patch.setattr(yield_points, "MIN_BLOCK_ROWS", rows)
-        patch.setattr(ulysses, "query_blocks", self._held)
+        patch.setattr(ulysses, "query_blocks", self._blocks_with_doors)
 
-    def _held(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
+    def _blocks_with_doors(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
         for number, rows in enumerate(self._blocks(q_thd, keys)):
             if number in (1, 6):
                 door = self.second if number == 1 else self.seventh
@@ -173,7 +173,7 @@ async def test_a_high_priority_step_of_one_rank_runs_inside_a_layer(
 async def test_a_high_priority_step_without_slots_does_not_wait_inside_another(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots that it would wait for may be those of the step around it."""
+    """The slots for which it would wait may be those of the step around it."""
     doors = Doors(monkeypatch, rows=10)
     async with step_feed(tiny_llama, 1) as feed:
         rank = feed.cell.prefill_gang.ranks[0]
@@ -194,7 +194,7 @@ async def test_a_high_priority_step_without_slots_does_not_wait_inside_another(
 
 @pytest.fixture
 def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set nobody hears that KV has left, and no slots come back."""
+    """Return an event; until it is set no KV counts as sent, and no slots are freed."""
     allowed, send = threading.Event(), SendQueue._send
 
     def held(queue: SendQueue, sending: Sending) -> None:
@@ -208,7 +208,7 @@ def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 async def test_high_priority_steps_with_slots_for_one_run_one_after_the_other(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, sending_goes_on: threading.Event
 ) -> None:
-    """Each would fit alone: the second does not wait inside the long step for the first."""
+    """Each would fit alone: the second does not wait inside the low-priority step for the first."""
     doors = Doors(monkeypatch, rows=10)
     async with step_feed(tiny_llama, 1) as feed:
         rank = feed.cell.prefill_gang.ranks[0]
@@ -232,7 +232,7 @@ async def test_high_priority_steps_with_slots_for_one_run_one_after_the_other(
 
 
 async def test_high_priority_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -> None:
-    """Whose members wait for one that is busy, be they its leader or not."""
+    """The others' members wait for a busy one, whether it is their leader or not."""
     async with step_feed(tiny_llama, 3, processes=[1]) as feed:
         busy = feed.cell.prefill_gang.process(1)
         busy.stop()
@@ -277,7 +277,7 @@ async def test_steps_that_one_member_has_not_received_delay_no_other(tiny_llama:
 async def test_a_high_priority_step_runs_inside_a_low_priority_one(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, prefill: int, tp: int
 ) -> None:
-    steps, group = HeldSteps(monkeypatch), list(range(prefill))
+    steps, group = PausedSteps(monkeypatch), list(range(prefill))
     async with step_feed(tiny_llama, prefill, tp=tp) as feed:
         long = await feed.add(80, group)
         ordinary = await feed.add(8, group)
@@ -293,7 +293,7 @@ async def test_a_high_priority_step_runs_inside_a_low_priority_one(
 async def test_a_high_priority_step_of_one_member_delays_only_its_group(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = HeldSteps(monkeypatch)
+    steps = PausedSteps(monkeypatch)
     async with step_feed(tiny_llama, 3) as feed:
         long = await feed.add(400, [2, 0, 1])
         high_priority = await feed.add(5, [1], high_priority=True)
@@ -308,7 +308,7 @@ async def test_a_high_priority_step_of_one_member_delays_only_its_group(
 async def test_a_high_priority_step_runs_inside_a_step_that_not_all_its_members_have(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
+    steps, ended = PausedSteps(monkeypatch), Ended(monkeypatch)
     async with step_feed(tiny_llama, 3) as feed:
         long = await feed.add(80, [0, 1])
         high_priority = await feed.add(5, [1, 2], high_priority=True)
@@ -322,7 +322,7 @@ async def test_a_high_priority_step_runs_inside_a_step_that_not_all_its_members_
 async def test_a_high_priority_step_does_not_yield_to_another(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = HeldSteps(monkeypatch)
+    steps = PausedSteps(monkeypatch)
     async with step_feed(tiny_llama, 2) as feed:
         first = await feed.add(30, [0, 1], high_priority=True)
         second = await feed.add(5, [0, 1], high_priority=True)
@@ -337,7 +337,7 @@ async def test_a_high_priority_step_runs_inside_two_low_priority_ones(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of its members are in the first, the third in the second."""
-    steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
+    steps, ended = PausedSteps(monkeypatch), Ended(monkeypatch)
     async with step_feed(tiny_llama, 4) as feed:
         first, second = await feed.add(80, [0, 1, 2]), await feed.add(80, [3])
         high_priority = await feed.add(4, [1, 2, 3], high_priority=True)

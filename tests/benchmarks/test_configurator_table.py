@@ -1,4 +1,4 @@
-"""The configurator's aims beside its kept results."""
+"""The configurator's targets beside its stored results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_all_kept_results_are_in_the_table() -> None:
-    kept = sorted(RESULTS.glob("configurator-*.json"))
-    assert len(kept) >= 4
-    aims = list(table([json.loads(path.read_text()) for path in kept]))
+    paths = sorted(RESULTS.glob("configurator-*.json"))
+    assert len(paths) >= 4
+    aims = list(table([json.loads(path.read_text()) for path in paths]))
     assert sum(aim.what.startswith("bound 0") for aim in aims) == 2
     assert sum(aim.what.startswith("simulator") for aim in aims) == 2
     assert len({aim.what for aim in aims}) == len(aims)
 
 
-def test_a_server_that_misses_a_bound_is_told() -> None:
+def test_a_server_that_misses_a_bound_is_reported() -> None:
     def row(wish: str, ttft_s: float, kept: float | None = None) -> dict[str, Any]:
         return {"wish": wish, "ttft_s": ttft_s, "kept": kept}
 

@@ -32,7 +32,7 @@ def test_a_server_that_runs_here_is_not_ended(monkeypatch: pytest.MonkeyPatch) -
     assert not run.called
 
 
-def test_what_was_deployed_is_stopped_whatever_happens(
+def test_a_deployment_is_stopped_after_success_and_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # nothing runs from there

@@ -1,5 +1,7 @@
-"""What guidellm and aiperf are asked, and what is read of their reports, with programs that only
-note their arguments. The real ones run with `make guidellm` and `make aiperf`."""
+"""The calls of guidellm and aiperf, and the parsing of their reports.
+
+Fake programs record their arguments. The real ones run with `make guidellm` and `make aiperf`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of LoongServe's figures counts, and the order of Fig. 12."""
+"""The counting in the benchmark of LoongServe's figures, and the order of Fig. 12."""
 
 from __future__ import annotations
 

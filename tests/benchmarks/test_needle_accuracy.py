@@ -41,7 +41,7 @@ def test_every_kind_is_asked_as_often_and_the_replies_are_kept(
     assert cell["multi_key"]["right"] >= 7
 
 
-def test_what_is_measured_is_not_measured_again(
+def test_finished_measurements_are_not_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.json"

@@ -60,7 +60,7 @@ class Cell:
         words = Words(range(100, 200))
         self.decode = PacedDecode(self.clock, CLUSTER, words, SECRET)
         self.prefill = PacedPrefill(self.clock, CLUSTER, self.decode, words, SECRET)
-        self.told: list[tuple[str, int, str, Any]] = []
+        self.messages: list[tuple[str, int, str, Any]] = []
         self.news = asyncio.Event()
         self.gangs: dict[str, GangClient] = {}
 
@@ -78,19 +78,19 @@ class Cell:
         await self.decode.ranks.close()
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        self.told.append((gang.role, rank, method, payload))
+        self.messages.append((gang.role, rank, method, payload))
         self.news.set()
 
-    def heard(self, method: str) -> list[tuple[int, Any]]:
-        return [(rank, payload) for _, rank, its, payload in self.told if its == method]
+    def received(self, method: str) -> list[tuple[int, Any]]:
+        return [(rank, payload) for _, rank, own, payload in self.messages if own == method]
 
     def tokens(self) -> list[int]:
-        frames = [unpack(SampledTokens, payload) for _, payload in self.heard("tokens")]
+        frames = [unpack(SampledTokens, payload) for _, payload in self.received("tokens")]
         return [token.index for frame in frames for token in frame.each()]
 
     async def until(self, method: str, count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.heard(method)) < count:
+            while len(self.received(method)) < count:
                 self.news.clear()
                 await self.news.wait()
 
@@ -138,17 +138,17 @@ async def test_one_request_from_reservation_to_freed_slots(cell: Cell) -> None:
     await cell.ask(7, tokens=4)
     await cell.until("received", 2)
     await cell.until("prefill_done", 2)
-    assert sorted((rank, message["tokens"]) for rank, message in cell.heard("received")) == [
+    assert sorted((rank, message["tokens"]) for rank, message in cell.received("received")) == [
         (0, 4),
         (1, 6),
     ]
-    assert {rank for rank, _ in cell.heard("prefill_done")} == {0, 1}
+    assert {rank for rank, _ in cell.received("prefill_done")} == {0, 1}
     assert cell.tokens() == [0]
     cell.gangs["decode"].notify(0, "join", pack(JoinBatch(sequence_id=7, first_token=100)))
     await cell.until("freed", 2)
     assert cell.tokens() == [0, 1, 2, 3]
-    assert unpack(SampledTokens, cell.heard("tokens")[-1][1]).finish_reasons == {0: "length"}
-    assert (cell.prefill.steps, cell.decode.held) == (0, 0)
+    assert unpack(SampledTokens, cell.received("tokens")[-1][1]).finish_reasons == {0: "length"}
+    assert (cell.prefill.steps, cell.decode.sequences) == (0, 0)
 
 
 async def test_an_answer_that_was_begun_goes_on(cell: Cell) -> None:
@@ -167,12 +167,13 @@ async def test_a_cancelled_request_gives_its_slots_back(cell: Cell) -> None:
     for gang in cell.gangs.values():
         gang.notify_all("cancel", pack(CancelSequence(sequence_id=9)))
     await cell.until("freed", 2)
-    assert cell.decode.held == 0
+    assert cell.decode.sequences == 0
 
 
-async def test_a_rider_computes_its_prompt_in_pieces() -> None:
-    """On an elastic gang, beside a row that decodes; told without its prompt at the first rank,
-    because another one is its master."""
+async def test_a_piggybacked_prompt_is_computed_in_chunks() -> None:
+    """Runs on an elastic gang, beside a decoding sequence. The first rank receives the command
+    without the prompt, because another rank is own master.
+    """
     decode = PacedDecode(PacedTimeline(), ELASTIC, Words(range(100, 200)), SECRET)
     frames: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
     gang = GangClient(
@@ -210,7 +211,7 @@ async def test_a_rider_computes_its_prompt_in_pieces() -> None:
         await gang.close()
         await decode.ranks.close()
     # Beside each token of the first, an iteration computes 5 tokens of the second prompt; which
-    # begins with the first one's, or after two leases at most.
+    # begins with the first one's, or after two grants at most.
     first, second = (
         [token for row in generated_tokens for token in row if token[0] == sequence_id]
         for sequence_id in (1, 2)
@@ -249,7 +250,7 @@ async def test_actions_run_at_the_times_they_were_planned_for() -> None:
     ],
 )
 async def test_the_router_serves_from_paced_ranks(name: str, policy: str) -> None:
-    """As a benchmark uses it: three processes, and nothing left over."""
+    """Runs three processes like a benchmark, and leaves nothing over."""
     cluster = str(compare.CLUSTERS / f"{name}.yaml")
     with processes.served(cluster, policy, *compare.POLICY_OPTIONS[policy]) as server:
         connection = Connection(server.port)

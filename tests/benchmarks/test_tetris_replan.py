@@ -13,8 +13,8 @@ def test_right_predictions_are_not_planned_again() -> None:
 
 
 def test_wrong_ones_are() -> None:
-    kept, made_again = (
+    planned_once, replanned = (
         tetris_replan.ttfts_s("medium", "requests, sigma 0.6", share, requests=200, seed=0)
         for share in (0, 0.05)
     )
-    assert kept != made_again
+    assert planned_once != replanned

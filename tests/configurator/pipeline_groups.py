@@ -40,7 +40,7 @@ def group(
     times: PhaseTimes = TIMES,
     cores: float | None = None,
 ) -> SimulatedGroup:
-    """Ranks of equal speed; `cores` of them for all, if they share some."""
+    """Return ranks of equal speed; `cores` of them for all, if they share some."""
     servers = [place.server_id for place in Topology.of(locations).locations]
     return SimulatedGroup(
         shape=AttentionShape(hidden=64, heads=heads, kv_heads=kv_heads, head_dim=16, layers=layers),
@@ -57,7 +57,7 @@ def group(
 def cases(
     draw: st.DrawFn, of: SimulatedGroup, *, most: int = 4, micro: int = 5, scoring: bool = True
 ) -> LayerCases:
-    """Layers of several configurations of one number of levels."""
+    """Draw layers of several configurations with one number of levels."""
     levels = draw(st.integers(1, len(Topology.of(of.locations).granularities)))
     count = draw(st.integers(1, most))
     ratios = [

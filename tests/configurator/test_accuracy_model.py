@@ -44,7 +44,7 @@ def setting(
 
 
 def planted(setting: Setting) -> float:
-    """Loss: judged by the same layer it begins at 0.8, else at once."""
+    """Return a loss that begins at a ratio of 0.8 if the same layer scores, else at 0.2."""
     ((ratio,),) = setting.csa.drop_ratios
     beyond = max(0.0, ratio - (0.8 if setting.csa.importance_layer == "same" else 0.2))
     return beyond * eligible_pairs(setting.locations, setting.levels)
@@ -94,7 +94,7 @@ def test_dropping_more_never_loses_less(
     assert 0.0 <= lost[0] <= lost[1] <= 1.0
 
 
-def test_what_drops_nothing_loses_nothing(model: AccuracyModel) -> None:
+def test_settings_that_drop_nothing_lose_nothing(model: AccuracyModel) -> None:
     assert model.loss([setting(0.0), setting(0.9, levels=1)]).tolist() == [0.0, 0.0]
 
 

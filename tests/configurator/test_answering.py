@@ -17,7 +17,7 @@ from property_examples import examples
 
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE
-from csps.configurator.plan import predicted_options as answering
+from csps.configurator.plan import predicted_options
 from csps.configurator.plan.predicted_options import DirectAnswerer
 from csps.configurator.regressors.direct import (
     DirectModel,
@@ -32,9 +32,8 @@ from csps.configurator.regressors.samples import eligible_pairs
 from csps.configurator.search import search
 from csps.configurator.search.search import SearchProblem, enumerated
 from csps.configurator.search.space import ImportanceScoring, LayerGroups, Space
-from csps.protocols.attention import plan as plans
 from csps.protocols.attention.csa import CsaSettings
-from csps.protocols.attention.plan import ObjectiveKind
+from csps.protocols.attention.plan import Objective, ObjectiveKind
 from csps.protocols.core.errors import ConfigError
 
 HERE = {"weights": "w1", "device": "cpu"}
@@ -79,7 +78,7 @@ def loss(configurations: Sequence[CsaSettings]) -> list[float]:
 def planted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "prefill_seconds", formula)
-        patch.setattr(answering, "prefill_seconds", formula)
+        patch.setattr(predicted_options, "prefill_seconds", formula)
         yield
 
 
@@ -92,15 +91,15 @@ def group_of(places: tuple[str, ...], slower: float) -> SimulatedGroup:
     )
 
 
-def question(
+def problem(
     kind: ObjectiveKind, bound: float, tokens: int, slower: float, place: int
 ) -> SearchProblem:
     of = group_of(PLACES[1 + place % 3], slower)
     if kind == "ttft":
-        objective = plans.Objective(kind=kind, max_accuracy_loss=bound)
+        objective = Objective(kind=kind, max_accuracy_loss=bound)
     else:
         exact = float(formula(of, [WHOLE], tokens)[0])
-        objective = plans.Objective(kind=kind, max_ttft_ms=1000 * exact * (0.5 + 5 * bound))
+        objective = Objective(kind=kind, max_ttft_ms=1000 * exact * (0.5 + 5 * bound))
     return SearchProblem(group=of, tokens=tokens, objective=objective)
 
 
@@ -113,7 +112,7 @@ def trained(planted: None) -> Callable[[ObjectiveKind], DirectModel]:
     @cache
     def make(kind: ObjectiveKind) -> DirectModel:
         asked = [
-            question(kind, bound, tokens, slower, place)
+            problem(kind, bound, tokens, slower, place)
             for bound in (0.0, 0.01, 0.03, 0.06, 0.1)
             for tokens in (2_048,)
             for slower in (0.3, 1.0)
@@ -141,7 +140,7 @@ def test_answers_keep_the_bound_and_are_near_the_searchs(
     gaps = []
     for bound in (0.0, 0.02, 0.05):
         for place in range(3):
-            asked = question(kind, bound, 8_192, 0.6, place)
+            asked = problem(kind, bound, 8_192, 0.6, place)
             found, best = answerer.answer(asked, loss), enumerated(asked, SPACE, loss)
             assert found.met == best.met
             assert found.compared <= 400
@@ -155,12 +154,12 @@ def test_answers_keep_the_bound_and_are_near_the_searchs(
 
 
 class _Says:
-    """In the place of regressors: anything."""
+    """Regressors that make a given prediction."""
 
     def __init__(self, said: Predicted) -> None:
         self._said = said
 
-    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
+    def predict(self, problem: SearchProblem, exact_seconds: float) -> Predicted:
         return self._said
 
 
@@ -179,7 +178,7 @@ anything = st.builds(
 def test_a_bad_prediction_costs_quality_and_never_validity(
     said: Predicted, bound: float, place: int, kind: ObjectiveKind
 ) -> None:
-    asked = question(kind, bound, 4_096, 1.0, place)
+    asked = problem(kind, bound, 4_096, 1.0, place)
     answerer = DirectAnswerer(space=SPACE, models={kind: _Says(said)})  # type: ignore[dict-item]
     found = answerer.answer(asked, loss)
     assert found.met == (not asked.excess(found.best))
@@ -198,7 +197,7 @@ def test_wider_bounds_never_drop_less(
     model = trained("ttft")
     strict, wide = (
         model.predict(asked, exact_seconds(asked))
-        for asked in (question("ttft", bound, 8_192, 1.0, 1) for bound in sorted((one, other)))
+        for asked in (problem("ttft", bound, 8_192, 1.0, 1) for bound in sorted((one, other)))
     )
     assert all(a <= b + 1e-9 for a, b in zip(strict.ratios, wide.ratios, strict=True))
 
@@ -209,7 +208,7 @@ def test_they_come_back_from_disk_and_are_refused_elsewhere(
     model = trained("ttft")
     model.save(tmp_path)
     again = DirectModel.load(tmp_path, "ttft", 2, HERE)
-    asked = question("ttft", 0.02, 4_096, 1.0, 1)
+    asked = problem("ttft", 0.02, 4_096, 1.0, 1)
     assert again.predict(asked, 1.0) == model.predict(asked, 1.0)
     assert set(again.description.held_out) == {
         f"mean_absolute_error_{name}" for name in output_names(2)
@@ -221,5 +220,5 @@ def test_they_come_back_from_disk_and_are_refused_elsewhere(
 
 
 def test_the_groups_shape_is_among_the_features() -> None:
-    asked = question("ttft", 0.0, 4_096, 1.0, 1)
+    asked = problem("ttft", 0.0, 4_096, 1.0, 1)
     assert eligible_pairs(asked.group.locations, 3) in problem_features(asked, 1.0)

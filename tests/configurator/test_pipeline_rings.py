@@ -93,7 +93,7 @@ def test_messages_hide_behind_rounds_and_are_all_there_is_over_slow_links(ring: 
 
 
 def test_few_tokens_behind_much_history_ask_and_all_tokens_go_round_as_keys() -> None:
-    """As CP's Alg. 1 has it; this engine's pass-KV asks then as well, so that both are alike."""
+    """CP's Alg. 1 says so. This engine's pass-KV also queries then, so both are alike."""
     of = group(("0-0-0", "0-0-1"), heads=8, kv_heads=2, inside=LinkSpeed(bytes_per_s=2e8))
     few = {ring: ring_seconds(of, ring, 64, 60_000) for ring in RINGS}
     all_new = {ring: ring_seconds(of, ring, 8_192) for ring in RINGS}

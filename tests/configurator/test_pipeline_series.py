@@ -1,4 +1,4 @@
-"""Time series of the pipeline against what the engine's own routes, trees and schedules say."""
+"""Time series of the pipeline, compared with the engine's own routes, trees and schedules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layers(
 
 
 def routes_of(of: SimulatedGroup, layer_cases: LayerCases, spts: list[int], c: int) -> Routes:
-    """The engine's."""
+    """Return the engine's routes."""
     plan = CsaPlan(
         locations=of.locations,
         levels=layer_cases.levels,
@@ -77,7 +77,7 @@ def routes_of(of: SimulatedGroup, layer_cases: LayerCases, spts: list[int], c: i
 
 
 def sent_by_engine(of: SimulatedGroup, segment: SegmentRoutes) -> dict[tuple[str, int], np.ndarray]:
-    """Elements (sender, receiver) of each step of a segment's first all-to-all."""
+    """Return the elements (sender, receiver) of each step of a segment's first all-to-all."""
     sent: dict[tuple[str, int], np.ndarray] = defaultdict(
         lambda: np.zeros((of.members, of.members))
     )
@@ -201,7 +201,7 @@ def test_sp_tp_computes_every_pair_once(same: bool) -> None:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_exact_levels_compute_every_pair_once(levels: int, pipelined: bool) -> None:
-    """On one core for all, with links that take next to nothing, the span is all work there is."""
+    """With one core for all and links that take next to no time, the makespan is all work."""
     of = group(TWO_SERVERS, times=ONLY_PAIRS, cores=1.0)
     of = replace(of, wiring=fast(of))
     micro = [[2] * levels, [1, 3, 2][:levels]]

@@ -1,8 +1,7 @@
-"""The pipeline simulator once more, event by event and one configuration at a time.
+"""The pipeline simulator, compared with a plain twin and with what holds of any pipeline.
 
-Ranks are generators, times are floats, and nothing is an array: what the vectorised one is held to.
-
-The simulator's engine against its plain twin, and against what must hold of any pipeline.
+The twin works event by event and one configuration at a time: ranks are generators, times are
+floats, and nothing is an array.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EPS = 1e-15
 
 @dataclass
 class Exchange:
-    """What one exchange carries over each wire: (seconds, senders, receivers)."""
+    """Load of one exchange on each wire: (seconds, senders, receivers)."""
 
     wires: dict[int, tuple[float, frozenset[int], frozenset[int]]]
     after: int = -1
@@ -49,14 +48,14 @@ class Plain:
     now: float = 0.0
     begun: set[tuple[int, int]] = field(default_factory=set)
     arrived: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """By rank, exchange and wire."""
+    """Arrival by rank, exchange and wire."""
     sent: set[tuple[int, int]] = field(default_factory=set)
     """Exchange and wire that have left."""
     wire_ends: dict[tuple[int, int], float] = field(default_factory=dict)
     rank_ends: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> None:
-        """To the end."""
+        """Run to the end."""
         ranks = {rank: self._rank(rank) for rank in range(len(self.scripts))}
         left: dict[int, float] = {}
         """Seconds of computing on a core of one's own."""
@@ -100,7 +99,7 @@ class Plain:
             left[rank] = seconds
 
     def _rank(self, rank: int) -> Iterator[float | None]:
-        """Yields seconds to compute, or None to be asked again at the next event."""
+        """Yield seconds to compute, or None to be asked again at the next event."""
         filler = iter([seconds for seconds in self.filler[rank] if seconds > 0])
         for op, argument in self.scripts[rank]:
             if op == Op.COMPUTE and self.compute[rank][argument] > 0:
@@ -381,7 +380,7 @@ def test_wires_carry_exchanges_in_order(world: World) -> None:
 @settings(max_examples=examples(100))
 @given(worlds(shared_cores=False, overlap=True), st.floats(0.0, 1.0))
 def test_more_bandwidth_is_never_slower(world: World, factor: float) -> None:
-    """Where every wait is filled, as in the engine: who stands with filler left may be late."""
+    """Every wait is filled, as in the engine: a rank that blocks with filler left may be late."""
     faster = replace(
         world, durations=replace(world.durations, wires_cwe=world.durations.wires_cwe * factor)
     )

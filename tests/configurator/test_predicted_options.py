@@ -44,16 +44,16 @@ LAYERS, TOKENS = 4, 3 << 13
 
 
 class Says:
-    """In the place of the regressors of an objective."""
+    """Regressors of an objective that always make the same prediction."""
 
-    def predict(self, question: SearchProblem, exact_seconds: float) -> Predicted:
+    def predict(self, problem: SearchProblem, exact_seconds: float) -> Predicted:
         return Predicted(
             tensor_parallel=0.0, whole=0.0, levels=3.0, ratios=(0.6,), micro=(8.0, 4.0, 2.0, 1.0)
         )
 
 
 class Loses:
-    """In the place of F_Ad: judged by the layer before, everything is lost."""
+    """F_Ad that loses everything if the previous layer scores."""
 
     longest = 1 << 20
 
@@ -94,10 +94,10 @@ RULES = StrategyRules(SHAPE, predicted=PREDICTED, accuracy=Loses())  # type: ign
 
 
 def answer(rules: StrategyRules = RULES, **asked: Any) -> tuple[StrategyChoice, ...]:
-    question = StrategyQuestion(
+    problem = StrategyQuestion(
         **{"csa": None, "servers": (2, 2), "tp": 1, "tokens": TOKENS, "bounded": True, **asked}
     )
-    (chosen,) = rules.answer(StrategyQuestions(asked=(question,))).chosen
+    (chosen,) = rules.answer(StrategyQuestions(asked=(problem,))).chosen
     return chosen
 
 
@@ -129,7 +129,7 @@ def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     assert least[-1] < least[0] < 1000
 
 
-def test_what_no_measurement_could_tell_from_nothing_loses_nothing(
+def test_a_loss_below_the_resolution_is_none(
     offered: tuple[StrategyChoice, ...],
 ) -> None:
     assert RESOLUTION > 1e-4
@@ -137,8 +137,9 @@ def test_what_no_measurement_could_tell_from_nothing_loses_nothing(
     assert any(csa is not None and not csa.lossless for csa in dropping)
 
 
-def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
-    """What loses nothing with the bucket's middle, but all at one of its ends, is not offered."""
+def test_every_prompt_of_a_bucket_meets_the_bound() -> None:
+    """Options that lose nothing in the bucket's middle, but all at one of its ends, are not
+    offered."""
 
     class Short(Loses):
         def of_group(
@@ -158,12 +159,12 @@ def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
     assert 0.2 < max(max(map(max, ratios)) for ratios in dropping) <= 0.4
 
 
-def test_only_judging_that_loses_little_is_offered(offered: tuple[StrategyChoice, ...]) -> None:
+def test_only_scoring_that_loses_little_is_offered(offered: tuple[StrategyChoice, ...]) -> None:
     found = [csa for choice in offered if (csa := parse_option(choice.strategy).csa)]
     assert {csa.importance_layer for csa in found if not csa.lossless} == {"same"}
 
 
-def test_what_is_given_stays_and_runs_by_parts() -> None:
+def test_given_fields_stay_and_run_by_parts() -> None:
     fixed = CsaSettings(levels=2, tail=100, pipelined=False, importance_layer="same")
     given = ("levels", "tail", "pipelined")
     found = answer(csa=fixed, given=given, servers=(1, 1))
@@ -236,7 +237,7 @@ def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
     assert parse_option(choice.strategy) == ("ulysses", None)
 
 
-def test_what_was_not_simulated_is_taken_if_it_moves_least_and_nothing_is_quicker() -> None:
+def test_a_strategy_not_simulated_is_taken_if_it_moves_least_and_none_is_faster() -> None:
     usual = StrategyChoice(strategy="gathered_weights", reason="")
     asked = StrategyQuestion(csa=None, servers=(2, 2), tp=1, tokens=TOKENS)
     predicted = replace(PREDICTED, group_of=quickly)
@@ -250,7 +251,7 @@ def test_what_was_not_simulated_is_taken_if_it_moves_least_and_nothing_is_quicke
     assert (exact.permille, exact.loss) == (1000, 0.0)
 
 
-def test_what_drops_tokens_of_longer_prompts_than_were_measured_says_so() -> None:
+def test_options_for_longer_prompts_than_measured_say_so() -> None:
     known = Loses()
     known.longest = 16_384
     rules = StrategyRules(
@@ -285,7 +286,9 @@ def test_the_reason_says_why_nothing_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "loss"), [(0.0, 0.0), (0.4, 0.0), (0.9, pytest.approx(0.0801))])
-def test_what_the_client_fixes_is_obeyed_and_its_loss_is_said(ratio: float, loss: object) -> None:
+def test_fields_fixed_by_the_client_are_used_and_their_loss_is_reported(
+    ratio: float, loss: object
+) -> None:
     fixed = CsaSettings(drop_ratios=((ratio,),), importance_layer="same")
     (choice,) = answer(bounded=False, csa=fixed)
     assert (choice.strategy, choice.loss) == ("csa", loss)

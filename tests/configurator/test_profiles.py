@@ -64,14 +64,14 @@ def test_planted_phases_are_recovered() -> None:
     assert (it.call, it.row, it.pair) == pytest.approx((2e-5, 1e-8, 2e-9), rel=1e-4)
 
 
-def test_what_disturbed_a_measurement_does_not_count() -> None:
+def test_disturbed_measurements_do_not_count() -> None:
     disturbed = [row("qkv", tokens, 1.0) for tokens in SIZES]
     assert fit_phases([*disturbed, *rows()], heads=HEADS, kv_heads=KV_HEADS, tp=1) == fit_phases(
         rows(), heads=HEADS, kv_heads=KV_HEADS, tp=1
     )
 
 
-def test_what_was_not_measured_is_named() -> None:
+def test_phases_that_were_not_measured_are_named() -> None:
     with pytest.raises(ConfigError, match=r"instances of 2 ranks .* qkv, attention"):
         fit_phases(rows(), heads=HEADS, kv_heads=KV_HEADS, tp=2)
     with pytest.raises(ConfigError, match="linear; run `csps profile phases`"):

@@ -112,12 +112,12 @@ def test_another_schema_is_refused(path: Path) -> None:
     ScalingInformationBase.create(path, HERE).close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(ConfigError, match=r"schema 4 \(found 99\)"):
+    with pytest.raises(ConfigError, match=r"schema 4 \(found schema 99\)"):
         ScalingInformationBase.read(path, HERE)
 
 
 @pytest.mark.parametrize("schema", [1, 2, 3])
-def test_a_base_of_an_older_schema_keeps_what_was_measured(path: Path, schema: int) -> None:
+def test_a_base_of_an_older_schema_keeps_its_measurements(path: Path, schema: int) -> None:
     _, link, _, accuracy, _ = ROWS
     with ScalingInformationBase.create(path, HERE) as base:
         for row in ROWS:
@@ -149,7 +149,7 @@ def test_files_of_something_else_are_refused_and_left_alone(path: Path, tmp_path
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as database:
         database.execute("CREATE TABLE theirs (x)")
-    with pytest.raises(ConfigError, match="no scaling information base"):
+    with pytest.raises(ConfigError, match="not a scaling information base"):
         ScalingInformationBase.create(other, HERE)
     with sqlite3.connect(other) as database:
         assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
@@ -160,7 +160,7 @@ def test_a_folder_is_not_a_base(tmp_path: Path) -> None:
         ScalingInformationBase.create(tmp_path, HERE)
 
 
-def test_a_base_that_another_process_keeps_locked_is_given_up(
+def test_a_base_locked_by_another_process_ends_in_a_deadline(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scaling_information_base, "WRITE_S", 0.05)

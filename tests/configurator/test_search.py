@@ -34,14 +34,14 @@ def test_groups_follow_the_spread_of_attention_scores() -> None:
     spreads = [(0.1,), (0.11,), (0.3,), (0.31,), (0.12,)]
     found = LayerGroups.similar(spreads, tolerance=0.2)
     assert found.runs == (range(2), range(2, 4), range(4, 5))
-    first, second, third = (centre for (centre,) in found.centres(0.6))
+    first, second, third = (center for (center,) in found.centers(0.6))
     assert (first / second, third / second) == pytest.approx((0.105 / 0.305, 0.12 / 0.305))
     assert second == pytest.approx(0.6)
     assert found.by_layer([(0.2,), (0.6,), (0.6,)]) == ((0.2,), (0.2,), (0.6,))
 
 
 def test_runs_that_leave_layers_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="follow each other"):
+    with pytest.raises(ConfigError, match="must be consecutive"):
         LayerGroups(runs=(range(1, 2),), spreads=((1.0,),))
 
 
@@ -59,7 +59,7 @@ def test_number_of_levels(locations: tuple[str, ...], counts: list[int]) -> None
     assert list(Space.level_counts(locations)) == counts
 
 
-def test_ratios_are_steps_around_centres_that_relate_as_spreads_do() -> None:
+def test_ratios_are_steps_around_centers_that_relate_as_spreads_do() -> None:
     low, high = Space(groups=GROUPS, anchors=(0.6,)).grids(0.6)
     assert low == [(pytest.approx(0.1 + 0.02 * n),) for n in range(21)]
     assert high == [(pytest.approx(0.4 + 0.02 * n),) for n in range(21)]
@@ -108,8 +108,7 @@ objectives = st.one_of(
 
 
 def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: int) -> np.ndarray:
-    """In place of the simulator, in tests of the search alone: any number for any configuration,
-    mostly less where more is dropped."""
+    """Return arbitrary times, mostly lower where more is dropped, instead of simulated ones."""
     return np.array(
         [
             0.5
@@ -122,23 +121,23 @@ def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: i
 
 @settings(max_examples=examples(40), deadline=None)
 @given(objectives, losses)
-def test_stopping_early_finds_what_looking_at_everything_finds(
+def test_stopping_early_finds_the_same_as_comparing_everything(
     objective: Objective, loss: Loss
 ) -> None:
-    question = SearchProblem(group=group(layers=5, kv_heads=1), tokens=2_048, objective=objective)
+    problem = SearchProblem(group=group(layers=5, kv_heads=1), tokens=2_048, objective=objective)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "prefill_seconds", planted_seconds)
         patch.setattr(search, "AT_ONCE", 64)
-        quick = enumerated(question, SMALL, loss)
-        oracle = exhaustive(question, SMALL, loss)
+        quick = enumerated(problem, SMALL, loss)
+        oracle = exhaustive(problem, SMALL, loss)
     assert quick.met == oracle.met
     assert quick.compared <= oracle.compared
     if oracle.met:
-        assert question.order(quick.best) == question.order(oracle.best)
+        assert problem.order(quick.best) == problem.order(oracle.best)
 
 
-def test_early_stop_cuts_what_cannot_be() -> None:
-    """At most one more than what is within the bound is asked for of each branch."""
+def test_early_stop_skips_branches_beyond_the_bound() -> None:
+    """The search asks for the loss of at most one configuration beyond the bound in each branch."""
     asked: list[CsaSettings] = []
 
     def loss(configurations: Sequence[CsaSettings]) -> list[float]:
@@ -166,11 +165,11 @@ TINY = Space(
 
 
 def answer(objective: Objective) -> SearchResult:
-    question = SearchProblem(group=group(layers=3, kv_heads=1), tokens=4_096, objective=objective)
-    return enumerated(question, TINY, loss_of((0.1, 0.1), 1.0))
+    problem = SearchProblem(group=group(layers=3, kv_heads=1), tokens=4_096, objective=objective)
+    return enumerated(problem, TINY, loss_of((0.1, 0.1), 1.0))
 
 
-def test_bounds_are_kept_and_wider_ones_are_used() -> None:
+def test_bounds_are_met_and_wider_ones_are_used() -> None:
     strict, wide = (answer(Objective(max_accuracy_loss=bound)) for bound in (None, 0.2))
     assert strict.met
     assert wide.met

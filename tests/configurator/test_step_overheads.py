@@ -1,4 +1,4 @@
-"""What steps take beside their phases, recovered from steps whose overheads are known."""
+"""Overheads of steps, recovered from steps whose overheads are known."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def row(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_was_planted_is_found_on_whichever_group(tp: int) -> None:
+def test_planted_overheads_are_found_on_any_group(tp: int) -> None:
     """Steps of two instances on one server tell of four on two servers."""
     of = replace(TWO, tp=tp, times=TRUE)
     rows = [row(option, tokens, of=of) for tokens in (256, 1_000, 4_000) for option in OPTIONS]
@@ -106,7 +106,7 @@ def test_steps_that_were_measured_on_two_servers_are_simulated_there() -> None:
     assert found.exchange.overlapped == pytest.approx(SENT.overlapped, rel=1e-6)
 
 
-def test_threads_beside_are_told_apart_and_what_passes_of_crowded_cores_is_kept() -> None:
+def test_threads_beside_are_fitted_apart_and_crowding_is_included() -> None:
     """Bytes that they move take no time of the thread that computes; all else is on one core."""
     computing, beside = replace(TWO, times=TRUE), replace(TWO, times=BESIDE_IT)
     rows = []
@@ -155,7 +155,7 @@ def test_exact_attention_is_cut_where_exchanges_are_free_and_not_where_each_cost
     assert seconds["dear"][1] > seconds["dear"][0]
 
 
-def test_what_threads_beside_take_is_hidden_while_ranks_only_wait() -> None:
+def test_time_of_threads_beside_is_hidden_while_ranks_only_wait() -> None:
     """Two ranks of a core each: who overlaps computes while messages are moved."""
     whole, cut = measured_settings("ulysses"), CsaSettings(strategy="ntp")
     busy = replace(TIMES, exchange=ExchangeTimes(beside=5e-9))  # half of what the wire takes

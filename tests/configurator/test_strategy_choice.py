@@ -78,7 +78,7 @@ def test_gathered_weights_pay_from_a_threshold_on(instances: int, threshold: int
 
 
 def test_two_ranks_never_pay_for_gathered_weights() -> None:
-    """As App. A's inequality at N = 2: 1 + kappa of the rows against 1."""
+    """App. A's inequality at N = 2 says so: 1 + kappa of the rows against 1."""
     for tokens in (1, 10**6, 10**9):
         assert chosen(LLAMA_8B, GroupShape((1,), tp=2), tokens) == "ulysses"
 
@@ -113,7 +113,7 @@ def test_slow_links_between_servers_are_weighed() -> None:
 
 @pytest.mark.parametrize("servers", [(1, 1), (2, 2), (4, 4), (8, 8)])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_levels_halve_what_two_servers_send_each_other(servers: tuple[int, ...], tp: int) -> None:
+def test_levels_halve_traffic_between_two_servers(servers: tuple[int, ...], tp: int) -> None:
     """But for LSEs, which SP-NTP without levels has no need of: 1 or 2 elements a head and row."""
     group = GroupShape(servers, tp=tp)
     options = exact_options(LLAMA_8B, group, 8192, link_ratio=LEVELS_LINK_RATIO)
@@ -140,7 +140,7 @@ def groups(draw: st.DrawFn) -> GroupShape:
 
 
 def spread_by_hand(group: GroupShape, *, hierarchical: bool, past_instance: bool) -> Traffic:
-    """Of one element per rank."""
+    """Count the spread of one element per rank."""
     ranks = list(enumerate(group.instance_servers)) * group.tp
     inside = between = 0
     for index, (instance, server) in enumerate(ranks):
@@ -189,8 +189,8 @@ def test_of_equals_the_first() -> None:
     assert least({"ulysses": Traffic(inside=3.0, between=1.0), "sp_tp": rounded}) == "ulysses"
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_ratios_and_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="link ratio 0"):
         least({"ulysses": Traffic()}, link_ratio=0.5)
-    with pytest.raises(ValueError, match="start at 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         AttentionShape(hidden=1, heads=0, kv_heads=1, head_dim=1, layers=1)

@@ -45,7 +45,7 @@ def choose(
 def test_exact_attention_on_a_tensor_parallel_gang(
     tokens: int, places: int, strategy: str, instances: str
 ) -> None:
-    """From how many tokens on gathered weights pay, `test_strategy_choice` derives."""
+    """`test_strategy_choice` derives the number of tokens from which gathered weights pay."""
     answer = choose(LLAMA_8B, tokens=tokens, tp=4, places=("0-0-0", "0-0-4")[:places])
     assert answer.strategy == strategy
     assert f"'{strategy}', because nothing moves less" in answer.reason
@@ -54,7 +54,7 @@ def test_exact_attention_on_a_tensor_parallel_gang(
         assert compared in answer.reason
 
 
-def test_one_instance_has_nobody_to_exchange_with() -> None:
+def test_one_instance_exchanges_nothing() -> None:
     answer = choose(WIDE, places=("0-0-0",))
     assert answer.strategy == "ulysses"
     assert answer.reason.endswith("on one instance exchanges nothing")
@@ -96,7 +96,7 @@ def test_an_open_strategy_is_the_one_that_moves_less(
     assert "on 4 instances" in answer.reason
 
 
-def test_judging_by_the_same_layer_is_compared_as_well() -> None:
+def test_scoring_by_the_same_layer_is_compared_as_well() -> None:
     by_itself = CsaSettings(drop_ratios=((0.5,),), importance_layer="same")
     assert choose(WIDE, by_itself).strategy == "csa"
     assert choose(WIDE, replace(by_itself, drop_ratios=((0.0,),))).strategy == "sp_tp"
@@ -157,7 +157,7 @@ def test_buckets_are_answered_in_their_order_and_for_their_groups() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(
+def test_impossible_options_are_refused_with_the_allowed_ones(
     fields: dict[str, Any], param: str, what: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=what) as refused:

@@ -1,4 +1,4 @@
-"""What is chosen was measured: nothing vouches for more than it has shown."""
+"""Choices rest on measurements: none supports more than it has shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(of: Setting, loss: float, questions: int = ENOUGH) -> AccuracySample:
 
 
 def planted(of: Setting) -> float:
-    """All is lost where only sinks are kept; else some, with what may be dropped and is."""
+    """Return 1 where only sinks are kept; else a loss that grows with what is dropped."""
     ((ratio,),) = of.csa.drop_ratios
     farthest = halving(ratio, of.levels)[-1][0]
     if kept_tokens(of.tokens // len(of.locations), farthest) <= of.csa.sinks:
@@ -50,7 +50,7 @@ settings = st.builds(
 
 
 @given(st.lists(settings, min_size=1, max_size=12, unique=True), settings)
-def test_no_less_is_said_to_be_lost_than_is(measured: list[Setting], asked: Setting) -> None:
+def test_supported_losses_are_upper_bounds(measured: list[Setting], asked: Setting) -> None:
     support = Support.of(
         [sample(measured_setting, planted(measured_setting)) for measured_setting in measured]
     )
@@ -63,7 +63,7 @@ def test_no_less_is_said_to_be_lost_than_is(measured: list[Setting], asked: Sett
     assert again.losses([asked]) == support.losses([asked])
 
 
-def test_what_no_measurement_has_dropped_is_not_chosen_whatever_is_predicted() -> None:
+def test_larger_ratios_than_measured_are_not_chosen_whatever_is_predicted() -> None:
     safe = [sample(setting(ratio / 100), 0.0) for ratio in range(40, 81, 4)]
     model = train_accuracy(safe, {})
     less, most, beyond = setting(0.42), setting(0.8), setting(0.9)
@@ -71,18 +71,18 @@ def test_what_no_measurement_has_dropped_is_not_chosen_whatever_is_predicted() -
     assert model.surely([less, most, beyond]).tolist() == [0.0, 0.0, UNKNOWN]
 
 
-def test_few_questions_vouch_for_wide_bounds_only() -> None:
+def test_few_questions_support_wide_bounds_only() -> None:
     support = Support.of([sample(setting(0.9), 0.0, questions=80), sample(setting(0.8), 0.0)])
     assert support.losses([setting(0.8), setting(0.85)]) == pytest.approx([0.0, 0.0458], abs=1e-4)
 
 
-def test_few_questions_about_what_is_harder_make_up_for_no_loss() -> None:
+def test_few_questions_about_a_harder_setting_offset_no_loss() -> None:
     measured = [sample(setting(0.8), 0.06), sample(setting(0.9), 0.0, questions=80)]
     losses = Support.of(measured).losses([setting(0.7), setting(0.8), setting(0.85)])
     assert losses == pytest.approx([0.06, 0.06, 0.06], abs=1e-4)
 
 
-def test_what_is_harder_still_makes_up_for_no_loss() -> None:
+def test_a_harder_setting_offsets_no_loss() -> None:
     """Whichever was asked more questions, and of another group it says nothing at all."""
     measured = [sample(setting(0.8), 0.01), sample(setting(0.9), 0.0, questions=4 * ENOUGH)]
     asked = [setting(ratio) for ratio in (0.7, 0.8, 0.85, 0.9)]
@@ -95,7 +95,7 @@ def test_what_is_harder_still_makes_up_for_no_loss() -> None:
     st.lists(st.tuples(st.integers(1, 19), st.sampled_from([0.0, 0.01, 0.06, 0.5]), st.booleans())),
     st.sampled_from(["2", "2+2"]),
 )
-def test_no_ratio_is_said_to_lose_less_than_a_smaller_one(
+def test_no_ratio_loses_less_than_a_smaller_one(
     measured: list[tuple[int, float, bool]], shape: str
 ) -> None:
     """Whatever was measured of the same prompts and group, and of how many questions."""
@@ -119,7 +119,7 @@ def test_smaller_groups_are_easier_and_larger_ones_are_not() -> None:
     assert losses.tolist() == [0.0, 0.0, 0.0, 0.0, UNKNOWN]
 
 
-def test_neither_a_longer_nor_a_shorter_prompt_vouches_where_fewer_tokens_are_kept() -> None:
+def test_no_other_length_supports_a_setting_that_keeps_fewer_tokens() -> None:
     support = Support.of([sample(setting(0.98, 8_192), 0.0), sample(setting(0.9, 1_024), 0.0)])
     shorter, between = setting(0.98, 4_096), setting(0.9, 2_048)
     assert support.losses([shorter, between]).tolist() == [UNKNOWN, 0.0]
@@ -144,19 +144,19 @@ def test_prompts_longer_than_any_count_as_the_longest() -> None:
     ],
     ids=str,
 )
-def test_what_is_otherwise_than_measured_is_not_vouched_for(other: dict[str, object]) -> None:
+def test_settings_unlike_the_measured_ones_have_no_support(other: dict[str, object]) -> None:
     support = Support.of([sample(setting(0.9), 0.0)])
     asked = [setting(0.5), setting(0.5, sinks=8, tail=100), setting(0.5, **other)]
     assert support.losses(asked).tolist() == [0.0, 0.0, UNKNOWN]
 
 
-def test_without_measurements_nothing_is_vouched_for() -> None:
+def test_without_measurements_nothing_has_support() -> None:
     assert Support.of([]).losses([setting(0.5)]).tolist() == [UNKNOWN]
     assert Support.of([]).losses([]).tolist() == []
     assert Support.of([]).longest == 0
 
 
 @pytest.mark.parametrize("rows", [None, "x", ["1.0 2.0"], [1.0], ["a"]])
-def test_what_is_no_evidence_is_refused(rows: object) -> None:
+def test_invalid_support_is_refused(rows: object) -> None:
     with pytest.raises(ConfigError, match="run `csps train`"):
         Support.of_rows(rows)

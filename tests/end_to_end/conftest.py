@@ -1,5 +1,6 @@
-"""Where a user types commands. The server that tests of one file leave there is found by the next,
-so that Ray starts once for them."""
+"""A user's folder and server. The tests of one file reuse the server of the file before, so that
+Ray starts only once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from free_ports import free_port
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Whose server the last file stops that uses it."""
+    """Return the folder whose server the last file stops."""
     path = tmp_path_factory.mktemp("folder")
     yield path
     stop_left(path)
@@ -21,5 +22,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def port() -> int:
-    """Of that server."""
+    """Return the port of the shared server."""
     return free_port()

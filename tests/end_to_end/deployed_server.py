@@ -54,7 +54,9 @@ for _ in sys.stdin:
 
 
 class Registry:
-    """The server's own, asked by a process of Ray's that stays: its start takes seconds."""
+    """A reader of the server's registry in a long-lived Ray process, because its start takes
+    seconds.
+    """
 
     def __init__(self, head: RayHead) -> None:
         self._process = subprocess.Popen(
@@ -66,7 +68,7 @@ class Registry:
         )
 
     def rank_addresses(self) -> list[tuple[str, int]]:
-        """Of all gangs that are complete now."""
+        """Return the rank addresses of all complete gangs."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -90,7 +92,7 @@ class Deployed:
     registry: Registry
 
     def redeploy(self, **args: Any) -> Deployed:
-        """The server with other settings, which Serve puts in the place of these from now on."""
+        """Redeploy with other settings; return the server with them."""
         (application,) = self.config.data["applications"]
         changed = {**application, "args": {**application["args"], **args}}
         data = {**self.config.data, "applications": [changed]}
@@ -104,7 +106,7 @@ class Deployed:
         return self.config.url
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
-        """Serve's own description of a deployment's processes."""
+        """Return Serve's own description of a deployment's processes."""
         url = f"{self.head.dashboard}/api/serve/applications/"
         answer = httpx.get(url, headers=self.head.headers, timeout=RPC_DEADLINE_S).json()
         replicas: list[dict[str, Any]] = answer["applications"]["csps"]["deployments"][deployment][
@@ -113,23 +115,26 @@ class Deployed:
         return [replica for replica in replicas if replica["state"] == "RUNNING"]
 
     def pids(self, deployment: str) -> set[int]:
-        """The running processes of a deployment."""
+        """Return the running processes of a deployment."""
         return {replica["pid"] for replica in self.replicas(deployment)}
 
     def rank_pids(self) -> dict[int, int]:
-        """The processes of a server's only gang, by their ranks."""
+        """Return the processes of a server's only gang, by their ranks."""
         described = _answers(self.registry.rank_addresses(), "describe", RankDescription)
         return {rank.rank: rank.pid for rank in described}
 
     def kv_used(self, besides: int) -> dict[int, int]:
-        """Slots that are taken on each rank of a server's only gang but one, which may stand
-        still."""
+        """Return the slots that are taken on each rank of a server's only gang but one, which may
+        stand still.
+        """
         addresses = self.registry.rank_addresses()
         del addresses[besides]
         return {answer.rank: answer.kv_used for answer in _answers(addresses, "stats", RankStats)}
 
     def kill_replica(self, deployment: str, index: int = -1) -> None:
-        """SIGKILL one process of a deployment, as soon as Serve knows of one that lives."""
+        """Kill one process of a deployment with SIGKILL, as soon as Serve knows of one that
+        lives.
+        """
         deadline = time.monotonic() + DEADLINE_S
         while True:
             with suppress(IndexError, ProcessLookupError):
@@ -139,14 +144,16 @@ class Deployed:
             time.sleep(POLL_S)
 
     def listening(self, program: str) -> list[str]:
-        """Where the server's processes of this name listen, in the notation of `/proc/net/tcp`."""
+        """Return the listening addresses of processes of this name, in the notation of
+        `/proc/net/tcp`.
+        """
         pids = [pid for pid in session_of(self.head.pid) if name_of(pid) == program]
         sockets = {os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()}
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return [row[1] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in sockets]
 
     def gauge(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
+        """Return the sum of a metric's series that have these labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=RPC_DEADLINE_S).text.splitlines()
         series = [line for line in lines if line.startswith(f"csps:{name}{{")]
         for label, value in labels.items():
@@ -154,12 +161,14 @@ class Deployed:
         return sum(float(line.split()[-1]) for line in series)
 
     def wait_gauge(self, name: str, at_least: float, **labels: str) -> None:
-        """Until the metric has risen to a value."""
+        """Wait until the metric has risen to a value."""
         otherwise = f"csps:{name} stays below {at_least}"
         self._wait(lambda: self.gauge(name, **labels) >= at_least, otherwise)
 
     def wait_zero(self, name: str) -> None:
-        """Until the metric has fallen to zero: the router may hear of an end after its client."""
+        """Wait until the metric is zero, because the router may learn of an end after its
+        client.
+        """
         self._wait(lambda: self.gauge(name) == 0, f"csps:{name} stays above zero")
 
     def _wait(self, condition: Callable[[], bool], otherwise: str) -> None:
@@ -169,45 +178,45 @@ class Deployed:
             time.sleep(POLL_S)
 
     def wait_ready(self) -> None:
-        """Until `/health` says so."""
+        """Wait until `/health` reports ready."""
         wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)
 
     def assert_all_slots_free(self) -> None:
-        """Every rank of all gangs comes to hold nothing; asked of the ranks themselves.
+        """Assert that every rank of all gangs becomes empty, by asking the ranks.
 
-        A gang that has just lost a rank is still being replaced, perhaps by one that listens
-        elsewhere: whoever does not answer is looked up again.
+        A gang that has just lost a rank is still being replaced, perhaps by one on other ports, so
+        a rank that does not answer is looked up again.
         """
         deadline = time.monotonic() + DEADLINE_S
-        held: object = "nobody was asked"
+        used: object = "no rank was asked"
         while time.monotonic() < deadline:
             try:
-                held = self._held(deadline)
+                used = self._used(deadline)
             except FaultError as exc:
-                held = exc
-            if not held:
+                used = exc
+            if not used:
                 return
             time.sleep(POLL_S)
-        raise AssertionError(f"not all slots are free: {held}")
+        raise AssertionError(f"not all slots are free: {used}")
 
-    def _held(self, deadline: float) -> list[RankStats]:
-        """Ranks that hold something when the deadline is over; none as soon as all are free."""
+    def _used(self, deadline: float) -> list[RankStats]:
+        """Return the ranks that hold something at the deadline; none as soon as all are free."""
         addresses = self.registry.rank_addresses()
         while True:
             stats = _answers(addresses, "stats", RankStats)
-            held = [
+            used = [
                 rank
                 for rank in stats
                 if rank.kv_used or rank.requests or rank.running or rank.waiting
             ]
-            if not held or time.monotonic() > deadline:
-                return held
+            if not used or time.monotonic() > deadline:
+                return used
             time.sleep(POLL_S)
 
 
 @contextmanager
 def deployed(model_dir: Path, run_dir: Path, **args: Any) -> Iterator[Deployed]:
-    """Ray and the application, up and ready; everything is gone afterwards."""
+    """Start Ray and the application, wait until ready, yield, and remove everything."""
     config = _read(run_dir, _config(model_dir, run_dir, args), free_port())
     with mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
         head = ray_head.start_head(run_dir, num_cpus=2)
@@ -228,14 +237,14 @@ def _running(config: DeployConfig, head: RayHead, run_dir: Path) -> Iterator[Dep
 
 @contextmanager
 def commands_in(folder: Path) -> Iterator[None]:
-    """For `main`: typed by a user, but in this process, because importing Ray takes seconds."""
+    """Return commands for `main` in this process, because importing Ray takes seconds."""
     with chdir(folder), mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
         yield
 
 
 @contextmanager
 def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
-    """What `csps serve` puts in the place of the server of a folder, or starts if there is none."""
+    """Start the server of a folder by `csps serve`, or replace it."""
     try:
         with commands_in(folder):  # where what has no path of its own is looked for
             config = _read(folder, _config(model_dir, folder, {}), port)
@@ -283,9 +292,11 @@ def name_of(pid: int) -> str:
 
 
 def slowdown() -> float:
-    """How much longer things take here than they would if nobody else used the processors: for an
-    interpreter that loads torch, as each rank does, its time over its processor time. 1 at least;
-    to be asked while the server has nothing to do, whose own use of the processors is no excuse."""
+    """Return how much the machine's other load slows this test down, at least 1.
+
+    It is wall-clock time over processor time of an interpreter that loads torch, like each rank.
+    Call it while the server is idle, because the server's own load is no excuse.
+    """
     before, began = os.times(), time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=4 * DEADLINE_S)
     took_s, after = time.monotonic() - began, os.times()
@@ -294,7 +305,7 @@ def slowdown() -> float:
 
 
 def _answers(addresses: Sequence[tuple[str, int]], method: str, of: type[T]) -> list[T]:
-    """Of ranks, in their order."""
+    """Yield the answers of ranks in their order."""
 
     async def ask(host: str, port: int) -> T:
         client = await RpcClient.connect(

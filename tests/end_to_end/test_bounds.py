@@ -79,7 +79,7 @@ def test_a_wider_bound_is_answered_by_what_was_learned(server: Deployed) -> None
     server.wait_gauge("prefill_prediction_error_ratio_count", seed + 2)
 
 
-def test_what_cannot_be_kept_is_refused_on_request(server: Deployed) -> None:
+def test_unattainable_bounds_are_rejected_on_request(server: Deployed) -> None:
     body = {
         "model": MODEL,
         "prompt": random_tokens(LENGTH, seed=0),

@@ -19,10 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 INSTANCES, KV_SLOTS = 4, 16_200
 BACK_S = 20.0
-"""From a rank's death until the router has taken the whole gang again, on a machine that has
-nothing else to do (`slowdown`)."""
+"""Time from a rank's death until the router has attached the whole gang again, on an otherwise idle
+machine (`slowdown`).
+"""
 MORE = 20
-"""Tokens that everybody is told after a death."""
+"""Tokens that every client receives after a death."""
 LONG = random_tokens(16_000, seed=7), 300
 """A prompt, and tokens of its answer that are known from an undisturbed run."""
 TALKERS = [(random_tokens(400 + n, seed=n), 1_500) for n in range(INSTANCES)]
@@ -45,7 +46,7 @@ class Scene:
     talks: list[Talk]
     reading: list[asyncio.Task[None]]
     stopped: list[int] = field(default_factory=list)
-    """Processes that stand still."""
+    """Processes that are stopped."""
 
     def stop(self, pid: int) -> None:
         self.stopped.append(pid)
@@ -71,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Deployed) -> dict[int, Talk]:
-    """What is said after prompts of these lengths when nothing happens."""
+    """Return the answers to prompts of these lengths without a fault."""
     alone = LONG, *TALKERS, *MOVERS, LATE
     talks = [Talk({"prompt": prompt, "max_tokens": known}) for prompt, known in alone]
 
@@ -86,19 +87,19 @@ def undisturbed(server: Deployed) -> dict[int, Talk]:
 
 @asynccontextmanager
 async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
-    """Bring an event about; whoever still streams at the end is cancelled."""
+    """Bring an event about, yield, and cancel the streams that are left."""
     here = Scene([], [])
     async with client_of(server) as client:
 
         async def ask(prompt: list[int], max_tokens: int, tokens: int) -> Talk:
-            """And wait until it has said so many."""
+            """Ask, and wait for this many tokens."""
             here.talks.append(talk := Talk({"prompt": prompt, "max_tokens": max_tokens}))
             here.reading.append(asyncio.create_task(talk.read(client)))
             await talk.says(tokens)
             return talk
 
         async def ask_and_launch(prompt: list[int], max_tokens: int) -> None:
-            """And wait until its prompt is being computed."""
+            """Ask, and wait until the prompt is being computed."""
             launched = server.gauge("request_queue_time_seconds_count")
             talk = await ask(prompt, max_tokens, 0)
             launching = asyncio.create_task(
@@ -119,12 +120,12 @@ async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
                 for prompt, _ in MOVERS:
                     await ask(prompt, MOVING, 2)
                 pids = await asyncio.to_thread(server.rank_pids)
-                held = await asyncio.to_thread(server.kv_used, besides=CONDUCTING)
+                used_before = await asyncio.to_thread(server.kv_used, besides=CONDUCTING)
                 # Without who conducts, all that a move does is to take slots; without who takes
                 # what moves, it begins and does not end.
                 here.stop(pids[CONDUCTING])
                 await ask(LATE[0], 1_000, 0)
-                taking = await asyncio.to_thread(wait_taking, server, held)
+                taking = await asyncio.to_thread(wait_taking, server, used_before)
                 here.stop(pids[taking])
                 here.go_on(pids[CONDUCTING])
                 await asyncio.to_thread(server.kv_used, besides=taking)
@@ -143,18 +144,18 @@ async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
                 here.go_on(pid)
 
 
-def wait_taking(server: Deployed, held: dict[int, int]) -> int:
-    """Until a rank has taken slots for what moves to it; returns which."""
+def wait_taking(server: Deployed, used_before: dict[int, int]) -> int:
+    """Wait until a rank has taken slots for a sequence that moves to it; return the rank."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         for rank, used in server.kv_used(besides=CONDUCTING).items():
-            if used >= held[rank] + MOVED:
+            if used >= used_before[rank] + MOVED:
                 return rank
     raise AssertionError("nothing moves")
 
 
 def kill_and_wait(server: Deployed, pid: int) -> float:
-    """SIGKILL a rank; returns how long it took until the router had the whole gang again."""
+    """Kill a rank with SIGKILL; return the time until the router had the whole gang again."""
     lost = server.gauge("gangs_lost_total")
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
@@ -172,8 +173,9 @@ def kill_and_wait(server: Deployed, pid: int) -> float:
 def test_a_rank_is_killed(
     server: Deployed, undisturbed: dict[int, Talk], event: str, rank: int | None
 ) -> None:
-    """All of the gang ends, and is back in time; nobody is told a wrong token, and who was told
-    none is told all."""
+    """The whole gang ends, and is back in time. No client gets a wrong token, and a client without
+    tokens gets all of them.
+    """
     pids = server.rank_pids()
 
     async def disturbed() -> tuple[list[Talk], float]:
@@ -198,7 +200,7 @@ def test_a_rank_is_killed(
 
 @pytest.mark.parametrize("event", ["scale_down", "scale_up", "preempt", "migrate"])
 def test_all_clients_leave(server: Deployed, event: str) -> None:
-    """Every slot of every instance is free then."""
+    """Every slot of every instance is free afterwards."""
 
     async def left() -> None:
         async with scene(server, event):

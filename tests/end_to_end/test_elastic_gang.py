@@ -1,4 +1,4 @@
-"""A cell with one elastic gang, whose iterations compute prompts in pieces, on a real Ray."""
+"""A deployment with one elastic gang, whose iterations compute prompts in chunks, on a real Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def texts(server: Deployed, requests: list[dict[str, Any]], kill: str = "") -> list[str]:
-    """Stream all requests at once; SIGKILL a rank of this deployment when one has said a bit."""
+    """Stream all requests at once, and kill a rank of this deployment when a stream has begun."""
     begun = asyncio.Event()
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
@@ -63,7 +63,7 @@ async def texts(server: Deployed, requests: list[dict[str, Any]], kill: str = ""
 
 
 def check_answers(server: Deployed, model: Path) -> None:
-    """The greedy tokens of transformers, and nothing is held afterwards."""
+    """Check for the greedy tokens of transformers, and for free slots afterwards."""
     wanted = [{"prompt": prompt, "max_tokens": 6, "temperature": 0} for prompt in PROMPTS]
     tokenizer = Tokenizer(model)
     expected = [tokenizer.decode(reference_tokens(model, prompt, 6)) for prompt in PROMPTS]
@@ -95,7 +95,7 @@ def test_an_elastic_gang_answers_and_outlives_its_ranks(model: Path, tmp_path: P
 
 
 def check_cancelled_riders(server: Deployed) -> None:
-    """A client that leaves while its prompt rides, and one that leaves while it decodes."""
+    """Cancel a client whose prompt is piggybacked, and one that decodes."""
     started = server.gauge("request_queue_time_seconds_count")
     body = {"model": MODEL, "prompt": LONG, "max_tokens": 5_000, "stream": True}
 

@@ -64,7 +64,7 @@ def test_a_killed_haproxy_is_replaced(server: Deployed) -> None:
 
 
 def router_port(server: Deployed) -> int:
-    """Where the router itself speaks HTTP."""
+    """Return the port on which the router itself speaks HTTP."""
     ports = [int(address.rpartition(":")[2], 16) for address in server.listening("ray::ServeRepli")]
     (port,) = [port for port in ports if 30_000 <= port <= 31_000]
     return port

@@ -1,5 +1,5 @@
-"""A deployed server that keeps KV, as it does unless it is told otherwise: later turns, and the
-death of the gang that has kept it."""
+"""A deployed server with its default prefix cache: later turns, and the
+death of the gang that retains it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def server(model: Path, tmp_path: Path) -> Iterator[Deployed]:
 
 
 def ask(server: Deployed, prompt: list[int], **more: str) -> tuple[str, int]:
-    """The greedy answer, and how many tokens of the prompt were reused. Nothing runs any more."""
+    """Return the greedy answer and the number of reused prompt tokens, once nothing runs any
+    more.
+    """
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
     ) as client:
@@ -71,7 +73,7 @@ def test_turns_are_right_before_and_after_their_kv_dies(server: Deployed, model:
     server.kill_replica("PrefillGang")
     asking.join(DEADLINE_S)
     fresh, _ = ask(server, THIRD, cache_salt="fresh")
-    assert answers == [(fresh, 0)]  # what the gang had kept has gone with it
+    assert answers == [(fresh, 0)]  # the prefix cache ends with its gang
 
     assert ask(server, SECOND)[0] == expected
     assert ask(server, SECOND) == (expected, whole_blocks(SECOND))  # on the gang that came after

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 LONGEST, ANSWER, REQUESTS = 16_000, 24, 12
 KV_SLOTS = 16_200
-"""Of an instance: the longest prompt and the beginning of its answer."""
+"""KV slots of an instance, for the longest prompt and the beginning of its answer."""
 SCALED_UP = KV_SLOTS - LONGEST
 """Tokens of such an answer that lie where its prompt does."""
 DECODING = 4, 400, 2_000
@@ -42,10 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixed() -> list[dict[str, Any]]:
-    """LoongServe's Mixed workload, its longest prompt scaled to `LONGEST`."""
-    drawn = workload("mixed")
-    inputs, outputs = drawn.draw(REQUESTS, np.random.default_rng(3))
-    lengths = np.maximum(1, inputs * LONGEST // drawn.longest_input)
+    """Return LoongServe's Mixed workload, its longest prompt scaled to `LONGEST`."""
+    mixed = workload("mixed")
+    inputs, outputs = mixed.draw(REQUESTS, np.random.default_rng(3))
+    lengths = np.maximum(1, inputs * LONGEST // mixed.longest_input)
     return [
         {
             "model": MODEL,
@@ -60,7 +60,7 @@ def mixed() -> list[dict[str, Any]]:
 
 
 def answers(server: Deployed, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log-probabilities of all answers, sent at once."""
+    """Return the log-probabilities of all answers, sent at once."""
 
     async def all_of_them() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S * 4) as client:
@@ -76,11 +76,12 @@ def spans_of(server: Deployed) -> list[RecordedSpan]:
 
 
 async def decoded_by_all(server: Deployed) -> list[Talk]:
-    """Answers of requests that come one after the other, and of one for which no instance is
-    idle then."""
-    count, length, drawn = DECODING
+    """Return the answers of requests that come one after the other, and of one for which no
+    instance is idle then.
+    """
+    count, length, output_tokens = DECODING
     talks = [
-        Talk({"prompt": random_tokens(length + n, seed=n), "max_tokens": drawn})
+        Talk({"prompt": random_tokens(length + n, seed=n), "max_tokens": output_tokens})
         for n in range(count)
     ]
     talks.append(Talk({"prompt": random_tokens(LATE[0], seed=count), "max_tokens": LATE[1]}))
@@ -97,7 +98,7 @@ async def decoded_by_all(server: Deployed) -> list[Talk]:
 def expected(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[dict[str, Any]], list[Talk]]:
-    """What the policy `csps` answers to the mixed workload, and to those who decode."""
+    """Return the answers of the policy `csps` to the mixed and the decoding workload."""
     two = {"instances": 2, "kv_slots": 65_536}
     run, scheduling = tmp_path_factory.mktemp("csps"), {"policy": "csps"}
     with deployed(model, run, prefill=two, decode=two, scheduling=scheduling) as server:
@@ -108,7 +109,7 @@ def expected(
 def server(
     model: Path, tmp_path_factory: pytest.TempPathFactory, expected: object
 ) -> Iterator[Deployed]:
-    """An elastic gang, once the other server is gone."""
+    """Yield an elastic gang, after the other server has stopped."""
     elastic = {"instances": 4, "kv_slots": KV_SLOTS}
     run, scheduling = tmp_path_factory.mktemp("loongserve"), {"policy": "loongserve"}
     with deployed(model, run, elastic=elastic, scheduling=scheduling) as server:
@@ -129,10 +130,10 @@ def test_the_mixed_workload(
     assert server.gauge("elastic_events_total", event="scale_down") > 0
 
 
-def test_what_is_decoded_moves(
+def test_decoding_sequences_move(
     server: Deployed, expected: tuple[list[dict[str, Any]], list[Talk]]
 ) -> None:
-    """To empty an instance for who comes when all decode."""
+    """The policy empties an instance for a new request while all instances decode."""
     before = server.gauge("elastic_events_total", event="migrate")
     for ours, theirs in zip(asyncio.run(decoded_by_all(server)), expected[1], strict=True):
         assert ours.tokens == theirs.tokens
@@ -144,8 +145,9 @@ def test_what_is_decoded_moves(
 def test_a_prompt_of_four_instances_is_decoded_by_one_and_then_by_two(
     server: Deployed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As its trace tells: its KV stays on one of them, and so does that of its answer's first
-    tokens; who keeps the later ones has nothing of it before."""
+    """The trace shows that the prompt's KV and that of the first tokens stay on one instance. The
+    holder of the later tokens has nothing before.
+    """
     body = {
         "model": MODEL,
         "prompt": random_tokens(LONGEST, seed=99),

@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 POLL_S = 0.2
 ABSENT = ("csps:requests_refused_total", "csps:request_ttft_bounds_total", "csps:elastic_")
-"""Of which there are none here: nothing is refused, bounded or elastic."""
+"""Metrics that are absent here, because no request is rejected, bounded or elastic."""
 REQUEST_S = 25
 """A request that takes longer fails."""
 PROMPT_TOKENS = 16_000
 ANSWER_TOKENS = 32
 SHARE = 0.03
-"""Of the client's time, that spans may miss or count twice."""
+"""Share of the client's time that spans may miss or count twice."""
 STATES = ("receive", "tokenize", "queue", "plan", "prefill", "transfer", "decode")
 
 
@@ -63,7 +63,7 @@ def eventually(what: str, found: Callable[[], Any]) -> Any:
 
 
 def ask(server: Deployed, tokens: int, headers: dict[str, str], **more: Any) -> float:
-    """Stream an answer; the seconds from the question's sending to the answer's end."""
+    """Stream an answer; return the seconds from sending the question to the answer's end."""
     prompt = [5 + (place * place + 7 * place) % 200 for place in range(tokens)]
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True,
@@ -79,7 +79,7 @@ def ask(server: Deployed, tokens: int, headers: dict[str, str], **more: Any) -> 
 
 
 def traced(server: Deployed, trace_id: str, spans: dict[str, int]) -> Trace:
-    """The trace, when so many spans of each name have been written."""
+    """Return the trace, when so many spans of each name have been written."""
 
     def found() -> Trace | None:
         files = span_files(Path(server.config.settings.telemetry.spans_dir))
@@ -119,8 +119,8 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
     for rank in named["decode.rank"]:
         assert seconds([rank]) == pytest.approx(states_s["decode"], abs=within)
     (transfer,) = named["transfer"]
-    landed_ns = max(span.end_ns for span in named["kv.landing"])
-    assert landed_ns / 1e9 == pytest.approx(transfer.end_ns / 1e9, abs=within)
+    received_ns = max(span.end_ns for span in named["kv.landing"])
+    assert received_ns / 1e9 == pytest.approx(transfer.end_ns / 1e9, abs=within)
     processes = {(span.service, span.rank) for span in trace.spans}
     assert processes == {
         ("csps-router", None), ("csps-configurator", None),
@@ -133,7 +133,9 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
 
 @contextmanager
 def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
-    """Prometheus as documented, but for the server's port, the patience and where data goes."""
+    """Start Prometheus as documented, except for the server's port, the deadline and the data
+    folder.
+    """
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed")
@@ -165,21 +167,21 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
 
 
 def result(client: httpx.Client, query: str) -> list[Any]:
-    """What an instant query finds; nothing while nobody listens yet."""
+    """Return the result of an instant query, or nothing while Prometheus does not listen yet."""
     try:
         answer = client.get("/api/v1/query", params={"query": query})
     except httpx.TransportError:
         return []
-    told = answer.json()
+    body = answer.json()
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         return []
-    assert told["status"] == "success", told
-    found: list[Any] = told["data"]["result"]
+    assert body["status"] == "success", body
+    found: list[Any] = body["data"]["result"]
     return [sample for sample in found if sample["value"][1] not in ("NaN", "+Inf")]
 
 
 def fails(server: Deployed) -> None:
-    """By its deadline."""
+    """Send a request that fails by its deadline."""
     body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert answer.status_code == httpx.codes.GATEWAY_TIMEOUT

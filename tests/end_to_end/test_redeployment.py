@@ -21,9 +21,9 @@ DEADLINE_S = 240.0
 POLL_S = 0.05
 POSITIONS = 65_536
 LASTING = 12_000
-"""Tokens of the stream that has to outlive the redeployment."""
+"""Tokens of the stream that must outlive the redeployment."""
 PROMPTS = [random_tokens(length, seed=length) for length in (3, 100, 1_500, 5_000, 12_000)]
-"""Those that `csps` computes on one instance, and those that it cuts."""
+"""Prompts that `csps` computes on one instance, and prompts that it cuts."""
 REQUESTS = [
     {"prompt": prompt, "temperature": temperature, "seed": seed}
     for seed, prompt in enumerate(PROMPTS)
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 class Streaming:
-    """A stream that somebody else reads."""
+    """A stream that a separate task reads."""
 
     def __init__(self, server: Deployed, prompt: list[int]) -> None:
         self._server, self._prompt = server, prompt
@@ -68,7 +68,7 @@ class Streaming:
                 ):
                     self._texts.append(chunk.choices[0].text)
                     self._begun.set()
-        except Exception as exc:  # told to whoever waits for the text
+        except Exception as exc:  # raised by `text`
             self._failure = exc
             self._begun.set()
 
@@ -77,7 +77,7 @@ class Streaming:
         return self._reader.is_alive()
 
     def text(self) -> str:
-        """All of it, when it has ended."""
+        """Return the whole text at its end."""
         self._reader.join(DEADLINE_S)
         assert not self.goes_on, "the stream does not end"
         if self._failure is not None:
@@ -90,7 +90,9 @@ def client_of(kind: type[Any], server: Deployed) -> Any:
 
 
 def ask_all(server: Deployed) -> tuple[list[str], list[int]]:
-    """The answers to all requests at once, and on how many instances each prompt was computed."""
+    """Return the answers to all requests at once, and on how many instances each prompt was
+    computed.
+    """
 
     async def ask(client: openai.AsyncOpenAI, fields: dict[str, Any]) -> tuple[str, int]:
         answer = await client.completions.create(

@@ -1,4 +1,4 @@
-"""What a new user does first: `make serve` is `csps serve`, from nothing to a right answer."""
+"""The first steps of a new user: `make serve` is `csps serve`, from nothing to a right answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 350
 
 
 def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As a user types it."""
+    """Run `csps` like a user."""
     return subprocess.run(
         [sys.executable, "-m", "csps.cli", *arguments],
         cwd=cwd,
@@ -38,12 +38,12 @@ def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_first_answer_is_right_and_the_server_stays(
     folder: Path, port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until the tests of test_server.py, which replace it and stop what they have put there."""
+    """The server stays until the tests of test_server.py, which replace it and stop their own."""
     config = ("--config", str(ROOT / "config.yaml"), "--port", str(port))
     served = csps("serve", *config, cwd=folder)
     assert served.returncode == 0, served.stdout + served.stderr
-    for told in ("(right)", "time to first token", "plan: exact attention", "curl", "make stop"):
-        assert told in served.stdout
+    for text in ("(right)", "time to first token", "plan: exact attention", "curl", "make stop"):
+        assert text in served.stdout
     assert httpx.get(f"http://127.0.0.1:{port}/health").is_success
 
     with commands_in(folder):

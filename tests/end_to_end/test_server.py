@@ -58,7 +58,7 @@ def expected(model_dir: Path) -> Expected:
 
 
 class Expected:
-    """What transformers answers, greedily, as text."""
+    """The greedy answer of transformers, as text."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir, self._tokenizer = model_dir, Tokenizer(model_dir)
@@ -171,7 +171,7 @@ def test_models_health_and_metrics(server: Deployed, client: openai.OpenAI) -> N
     assert server.gauge("generation_tokens_total") > 0
 
 
-def test_what_is_in_front_listens_on_loopback_only(server: Deployed) -> None:
+def test_the_http_front_listens_on_loopback_only(server: Deployed) -> None:
     """HTTP and two pages of counters."""
     addresses = server.listening("haproxy")
     assert len(addresses) == 3
@@ -200,12 +200,12 @@ def test_one_trace_spans_all_processes(server: Deployed) -> None:
 
 
 def server_spans(server: Deployed) -> list[RecordedSpan]:
-    """All that have been written."""
+    """Return all spans written so far."""
     return list(read_spans(span_files(Path(server.config.settings.telemetry.spans_dir))))
 
 
 def services_of(spans: list[RecordedSpan], trace_id: str) -> set[str]:
-    """Who has written spans of a trace."""
+    """Return the services that have written spans of a trace."""
     return {span.service for span in spans if span.trace_id == trace_id}
 
 
@@ -277,8 +277,9 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
 
 
 def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) -> None:
-    """A right answer, and nothing is held afterwards. While there is no router, the HTTP front says
-    so with an error, and the official client asks again, for minutes if it must."""
+    """Check for a right answer, and for free slots afterwards. Without a router the HTTP front
+    answers with an error.
+    """
     prompt = random_tokens(300, seed=1)
     assert ask(client.with_options(max_retries=20), prompt, 12) == expected(prompt, 12)
     server.assert_all_slots_free()
@@ -327,8 +328,7 @@ STREAMED = 100
 
 
 async def all_streams(server: Deployed, on_begun: Callable[[], None] | None = None) -> list[str]:
-    """The texts of all streams at once; when a quarter of them have said a bit, `on_begun` is
-    called beside them."""
+    """Return the texts of all streams; call `on_begun` when a quarter of them have begun."""
     begun = asyncio.Event()
     said = 0
     async with openai.AsyncOpenAI(
@@ -358,7 +358,7 @@ async def all_streams(server: Deployed, on_begun: Callable[[], None] | None = No
 @pytest.mark.slow
 @pytest.mark.parametrize("gang", ["PrefillGang", "DecodeGang"])
 def test_no_stream_sees_a_rank_die(server: Deployed, gang: str) -> None:
-    """All go on with the tokens of an undisturbed run."""
+    """All streams continue with the tokens of an undisturbed run."""
     undisturbed = asyncio.run(all_streams(server))
     disturbed = asyncio.run(all_streams(server, lambda: server.kill_replica(gang)))
     assert disturbed == undisturbed

@@ -24,7 +24,7 @@ STEP = "csps.job"
 
 
 async def answers(server: Deployed) -> list[str]:
-    """All at once, so that prompts begin on fewer instances than they end on."""
+    """Request all answers at once, so that prompts begin on fewer instances than they end on."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
     ) as client:
@@ -59,21 +59,20 @@ def test_chunks_on_growing_groups_give_the_tokens_of_transformers(tmp_path: Path
 
 
 async def written(folder: Path) -> list[Trace]:
-    """Traces of all prompts, once the ranks have written their last spans."""
+    """Return traces of all prompts, once the ranks have written their last spans."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = traces(read_spans(span_files(folder)))
-            landed = [
+            received = [
                 trace for trace in found if any(span.name == "kv.landing" for span in trace.spans)
             ]
-            if len(landed) == len(PROMPTS) and all(map(groups, landed)):
-                return landed
+            if len(received) == len(PROMPTS) and all(map(groups, received)):
+                return received
             await asyncio.sleep(POLL_S)
 
 
 def check_chunks(found: list[Trace]) -> None:
-    """Some prompt had several chunks, each of whose groups contained the one before, and history
-    moved before a layer."""
+    """Check that some prompt had several chunks on growing groups, and history was balanced."""
     chains = list(filter(None, map(groups, found)))
     assert max(map(len, chains)) > 1
     for chain in chains:
@@ -83,7 +82,7 @@ def check_chunks(found: list[Trace]) -> None:
 
 
 def groups(trace: Trace) -> list[set[int]]:
-    """Ranks of the steps of a trace, in their order."""
+    """Return ranks of the steps of a trace, in their order."""
     ranks: dict[int, set[int]] = defaultdict(set)
     for span in trace.spans:
         if span.name == "prefill.compute":

@@ -16,16 +16,18 @@ TIE = 1e-4
 
 @dataclass
 class Talk:
-    """A stream that is read until somebody has heard enough."""
+    """A stream that is read until a test has received enough."""
 
     fields: dict[str, Any]
-    told: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "top_logprobs": []})
+    received: dict[str, list[Any]] = field(
+        default_factory=lambda: {"tokens": [], "top_logprobs": []}
+    )
     news: asyncio.Event = field(default_factory=asyncio.Event)
     over: BaseException | bool = False
-    """Why nothing more comes."""
+    """Reason why nothing more comes."""
 
     async def read(self, client: openai.AsyncOpenAI) -> None:
-        """To its end."""
+        """Read to the end of the stream."""
         try:
             await self._read(client)
         except BaseException as error:
@@ -46,16 +48,16 @@ class Talk:
         )
         async for chunk in stream:
             if (of := chunk.choices[0].logprobs) is not None:
-                self.told["tokens"] += of.tokens or []
-                self.told["top_logprobs"] += of.top_logprobs or []
+                self.received["tokens"] += of.tokens or []
+                self.received["top_logprobs"] += of.top_logprobs or []
             self.news.set()
             # What came at once is all read before the loop does anything else, which takes seconds
-            # on a busy machine: a server hangs up on others that connect and then say nothing.
+            # on a busy machine: a server disconnects clients that connect and send nothing.
             await asyncio.sleep(0)
 
     @property
     def tokens(self) -> int:
-        return len(self.told["tokens"])
+        return len(self.received["tokens"])
 
     async def says(self, tokens: int) -> None:
         """Wait until it has said so many."""
@@ -66,10 +68,11 @@ class Talk:
                 await self.news.wait()
 
     def check(self, expected: Talk) -> None:
-        """As far as both go."""
+        """Compare as far as both streams go."""
         known = min(self.tokens, expected.tokens)
         ours, theirs = (
-            {k: token_ids[:known] for k, token_ids in of.told.items()} for of in (self, expected)
+            {k: token_ids[:known] for k, token_ids in of.received.items()}
+            for of in (self, expected)
         )
         check_same(ours, theirs)
 
@@ -83,8 +86,9 @@ async def client_of(server: Deployed) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def check_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal tokens, or first different where both have drawn one of the two likeliest, which are as
-    good as equal."""
+    """Check for equal tokens. The first different ones must both be among the two likeliest, which
+    are close together.
+    """
     for at, (one, other) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
         if one != other:
             for likeliest in (ours["top_logprobs"][at], theirs["top_logprobs"][at]):

@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was imported stays so for the next load test, which looks through all that is not."""
+    """Freeze imported objects, so that a load test's garbage collection does not search them."""
     monkeypatch.setattr(gc, "unfreeze", lambda: None)

@@ -16,7 +16,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodi
 
 @dataclass
 class RawServer:
-    """Where it listens and what it was asked."""
+    """Address of a server, and the requests that it received."""
 
     url: str
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class RawServer:
 
 @asynccontextmanager
 async def raw_server(reply: Reply) -> AsyncIterator[RawServer]:
-    """Answers every POST with `reply`, and `/v1/models` properly."""
+    """Answer every POST with `reply`, and `/v1/models` properly."""
 
     async def session(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -55,27 +55,27 @@ async def raw_server(reply: Reply) -> AsyncIterator[RawServer]:
 
 
 def whole(value: object, status: str = "200 OK") -> bytes:
-    """A JSON answer."""
+    """Return a JSON answer."""
     body = json.dumps(value).encode()
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def event(data: object) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data)
     return f"data: {text}\n\n".encode()
 
 
-def chunked(*pieces: bytes) -> bytes:
-    """HTTP chunks, without the last, empty one."""
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+def chunked(*chunks: bytes) -> bytes:
+    """Return HTTP chunks, without the last, empty one."""
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
 
 
 END = b"0\r\n\r\n"
 
 
 def text_events(*texts: str) -> list[bytes]:
-    """A completion, token by token, with its usage."""
+    """Return a completion, token by token, with its usage."""
     last = len(texts) - 1
     choices = [
         {"choices": [{"text": text, "finish_reason": "stop" if number == last else None}]}
@@ -86,5 +86,5 @@ def text_events(*texts: str) -> list[bytes]:
 
 
 async def answer_ok(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """Three tokens."""
+    """Answer with three tokens."""
     writer.write(STREAM + chunked(*text_events(" a", " b", " c")) + END)

@@ -31,7 +31,7 @@ def test_poisson_gaps_are_exponential() -> None:
 
 
 def test_poisson_counts_have_their_mean_for_a_variance() -> None:
-    """Which a stretched sample, as some generators make it, does not have."""
+    """A stretched sample, as some generators make it, does not have this property."""
     counts = np.histogram(seconds(Arrivals(rate=40)), bins=np.arange(0, 480))[0]
     index = (counts.var(ddof=1) / counts.mean()) * (len(counts) - 1)
     assert UNLIKELY < stats.chi2(len(counts) - 1).cdf(index) < 1 - UNLIKELY
@@ -57,7 +57,7 @@ def test_infinite_burstiness_is_even_and_infinite_rate_is_at_once() -> None:
 def test_a_ramp_is_an_inhomogeneous_poisson_process(
     strategy: str, start: float, end: float
 ) -> None:
-    """Its arrivals, moved to the integral of the rate that is meant, are Poisson at rate 1."""
+    """The arrivals, moved to the integral of the intended rate, are Poisson at rate 1."""
     found = seconds(Arrivals(ramp=Ramp(strategy=strategy, start_rps=start, end_rps=end)))  # type: ignore[arg-type]
     if strategy == "linear":
         span = 2 * REQUESTS / (start + end)
@@ -85,12 +85,12 @@ def test_an_even_ramp_has_its_rates_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0}, {"rate": -1}, {"burstiness": 0}])
-def test_what_is_no_rate_is_refused(wrong: dict[str, float]) -> None:
+def test_an_invalid_rate_is_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="above 0"):
         Arrivals(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [("linear", 1, 0), ("exponential", 0, 1), ("linear", -1, 1)])
-def test_what_is_no_ramp_is_refused(wrong: tuple[str, float, float]) -> None:
+def test_an_invalid_ramp_is_rejected(wrong: tuple[str, float, float]) -> None:
     with pytest.raises(ValueError, match="ramp"):
         Ramp(strategy=wrong[0], start_rps=wrong[1], end_rps=wrong[2])  # type: ignore[arg-type]

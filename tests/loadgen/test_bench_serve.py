@@ -27,7 +27,7 @@ TTFT_MS, ITL_MS = 100, 10
 
 @pytest.fixture(scope="module")
 def planted() -> Iterator[str]:
-    """Base URL of a server in a process of its own."""
+    """Yield the base URL of a server in a process of its own."""
     program = [sys.executable, str(ROOT / "benchmarks" / "planted_server.py")]
     delays = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)]
     with subprocess.Popen([*program, *delays], stdout=subprocess.PIPE, text=True) as process:
@@ -39,7 +39,7 @@ def planted() -> Iterator[str]:
 
 
 def bench(planted: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result, and the stamps of the server by request id."""
+    """Return the result, and the stamps of the server by request id."""
     httpx.get(f"{planted}/stamps")
     saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
     fixed = ["--base-url", planted, "--disable-tqdm", *saved]
@@ -49,8 +49,9 @@ def bench(planted: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], li
 
 
 def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path) -> None:
-    """How near they are is measured by benchmarks/load_generator.py; here nothing may be early, nor
-    something else than was waited for, on a machine however busy."""
+    """No time may be early or belong to another event, however busy the machine is.
+    benchmarks/load_generator.py measures the deviation.
+    """
     words = ["--num-prompts", "150", "--request-rate", "100", "--input-len", "40"]
     result, stamps = bench(planted, tmp_path, *words, "--output-len", "8", "--save-detailed")
     jsonschema.validate(result, SCHEMA)
@@ -65,7 +66,7 @@ def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path)
         gaps = [b - a for a, b in zip(stamp["written"], stamp["written"][1:], strict=False)]
         assert len(result["itls"][number]) == len(gaps) == 7
     assert all(client > server for client, server in zip(mine, theirs, strict=True))
-    # Whoever stands still for a second meets many requests, but neither all nor most.
+    # A pause of a second affects many requests, but neither all nor most.
     assert min(mine) < 5 * min(theirs)
     spans = [(stamp["written"][-1] - stamp["written"][0]) / 7e6 for stamp in stamps]
     assert 0.2 < median(map(fmean, result["itls"])) * 1e3 / median(spans) < 5
@@ -90,8 +91,8 @@ def test_the_official_client_reads_the_same(planted: str, tmp_path: Path, backen
     result, _ = bench(planted, tmp_path, *words)
     client = openai.OpenAI(base_url=f"{planted}/v1", api_key="none")
     if backend == "openai":
-        told = client.completions.create(model="planted", prompt="x", max_tokens=5, stream=True)
-        texts = [chunk.choices[0].text for chunk in told if chunk.choices]
+        stream = client.completions.create(model="planted", prompt="x", max_tokens=5, stream=True)
+        texts = [chunk.choices[0].text for chunk in stream if chunk.choices]
     else:
         said = client.chat.completions.create(
             model="planted",

@@ -43,7 +43,7 @@ def request(**fields: Any) -> WorkloadRequest:
 
 @asynccontextmanager
 async def asking(reply: Reply, **options: Any) -> AsyncIterator[tuple[RawServer, LoadClient]]:
-    """A server and somebody who asks it."""
+    """Run a server and a client of it."""
     api = RequestFormat(model="raw", **options.pop("api", {}))
     async with raw_server(reply) as server:
         client = Server(server.url)
@@ -77,8 +77,8 @@ def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
 
 def test_an_answer_ends_with_its_last_token_even_if_that_has_no_text() -> None:
     answer = StreamedAnswer()
-    for stamp, piece in ((3, text_events(" a", "")[0]), (9, text_events(" a", "")[1])):
-        answer.feed(piece, stamp)
+    for stamp, chunk in ((3, text_events(" a", "")[0]), (9, text_events(" a", "")[1])):
+        answer.feed(chunk, stamp)
     answer.feed(event("[DONE]"), 20)
     answer.finish(200, 21)
     assert (answer.chunk_ns, answer.end_ns) == ([3], 9)
@@ -101,7 +101,7 @@ async def test_an_answer_that_is_only_an_end_counts_from_its_end() -> None:
 
 
 async def test_a_whole_answer_that_ends_with_the_connection() -> None:
-    """As servers without streaming, or of HTTP/1.0, answer."""
+    """Servers without streaming, or of HTTP/1.0, answer like this."""
 
     async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         choice = {"message": {"content": "done"}, "finish_reason": "stop"}
@@ -168,7 +168,7 @@ async def test_a_slow_answer_is_a_failure_and_is_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "//"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="is no http or https address"):
         Server(url)
 
@@ -223,7 +223,7 @@ async def test_open_loop_requests_leave_at_their_times() -> None:
         sorted(load_client.records, key=lambda r: r.sent_ns), due, strict=True
     ):
         assert record.sent_ns >= planned.arrival_ns - 500_000
-        assert record.scheduled_ns == min(request.arrival_ns, record.sent_ns)
+        assert record.scheduled_ns == min(planned.arrival_ns, record.sent_ns)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -268,7 +268,7 @@ async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:
     assert load_client.counts.running == 0
 
 
-async def test_what_is_asked_is_what_the_options_say() -> None:
+async def test_request_bodies_follow_the_options() -> None:
     api = {"ignore_eos": True, "temperature": None, "extra_body": {"top_k": 5}}
     objective = RequestObjective(objective="ttft", max_accuracy_loss=0.01)
     async with asking(answer_ok, api=api) as (server, load_client):
@@ -296,6 +296,6 @@ async def test_answers_are_checked(answer: str, ignore_eos: bool, right: bool) -
     assert [record.correct for record in load_client.records] == [right, None]
 
 
-def test_what_was_said_of_nothing_is_nothing() -> None:
+def test_an_empty_transcript_adds_nothing() -> None:
     assert Transcript().text == ""
     assert Transcript().messages("hello") == [{"role": "user", "content": "hello"}]

@@ -49,7 +49,7 @@ def written(folder: Path, **changed: object) -> Path:
 
 @pytest.fixture(scope="module")
 def accuracy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Judged by the same layer nothing is lost up to 80 %."""
+    """Return a regressor: with importance scored by the same layer, nothing is lost up to 80 %."""
     samples = [
         AccuracySample(
             setting=Setting(
@@ -89,7 +89,7 @@ def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
     assert any("No accuracy was measured" in line for line in lines)
 
 
-def test_what_was_measured_safe_is_taken_and_explained(
+def test_a_lossless_measured_configuration_is_chosen_and_explained(
     cluster: Path, accuracy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wish = ("--max-accuracy-loss", "0.01", "--drop-ratio", "0.5", "--importance-layer", "previous")
@@ -114,9 +114,9 @@ def test_losses_beyond_the_longest_prompt_that_was_measured_are_marked(
     marked = [line.split()[1] for line in longer if line.endswith("% *")]
     assert marked
     assert set(marked) <= {"csa", "sp_tp"}
-    (said,) = (line for line in longer if line.startswith("* "))
-    assert "No prompt longer than 4096 tokens was measured" in said
-    assert "never seen at 8192" in said
+    (footnote,) = (line for line in longer if line.startswith("* "))
+    assert "No prompt longer than 4096 tokens was measured" in footnote
+    assert "never seen at 8192" in footnote
 
 
 def test_rings_are_compared_as_well(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_clusters_that_come_with_csps_are_right(path: Path) -> None:
         ({"links": {}}, r"links\.inside"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(
+def test_an_invalid_hardware_file_is_rejected_with_its_key(
     tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""What a user sees while a load test runs, and at its end."""
+"""The terminal output of a load test, while it runs and at its end."""
 
 from __future__ import annotations
 

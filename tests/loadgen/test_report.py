@@ -54,7 +54,7 @@ def result(
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, and that what is opened is closed."""
+    """Parser of a page: every tag with its attributes, and a check that tags are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ def test_nothing_is_fetched_from_anywhere(text: str) -> None:
 
 
 def test_every_plot_is_well_formed_and_has_ids_of_its_own(text: str) -> None:
-    drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(drawn) == 11
+    svgs = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(svgs) == 11
     ids: list[str] = []
-    for svg in drawn:
+    for svg in svgs:
         root = ElementTree.fromstring(svg)
         clips = {element.get("id") for element in root.iter() if element.tag.endswith("clipPath")}
         ids += [clip for clip in clips if clip]
@@ -110,7 +110,7 @@ def test_every_plot_is_well_formed_and_has_ids_of_its_own(text: str) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_what_users_write_is_text() -> None:
+def test_user_text_is_escaped() -> None:
     label = "<script>alert('1')</script> & $x$"
     text = page([result(label)], label)
     assert "<script" not in text
@@ -155,16 +155,18 @@ def test_medians_by_length_are_of_the_requests_in_their_range() -> None:
 
 
 def test_runs_at_several_rates_are_lines_over_the_rate() -> None:
-    drawn = {name: drawing for name, _, drawing in draw_all(SEVERAL)}
-    (line, point) = drawn["ttft-by-rate"].axes[0].lines
+    plot = {name: drawing for name, _, drawing in draw_all(SEVERAL)}
+    (line, point) = plot["ttft-by-rate"].axes[0].lines
     assert list(line.get_xdata()) == [2, 4]
     assert list(line.get_ydata()) == [result["median_ttft_ms"] for result in SEVERAL[:2]]
     assert list(point.get_xdata()) == [2]
     assert "ttft-by-rate" not in {name for name, _, _ in draw_all(SEVERAL[:1])}
 
 
-def test_what_no_run_has_is_left_out(text: str) -> None:
-    """Of load tests and of simulations alike; what one of them has is shown beside a dash."""
+def test_rows_without_values_are_left_out(text: str) -> None:
+    """Load tests and simulations share a page; a value that only one of them has is shown beside a
+    dash.
+    """
     empty = page([summarize([], RunDescription(kind="live", label="empty"))], "Nothing")
     assert "<td>within SLO</td>" in text
     assert "<td>within SLO</td>" not in empty
@@ -175,9 +177,9 @@ def test_what_no_run_has_is_left_out(text: str) -> None:
 @pytest.mark.parametrize(("low", "high"), [(9.1, 9.9), (8.0, 21.0), (150.0, 9000.0)])
 def test_every_axis_has_numbers_to_read(low: float, high: float) -> None:
     one = {**SEVERAL[0], "ttfts": list(np.linspace(low, high, 20) / 1000)}
-    drawn = figures.figure(figures.cdf_of("ttfts", "TTFT"), [one])
-    drawn.canvas.draw()
-    axis = drawn.axes[0].xaxis
+    plot = figures.figure(figures.cdf_of("ttfts", "TTFT"), [one])
+    plot.canvas.draw()
+    axis = plot.axes[0].xaxis
     first, last = axis.get_view_interval()
     assert (
         sum(first <= get_majortickloc <= last for get_majortickloc in axis.get_majorticklocs()) >= 3

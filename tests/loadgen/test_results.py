@@ -27,7 +27,7 @@ MS = 1_000_000
 
 @st.composite
 def records_st(draw: st.DrawFn) -> RequestRecord:
-    """Any way in which a request can end."""
+    """Draw any way in which a request can end."""
     scheduled = draw(st.integers(0, 50_000 * MS))
     sent = scheduled + draw(st.integers(0, 30 * MS))
     status = draw(st.sampled_from(["completed", "completed", "completed", "failed", "cancelled"]))
@@ -54,7 +54,7 @@ def records_st(draw: st.DrawFn) -> RequestRecord:
 
 
 def brute(records: list[RequestRecord]) -> dict[str, list[float]]:
-    """Latencies in ms, from the definitions."""
+    """Return latencies in ms, from the definitions."""
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     for record in records:
         if record.status != "completed":
@@ -71,7 +71,7 @@ def brute(records: list[RequestRecord]) -> dict[str, list[float]]:
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Between the two neighbours, by how near they are."""
+    """Interpolate linearly between the two neighbors."""
     ordered, place = sorted(values), (len(values) - 1) * p / 100
     low = math.floor(place)
     high = min(low + 1, len(values) - 1)
@@ -160,8 +160,8 @@ def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
             for record in with_objective
             if record.objective and record.objective.label == part["objective"]
         ]
-        kept = [record.completed and record.ttft_s <= 0.5 for record in own]
-        expected = sum(kept) / len(kept) if "max_ttft_ms" in part["objective"] else None
+        met = [record.completed and record.ttft_s <= 0.5 for record in own]
+        expected = sum(met) / len(met) if "max_ttft_ms" in part["objective"] else None
         assert part["ttft_bound_met"] == (
             None if expected is None else pytest.approx(expected, abs=1e-6)
         )
@@ -239,7 +239,7 @@ def test_the_schema_can_refuse() -> None:
         ('{"schema": "csps.results"}', "schema version None"),
     ],
 )
-def test_what_is_no_result_is_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_result_file_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):

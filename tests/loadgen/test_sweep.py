@@ -50,7 +50,7 @@ def test_a_lucky_run_above_a_missed_rate_does_not_count() -> None:
 
 
 def result(ttft_ms: int, *, failed: int = 0) -> dict[str, Any]:
-    """Ten requests of 100 tokens in and 3 out, 10 ms between tokens."""
+    """Return ten requests of 100 tokens in and 3 out, 10 ms between tokens."""
     chunks = tuple((ttft_ms + gap) * MS for gap in (0, 10, 20))
     records = [
         RequestRecord(
@@ -144,5 +144,5 @@ async def test_no_rate_that_keeps_the_slo_is_said(
 async def test_a_trace_cannot_be_swept(tmp_path: Path) -> None:
     async with raw_server(answer_ok) as server:
         words = ["--base-url", server.url, "--dataset-path", str(tmp_path / "x.jsonl")]
-        with pytest.raises(ConfigError, match="draws its requests"):
+        with pytest.raises(ConfigError, match="generates its requests"):
             await sweep.Sweep(sweep.parse(words)).run()

@@ -39,7 +39,7 @@ requests_st = st.builds(
 
 
 @given(requests=st.lists(requests_st, max_size=8))
-def test_what_was_written_is_read_again(
+def test_a_written_trace_is_read_back_equal(
     requests: list[WorkloadRequest], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
@@ -107,7 +107,7 @@ def tokens(tokenizer: Tokenizer, text: str | None) -> int:
 def test_text_has_the_tokens_that_were_asked_for(
     length: int, chat: bool, tokenizer: Tokenizer
 ) -> None:
-    """By the included model's own tokenizer, with room for the cue that a chat leaves out."""
+    """The included model's own tokenizer counts, with room for the cue that a chat leaves out."""
     request = WorkloadRequest(arrival_ns=0, input_length=length, output_length=1)
     (written,) = Writer(chat=chat).write([request])
     missing = 3 if chat and written.answer else 0
@@ -164,7 +164,7 @@ def test_a_prompt_that_is_there_stays() -> None:
 
 
 def test_another_tokenizer_counts_for_itself() -> None:
-    """Here one token is a character."""
+    """The other tokenizer has one token for each character."""
     request = WorkloadRequest(arrival_ns=0, input_length=2000, output_length=1)
     (written,) = Writer(count=len).write([request])
     assert written.answer

@@ -157,7 +157,7 @@ def test_scaling_keeps_ratios_and_fills_the_context() -> None:
         assert after.input_length == pytest.approx(expected, abs=0.5)
 
 
-def test_what_does_not_fit_is_cut_and_counted() -> None:
+def test_prompts_that_do_not_fit_are_cut_and_counted() -> None:
     size = Size(positions=100 * K)
     whole = generate(workload("lv-eval"), 500, arrivals=Arrivals()).requests
     fitted = generate(workload("lv-eval"), 500, arrivals=Arrivals(), size=size)
@@ -182,7 +182,7 @@ def test_cutting_drops_the_hashes_of_what_is_cut() -> None:
     assert (cut.input_length, cut.hash_ids) == (1024, (1, 2))
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_requests_that_cannot_be_cut_are_rejected() -> None:
     with pytest.raises(ValueError, match="cannot be cut"):
         fit([WorkloadRequest(arrival_ns=0, input_length=5, output_length=100)], 100)
     with pytest.raises(ValueError, match="cannot be cut"):

@@ -1,8 +1,8 @@
 """A gang in events of discrete time: ranks that execute their projections of a log, in rendezvous.
 
-`Ranks` knows nothing of the conductor. Members of a step wait for each other at every part, those
-of a stream at every iteration; a rank does one thing at a time, and nests steps in a stack as a
-rank's one thread does. `World` puts a conductor before them and delays all that is sent.
+`Ranks` knows nothing of the sequencer. Members of a step wait for each other at every yield point,
+those of a batch at every iteration. A rank does one thing at a time, and nests steps in a stack as
+a rank's one thread does. `World` adds a sequencer and delays all messages.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DEEPEST = 3
 
 
 class Deadlock(AssertionError):
-    """Nothing is under way, and something is not done."""
+    """No event is planned, but work is left."""
 
 
 class Clock:
-    """What happens when; of one time, in the order in which it was planned."""
+    """Events by time; of one time, in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -57,7 +57,7 @@ class Clock:
         heapq.heappush(self._heap, (self.now + delay, next(self._planned), then))
 
     def run(self) -> None:
-        """Until nothing is planned."""
+        """Run until no event is planned."""
         while self._heap:
             self.now, _, then = heapq.heappop(self._heap)
             then()
@@ -65,7 +65,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step and how long each of its parts takes at each member."""
+    """A step, and the time of each of its yield points at each member."""
 
     task: StepSpec
     yield_point_ms: int
@@ -73,7 +73,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A stream: its ranks, and how long an iteration takes."""
+    """A decode batch: its ranks, and the time of an iteration."""
 
     ranks: tuple[int, ...]
     iteration_time: int
@@ -90,7 +90,7 @@ class Frame:
 
 @dataclass
 class Rank:
-    """What one rank has and does."""
+    """State of one rank."""
 
     queue: deque[Entry] = field(default_factory=deque)
     busy: bool = False
@@ -101,14 +101,14 @@ class Rank:
     prepared: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
     sequences: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Per stream: sequence -> iterations that it had."""
+    """Iterations of each sequence, by batch."""
     placed: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks that rows concern which were moved."""
+    """Ranks that moved sequences need."""
     closed: bool = False
 
 
 class Ranks:
-    """Execute what is delivered to them."""
+    """Ranks that execute the entries they receive."""
 
     def __init__(
         self,
@@ -119,16 +119,19 @@ class Ranks:
         size: int,
         needed_ranks: dict[int, tuple[int, ...]],
     ) -> None:
-        """`lives`: iterations after which a sequence's row is finished; None: it never is.
-        `concerns`: the ranks that a row concerns, where that is not all of its stream's."""
+        """Create idle ranks.
+
+        `lives`: iterations after which a sequence is finished; None: it never is. `needed_ranks`:
+        the ranks that a sequence needs, where that is not all of its batch's.
+        """
         self._clock, self._steps, self._batches, self._lives = clock, steps, batches, lives
         self._needed_ranks = needed_ranks
         self.each = [Rank() for _ in range(size)]
         self.send: Callable[[int, Report], None] = lambda _rank, _report: None
         self.cancelled: dict[tuple[int, int], list[int]] = {}
-        """(step, sequence) -> the part at which each member was told."""
+        """(step, sequence) -> the yield point at which each member learned of it."""
         self.iterations: dict[int, list[tuple[int, int]]] = {}
-        """Per stream: (entry, end) of each iteration at its leader."""
+        """(entry, end) of each iteration at its leader, by batch."""
         self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
 
     def deliver(self, rank: int, entries: Iterable[Entry]) -> None:
@@ -136,7 +139,7 @@ class Ranks:
         self._advance(rank)
 
     def check_idle(self) -> None:
-        """Nothing is left to do, or to be told of."""
+        """Check that no rank has work left, or waits for a report."""
         stuck = [r for r, rank in enumerate(self.each) if rank.busy or rank.queue or rank.stack]
         if stuck:
             raise Deadlock(f"ranks {stuck} hang, meeting at {sorted(self._meeting)}")
@@ -196,7 +199,7 @@ class Ranks:
         )
         assert not rank.stack or (
             timed.task.high_priority and not rank.stack[-1].timed.task.high_priority
-        ), f"step {step} begins over one that it may not interrupt"
+        ), f"step {step} begins over one that it may not preempt"
         rank.stack.append(Frame(timed))
         assert len(rank.stack) < DEEPEST
 
@@ -243,12 +246,12 @@ class Ranks:
 
     def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
         rank = self.each[r]
-        assert self._iterated(r, op), f"{entry} iterates no rows"
+        assert self._iterated(r, op), f"{entry} iterates no sequences"
         members = set(self._members(op))
         assert all(
             group <= members or group.isdisjoint(members)
             for group in map(self._ranks_of(r, op.batch), rank.sequences[op.batch])
-        ), f"{entry} iterates rows in part"
+        ), f"{entry} iterates part of a group"
         assert rank.versions[op.batch] == op.version
         rank.busy = True
         self._iteration(r, entry, op, 0, self._clock.now)
@@ -261,7 +264,7 @@ class Ranks:
         return self.each[r].placed.get(sequence, before)
 
     def _place(self, r: int, place: PlaceSequence) -> None:
-        """Members have moved all of a row's KV; who has it now knows how far it is."""
+        """Continue a sequence whose KV the members have moved; all its ranks learn its progress."""
         rank = self.each[r]
         (moved,) = (
             step
@@ -281,7 +284,7 @@ class Ranks:
         return op.group or self._batches[op.batch].ranks
 
     def _iterated(self, r: int, op: Iterate) -> list[int]:
-        """Sequences that an entry iterates, as a rank knows them."""
+        """Return the sequences that an entry iterates, as a rank knows them."""
         ranks, members = self._ranks_of(r, op.batch), set(self._members(op))
         return [
             sequence
@@ -312,7 +315,7 @@ class Ranks:
         )
 
     def _end_grant(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
-        """Every rank is the master of some rows."""
+        """Report a grant; every rank is the master of some sequences."""
         sequences = self.each[r].sequences[op.batch]
         finished = tuple(
             sequence
@@ -346,7 +349,7 @@ class Ranks:
 
 @dataclass
 class Scenario:
-    """What the scheduler asks for, and when."""
+    """Requests of the scheduler, with their times."""
 
     size: int
     steps: dict[int, TimedStep]
@@ -355,24 +358,27 @@ class Scenario:
     submits: list[tuple[int, int]] = field(default_factory=list)
     """(time, step)."""
     joins: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(time, stream, sequence, owner)."""
+    """(time, batch, sequence, owner)."""
     cancels: list[tuple[int, int]] = field(default_factory=list)
     """(time, sequence)."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(time, owner)."""
     needed_ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks of rows that concern some of their stream's only."""
+    """Ranks of sequences that need only some of their batch's ranks."""
 
 
 FIRST_DECODED = 1000
-"""Sequences from here on are rows; those below are prefilled."""
+"""First number of a sequence that decodes; those below are prefilled."""
 
 
 def random_scenario(
     rng: Random, *, troubled: bool = True, apart: bool = False, moved: bool = False
 ) -> Scenario:
-    """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`,
-    rows that concern some of their stream's ranks where `apart`, and others later where `moved`."""
+    """Draw groups, priorities, lengths and times at random.
+
+    Sequences and owners are cancelled where `troubled`, sequences need only some of their batch's
+    ranks where `apart`, and other ranks later where `moved`.
+    """
     size, span = rng.randint(1, 6), rng.choice((100, 1000, 4000))
 
     def group() -> tuple[int, ...]:
@@ -422,7 +428,7 @@ def random_scenario(
 
 
 def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
-    """One of a row at most: the next begins when the last one is over."""
+    """Add one move of a sequence at most: the next may begin when the last one is over."""
     for time, batch, sequence, owner in scenario.joins:
         if rng.random() < 0.3:
             continue
@@ -446,18 +452,18 @@ def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
 
 @dataclass(frozen=True)
 class Delays:
-    """The longest that a message is under way, by kind."""
+    """Longest time that a message is in transit, by kind."""
 
     entries: int = 0
     steps: int = 0
     """Reports of steps."""
     batches: int = 0
-    """Reports of streams."""
+    """Reports of batches."""
     prepares: int = 0
 
 
 class World:
-    """A conductor, its ranks, and what is under way between them."""
+    """A sequencer, its ranks, and the messages in transit between them."""
 
     def __init__(self, scenario: Scenario, delays: Delays, rng: Random) -> None:
         self.scenario, self._delays, self._rng = scenario, delays, rng
@@ -476,7 +482,7 @@ class World:
         self._arrives: dict[tuple[str, int], int] = {}
 
     def run(self) -> None:
-        """Until all is done.
+        """Run until all is done.
 
         Raises:
             Deadlock: it never will be.
@@ -493,7 +499,7 @@ class World:
             self._at(time, sequencer.cancel, sequence)
         for time, owner in scenario.ends:
             self._at(time, sequencer.end_owner, owner)
-        self._at(0, self._end_endless_rows)
+        self._at(0, self._end_endless_sequences)
         self.clock.run()
         self.ranks.check_idle()
 
@@ -505,7 +511,7 @@ class World:
         self.clock.after(delay, happens)
 
     def _submit(self, time: int, task: StepSpec) -> None:
-        """To the conductor and to each member on ways of their own."""
+        """Send a step to the sequencer and to each member, each with its own delay."""
         self._at(time, self.sequencer.submit, task)
         for rank in task.ranks:
             self.clock.after(
@@ -518,20 +524,22 @@ class World:
         delay = self._rng.randint(0, self._delays.prepares)
         self._at(delay, self.sequencer.prepared, task.id, rank)
 
-    def _end_endless_rows(self) -> None:
-        """Rows without an end are there to starve steps, and end when no step is left."""
+    def _end_endless_sequences(self) -> None:
+        """Cancel sequences without an end, which are there to starve steps, when no step is
+        left."""
         if any(not self.is_over(step) for step in self.scenario.steps):
-            self._at(QUANTUM, self._end_endless_rows)
+            self._at(QUANTUM, self._end_endless_sequences)
             assert self.clock.now < 10**6, "a step starves"
         elif any(time > self.clock.now for time, *_ in self.scenario.joins):
-            self._at(QUANTUM, self._end_endless_rows)
+            self._at(QUANTUM, self._end_endless_sequences)
         else:
             for sequence, life in self.scenario.lives.items():
                 if life is None:
                     self.sequencer.cancel(sequence)
 
     def is_over(self, step: int) -> bool:
-        """Finished or aborted at all members, or never begun for an owner that has ended."""
+        """Return True if all members have finished or aborted a step, or never began it for an
+        ended owner."""
         task = self.scenario.steps[step].task
         members = [self.ranks.each[rank] for rank in task.ranks]
         ended = any(
@@ -575,7 +583,7 @@ class World:
         self._in_order((kind, rank), delay, arrives)
 
     def _in_order(self, way: tuple[str, int], longest: int, then: Callable[[], None]) -> None:
-        """Nothing overtakes on a way, as on a connection."""
+        """Deliver messages of one connection in their order."""
         arrives = self.clock.now + self._rng.randint(0, longest)
         arrives = self._arrives[way] = max(arrives, self._arrives.get(way, 0))
         self.clock.after(arrives - self.clock.now, then)
@@ -584,7 +592,7 @@ class World:
 def replay(
     scenario: Scenario, projections: list[list[Entry]], longest_delay: int, rng: Random
 ) -> Ranks:
-    """Ranks that are handed a log without a conductor, each entry when a delay has passed.
+    """Run ranks on a log without a sequencer, each entry after a delay.
 
     Raises:
         Deadlock: they wait for each other.

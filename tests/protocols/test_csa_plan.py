@@ -15,7 +15,7 @@ from csps.protocols.rpc import schema
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
 
-def test_each_level_keeps_half_of_what_the_one_before_keeps() -> None:
+def test_each_level_keeps_half_of_the_tokens_of_the_one_before() -> None:
     kept = [1 - ratio for (ratio,) in halving(0.22, 4)]
     assert kept == pytest.approx([0.78, 0.39, 0.195])
 
@@ -105,7 +105,7 @@ def job(plan: CsaPlan | None, **fields: Any) -> PrefillStep:
     )
 
 
-def test_a_job_with_a_plan_crosses_the_wire() -> None:
+def test_a_step_with_a_plan_crosses_the_wire() -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.3, micro_partitions=2)
     assert schema.unpack(PrefillStep, schema.pack(job(plan))) == job(plan)
 
@@ -126,7 +126,7 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
         ({"bounds": (0, 1, 2, 3, 4)}, r"longest SPT has 1 tokens; allowed are 1 to 1"),
     ],
 )
-def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], what: str) -> None:
+def test_a_step_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], what: str) -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
     with pytest.raises(ValueError, match=what):
         job(plan, **fields)

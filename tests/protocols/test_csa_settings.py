@@ -65,7 +65,7 @@ def test_the_largest_drop_ratio_is_one_at_every_level() -> None:
 
 
 @given(SETTINGS, LOCATIONS, st.data())
-def test_every_group_gets_a_plan_that_a_job_accepts(
+def test_every_group_gets_a_plan_that_a_step_accepts(
     settings: CsaSettings, locations: tuple[str, ...], data: st.DataObject
 ) -> None:
     lengths = [data.draw(st.integers(1, 100)) for _ in locations]
@@ -142,7 +142,7 @@ def test_ratios_by_head_and_micro_partitions_by_layer() -> None:
         (SERVERS[1:3], 2, ["2 of 3 levels", "2 of 4 micro-partitions"]),
     ],
 )
-def test_what_a_group_lacks_is_said(
+def test_shortfalls_of_a_group_are_named(
     locations: tuple[str, ...], longest: int, said: list[str]
 ) -> None:
     settings = CsaSettings(levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),))
@@ -167,6 +167,6 @@ def test_what_a_group_lacks_is_said(
         {"strategy": "tp_flat", "decode_kept_only": True},
     ],
 )
-def test_what_no_group_could_run_is_refused_at_once(fields: dict[str, Any]) -> None:
+def test_settings_that_no_group_could_run_are_refused_at_once(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CsaSettings(**fields)

@@ -85,7 +85,7 @@ def test_survives_the_wire(error: CspsError) -> None:
     assert vars(back) == vars(error)
 
 
-def test_mismatch_is_told_from_the_readers_side() -> None:
+def test_mismatch_names_versions_from_the_readers_side() -> None:
     back = from_wire(to_wire(ProtocolMismatch(ours=2, theirs=1)))
     assert isinstance(back, ProtocolMismatch)
     assert (back.ours, back.theirs) == (1, 2)

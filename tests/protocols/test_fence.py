@@ -10,7 +10,7 @@ from csps.protocols.core.errors import RanksHeld, Superseded
 from csps.protocols.gang.members import LIVENESS_TIMEOUT_S, Fence
 
 
-def test_a_newer_router_waits_for_the_holder_to_leave() -> None:
+def test_a_newer_router_waits_for_the_attached_one_to_leave() -> None:
     fence = Fence()
     fence.take(3, now=0.0)
     with pytest.raises(RanksHeld):
@@ -29,7 +29,7 @@ def test_a_newer_router_waits_for_the_lease_to_end() -> None:
     fence.take(4, now=2.1 + LIVENESS_TIMEOUT_S)
 
 
-def test_a_silent_holder_keeps_what_nobody_else_wants() -> None:
+def test_a_silent_router_keeps_ranks_that_no_other_router_wants() -> None:
     fence = Fence()
     fence.take(3, now=0.0)
     fence.take(3, now=1000.0)

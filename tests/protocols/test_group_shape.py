@@ -1,4 +1,4 @@
-"""What a group looks like to formulas and tables."""
+"""Shapes of groups, as formulas and tables use them."""
 
 from __future__ import annotations
 

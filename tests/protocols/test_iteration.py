@@ -22,7 +22,7 @@ def row_states(draw: st.DrawFn) -> SequenceCursor:
     return SequenceCursor(next=position, prompt=prompt, stop=stop, first=first)
 
 
-def test_rows_that_decode_come_before_prompts_that_have_begun_and_these_before_new_ones() -> None:
+def test_decoding_sequences_precede_begun_prompts_and_these_new_ones() -> None:
     new, decoding = SequenceCursor(0, 100, 110), SequenceCursor(50, 50, 60)
     begun = SequenceCursor(30, 40, 50)
     assert chunk_lengths([new, decoding, begun], 20) == [9, 1, 10]
@@ -38,7 +38,7 @@ def test_a_prompt_whose_beginning_is_known_is_new_until_it_is_computed() -> None
     assert chunk_lengths([old, reuses._replace(next=31)], 20) == [11, 9]
 
 
-def test_rows_that_decode_run_whatever_the_budget() -> None:
+def test_decoding_sequences_run_whatever_the_budget() -> None:
     assert chunk_lengths([SequenceCursor(8, 8, 9)] * 5 + [SequenceCursor(0, 3, 3)], 2) == [
         1
     ] * 5 + [0]
@@ -50,7 +50,7 @@ def test_a_row_that_has_computed_all_computes_nothing() -> None:
 
 @settings(max_examples=examples(300))
 @given(st.lists(row_states(), max_size=12), st.integers(0, 60))
-def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
+def test_the_budget_is_spent_and_only_decoding_exceeds_it(
     rows: list[SequenceCursor], budget: int
 ) -> None:
     lengths = chunk_lengths(rows, budget)
@@ -97,12 +97,12 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
-def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
-    most: int, more: int, random: Random
-) -> None:
-    """In an endless stream of up to `most` rows, which join and leave as they like: a prompt's
-    first token comes when those that joined before it could have been computed one after another,
-    with what other rows leave of the budget."""
+def test_a_prompt_waits_only_for_those_before_it(most: int, more: int, random: Random) -> None:
+    """Up to `most` sequences join and leave at random.
+
+    A prompt's first token comes when the prompts that joined before it could have been computed one
+    after another, with what other sequences leave of the budget.
+    """
     budget = most + more
     rows: list[SequenceCursor] = []
     ages: list[int] = []

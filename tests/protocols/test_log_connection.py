@@ -88,7 +88,7 @@ STRANGERS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_strangers_hold_up_nobody(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_delay_no_rank(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, and before the ranks."""
     monkeypatch.setattr(log_connection, "HANDSHAKE_S", 2 * WAIT_S)
     with listening() as listener, ThreadPoolExecutor(3) as threads, ExitStack() as open_ones:
@@ -110,8 +110,8 @@ def test_strangers_hold_up_nobody(stays: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_is_hung_up_on(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as it is known for one, or when its time is over."""
+def test_a_stranger_is_disconnected(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener disconnects it as soon as it breaks the protocol, or when its time is over."""
     with listening() as listener, socket.create_connection((HOST, listener.port)) as stranger:
         stranger.settimeout(WAIT_S)
         stranger.sendall(said)
@@ -159,7 +159,7 @@ def test_bytes_one_by_one_buy_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rank", "secret"), [(1, b"another"), (0, SECRET), (3, SECRET)], ids=["secret", "low", "high"]
 )
-def test_who_is_not_waited_for_is_refused(rank: int, secret: bytes) -> None:
+def test_an_unexpected_rank_is_refused(rank: int, secret: bytes) -> None:
     with listening() as listener, ThreadPoolExecutor(1) as thread:
         accepting = thread.submit(accept, listener, range(1, 2))
         with pytest.raises(FaultError):
@@ -230,8 +230,8 @@ def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_closing_wakes_who_waits_for_a_frame(who: int) -> None:
-    """On either side."""
+def test_closing_wakes_a_thread_that_waits_for_a_frame(who: int) -> None:
+    """The waiting side or the other one may close."""
     with pair() as ends, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(ends[0].receive)
         ends[who].close()

@@ -442,7 +442,7 @@ def test_refused_by_completions(fields: dict[str, Any], message: str) -> None:
     ],
     ids=lambda body: repr(body[:40]),
 )
-def test_what_is_not_json(body: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON") as caught:
         parse_request(CompletionRequest, body)
     assert len(str(caught.value)) < 200
@@ -459,7 +459,7 @@ def test_what_is_not_json(body: bytes) -> None:
         (b"1e999", "inf"),
     ],
 )
-def test_what_is_not_an_object(body: bytes, got: str) -> None:
+def test_a_body_that_is_no_object_is_refused(body: bytes, got: str) -> None:
     with pytest.raises(InvalidRequest, match="must be a JSON object, got") as caught:
         parse_request(CompletionRequest, body)
     assert str(caught.value).endswith(got)

@@ -230,7 +230,7 @@ def test_odd_names_do_not_break_the_envelope() -> None:
     assert chat_chunk(stream.delta("x", completion_tokens=1)).model == name
 
 
-def test_error_event_is_what_the_client_looks_for() -> None:
+def test_error_event_has_the_clients_format() -> None:
     assert event(error_event(GangLost("rank 2")))["error"]["code"] == "unavailable"
 
 

@@ -46,7 +46,7 @@ def test_an_intersection_has_the_positions_of_both(a: Span, b: Span) -> None:
 
 @settings(max_examples=examples(500))
 @given(SPANS, SPANS)
-def test_a_span_is_what_it_shares_with_another_and_the_rest(a: Span, b: Span) -> None:
+def test_a_span_is_its_intersection_with_another_and_the_rest(a: Span, b: Span) -> None:
     common, rest = a.intersection(b), a.without(b)
     left = sorted(chain.from_iterable(span.positions for span in rest))
     assert left == sorted(set(a.positions) - set(b.positions))
@@ -160,7 +160,7 @@ def test_zigzag_of_parts_that_differ_is_of_as_many_tokens(tokens: list[int]) -> 
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8))
-def test_striped_of_parts_that_differ_takes_turns(tokens: list[int]) -> None:
+def test_striped_of_unequal_parts_alternates(tokens: list[int]) -> None:
     layout = striped_of(tokens)
     left, expected = list(tokens), []
     while any(left):
@@ -179,7 +179,7 @@ def test_striped_of_parts_that_differ_takes_turns(tokens: list[int]) -> None:
 
 @settings(max_examples=examples(100))
 @given(st.integers(0, 50), st.integers(0, 100), st.permutations(range(5)))
-def test_round_robin_takes_turns(start: int, tokens: int, instances: list[int]) -> None:
+def test_round_robin_alternates(start: int, tokens: int, instances: list[int]) -> None:
     kept = round_robin(start, start + tokens, instances)
     for position in range(start, start + tokens):
         keeper = instances[(position - start) % len(instances)]

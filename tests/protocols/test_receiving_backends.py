@@ -22,7 +22,7 @@ WORLDS = st.fixed_dictionaries(
 
 
 class World:
-    """Senders, each of which sends what it has computed in order, and a receiver."""
+    """A receiver, and senders that send their chunks in order."""
 
     def __init__(self, backends: int, requests: list[tuple[int, int]]) -> None:
         self.queue = ReceivingBackends(backends)
@@ -37,26 +37,26 @@ class World:
         self.sending: list[ChunkTransfer] = []
 
     def ask(self, choice: int) -> None:
-        """Some sender shakes hands for its next chunk."""
-        open_lines = [line for line in self.to_ask if line]
-        transfer = open_lines[choice % len(open_lines)].pop(0)
+        """Let some sender shake hands for its next chunk."""
+        unfinished = [chunks for chunks in self.to_ask if chunks]
+        transfer = unfinished[choice % len(unfinished)].pop(0)
         if transfer.request not in self.first_asked:
             self.first_asked.append(transfer.request)
         self.begin(self.queue.handshake(transfer))
 
-    def land(self, choice: int) -> None:
-        """Some transfer ends."""
+    def receive(self, choice: int) -> None:
+        """End some transfer."""
         transfer = self.sending.pop(choice % len(self.sending))
         self.left[transfer.request] -= 1
-        held = self.backends_of(transfer.request)
+        before = self.backends_of(transfer.request)
         self.begin(self.queue.received(transfer))
-        assert self.backends_of(transfer.request) >= held, "given back before the last chunk"
+        assert self.backends_of(transfer.request) >= before, "freed before the last chunk"
         if not self.left[transfer.request]:
             self.begin(self.queue.release(transfer.request))
 
     def backends_of(self, request: int) -> int:
-        held = self.queue._requests.get(request)
-        return 0 if held is None else held.backends
+        known = self.queue._requests.get(request)
+        return 0 if known is None else known.backends
 
     def begin(self, granted: list[ChunkTransfer]) -> None:
         for transfer in granted:
@@ -78,7 +78,7 @@ def test_all_finish_in_the_order_of_their_first_handshakes(
     made = World(**world)  # type: ignore[arg-type]
     numbers = st.integers(0, 99)
     while made.asking or made.sending:
-        may = [act for act, able in ((made.ask, made.asking), (made.land, made.sending)) if able]
+        may = [act for act, able in ((made.ask, made.asking), (made.receive, made.sending)) if able]
         data.draw(st.sampled_from(may))(data.draw(numbers))
     assert not any(made.left.values())
     assert made.first_granted == made.first_asked
@@ -86,9 +86,7 @@ def test_all_finish_in_the_order_of_their_first_handshakes(
 
 
 @given(WORLDS, st.data())
-def test_whatever_is_cancelled_the_others_finish(
-    world: dict[str, object], data: st.DataObject
-) -> None:
+def test_after_any_cancel_the_others_finish(world: dict[str, object], data: st.DataObject) -> None:
     made = World(**world)  # type: ignore[arg-type]
     numbers = st.integers(0, 99)
     cancelled = data.draw(st.sets(st.sampled_from(sorted(made.left))))
@@ -96,20 +94,22 @@ def test_whatever_is_cancelled_the_others_finish(
         if made.asking and data.draw(st.booleans()):
             made.ask(data.draw(numbers))
         elif made.sending:
-            made.land(data.draw(numbers))
+            made.receive(data.draw(numbers))
     for number in cancelled:
-        made.to_ask = [line for line in made.to_ask if not line or line[0].request != number]
+        made.to_ask = [
+            chunks for chunks in made.to_ask if not chunks or chunks[0].request != number
+        ]
         made.sending = [transfer for transfer in made.sending if transfer.request != number]
         made.begin(made.queue.release(number))
         assert made.backends_of(number) == 0
     while made.asking or made.sending:
-        (made.land if made.sending else made.ask)(data.draw(numbers))
+        (made.receive if made.sending else made.ask)(data.draw(numbers))
     assert all(not left for number, left in made.left.items() if number not in cancelled)
     assert made.queue.free == made.queue.total
 
 
-def test_enough_backends_gate_nobody() -> None:
-    """As many as senders: every handshake is granted at once, whatever the order."""
+def test_with_enough_backends_every_transfer_begins_at_once() -> None:
+    """With as many backends as senders every handshake is granted at once, in any order."""
     queue = ReceivingBackends(6)
     for request, sender in product(range(2), range(3)):
         transfer = ChunkTransfer(request, 0, sender)

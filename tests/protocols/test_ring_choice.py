@@ -49,8 +49,8 @@ def test_table_4() -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
-def test_algorithm_5_is_what_the_paper_prints(new: int, history: int) -> None:
-    """With its first clause, and the bandwidth in the second."""
+def test_algorithm_5_equals_the_printed_one(new: int, history: int) -> None:
+    """The printed rule has its first clause, and the bandwidth in the second."""
     per_token = 4 * SPEEDS.bytes_per_s / (MEMBERS * SPEEDS.flops * MODEL.element_bytes)
     printed = (
         new >= hiding_tokens(MODEL, SPEEDS, MEMBERS)
@@ -60,7 +60,7 @@ def test_algorithm_5_is_what_the_paper_prints(new: int, history: int) -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
-def test_what_counts_the_answers_takes_pass_q_less_often(new: int, history: int) -> None:
+def test_algorithm_5_takes_pass_q_less_often_than_algorithm_1(new: int, history: int) -> None:
     if algorithm_1(new, history) == "ring_kv":
         assert algorithm_5(new, history, **PAPER) == "ring_kv"
     assert algorithm_1(new, 0) == "ring_kv", "few KV heads and no history"

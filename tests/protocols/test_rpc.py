@@ -108,9 +108,7 @@ class Hanging:
 @pytest.mark.parametrize(
     "payload", [None, 0, -1, 2**63, 1.5, "ü", b"\x00\xff", [1, [2]], {"a": {"b": None}, 3: 4.5}]
 )
-async def test_result_is_what_the_handler_returns(
-    cell: Cell, handler: Handler, payload: Any
-) -> None:
+async def test_result_equals_the_handlers(cell: Cell, handler: Handler, payload: Any) -> None:
     await cell.serve({"echo": handler})
     client = await cell.connect()
     assert await client.call("echo", payload, deadline_s=SECONDS) == payload
@@ -246,7 +244,7 @@ async def test_cancelled_before_its_first_step_is_answered_too(cell: Cell) -> No
 
 
 @pytest.mark.parametrize("params", [[], [77], [[1]], ["x"]])
-async def test_cancelling_what_does_not_exist_is_harmless(cell: Cell, params: list[Any]) -> None:
+async def test_cancelling_an_unknown_call_is_harmless(cell: Cell, params: list[Any]) -> None:
     await cell.serve({"echo": echo})
     raw = await cell.raw()
     raw.send([2, "$cancel", params])
@@ -404,7 +402,7 @@ async def test_connecting_has_a_deadline(cell: Cell) -> None:
             await cell.connect(deadline_s=0.05)
 
 
-async def test_nobody_listens(cell: Cell) -> None:
+async def test_connecting_without_a_listener_fails(cell: Cell) -> None:
     server = await cell.serve({})
     await server.close(0)
     with pytest.raises(ConnectionLost, match="cannot connect to 127"):

@@ -1,4 +1,4 @@
-"""The conductor, rule by rule, and in worlds of ranks that wait for each other."""
+"""The sequencer, rule by rule, and in worlds of ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sequencer_world import (
     QUANTUM,
     Deadlock,
     Delays,
-    TimedStep,
     Scenario,
+    TimedStep,
     World,
     random_scenario,
     replay,
@@ -53,10 +53,10 @@ OWNER = 1
 
 
 class DrivenSequencer(Sequencer):
-    """A conductor whose entries are numbered and asked for as a test reads them."""
+    """A sequencer whose entries tests read and execute one by one."""
 
     def ops(self) -> list[Op]:
-        """What is appended now."""
+        """Return the operations of new entries."""
         return [entry.op for entry in self.entries()]
 
     def entries(self) -> list[Entry]:
@@ -88,7 +88,7 @@ class DrivenSequencer(Sequencer):
     def move(
         self, step: int, sequence: int, *ranks: int, places: tuple[int, ...], yield_points: int = 1
     ) -> None:
-        """Submit a move of a row, and prepare it everywhere."""
+        """Submit a move of a sequence, and prepare it everywhere."""
         task = StepSpec(
             id=step,
             ranks=ranks,
@@ -103,12 +103,12 @@ class DrivenSequencer(Sequencer):
             self.prepared(step, rank)
 
     def open_with_sequence(self, batch: int, *ranks: int) -> None:
-        """Open a stream and give it a row of the same number."""
+        """Open a batch and let a sequence of the same number join."""
         self.open_batch(batch, ranks)
         self.join(batch, batch, 0, OWNER)
 
     def executed(self, entry: Entry, milliseconds: int = 1) -> None:
-        """The leader, or the only master, reports an entry."""
+        """Report an entry, as its leader or only master."""
         match entry.op:
             case RunQuantum(step, until):
                 running = self._steps.get(step)
@@ -120,11 +120,11 @@ class DrivenSequencer(Sequencer):
                 self.iterated(iterating.ranks[0], entry.seq, batch, milliseconds * NS)
 
 
-# 0. Rows that concern some ranks
+# 0. Sequences that need some ranks
 
 
 def groups(sequencer: DrivenSequencer) -> list[tuple[int, ...]]:
-    """Ranks of the leases that the log has now."""
+    """Return the ranks of the new grants."""
     return [ranks for entry, ranks in sequencer.take() if isinstance(entry.op, Iterate)]
 
 
@@ -192,7 +192,7 @@ def test_a_step_waits_until_every_member_has_prepared_it() -> None:
 
 
 def test_steps_that_one_side_never_names_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are given up before all have prepared them, or their router is gone."""
+    """Some are cancelled before all have prepared them; the routers of others are gone."""
     monkeypatch.setattr(steps, "REMEMBERED", 3)
     sequencer = DrivenSequencer(2)
     for number in range(10):
@@ -226,12 +226,10 @@ def test_steps_of_one_sequence_run_in_the_order_of_their_submission() -> None:
     assert sequencer.ops() == [RunQuantum(2, 1)]
 
 
-# 2. Classes
+# 2. Priorities
 
 
-def test_a_high_priority_step_interrupts_a_low_priority_one_which_gets_nothing_until_it_is_finished() -> (
-    None
-):
+def test_a_high_priority_step_preempts_a_low_priority_one_until_it_is_finished() -> None:
     sequencer = DrivenSequencer(2)
     sequencer.step(1, 0, 1, yield_points=9)
     first, second = sequencer.entries()
@@ -324,7 +322,7 @@ def test_two_quanta_are_outstanding_only_where_nothing_else_can_have_the_ranks()
 
 
 @pytest.mark.parametrize(("rank", "seq"), [(1, 1), (0, 2)])
-def test_a_report_that_nobody_asked_for_is_refused(rank: int, seq: int) -> None:
+def test_an_unexpected_report_is_refused(rank: int, seq: int) -> None:
     sequencer = DrivenSequencer(2)
     sequencer.step(1, 0, 1)
     sequencer.take()
@@ -337,7 +335,7 @@ def test_an_iteration_of_no_batch_is_refused() -> None:
         DrivenSequencer(1).report(Iterated(0, 1, 9, NS))
 
 
-# 5. Leases
+# 5. Grants
 
 
 def test_a_batch_alone_gets_two_grants_of_as_many_iterations_as_fit() -> None:
@@ -354,7 +352,7 @@ def test_a_batch_alone_gets_two_grants_of_as_many_iterations_as_fit() -> None:
     assert sequencer.ops() == [Iterate(0, 1, 8)]
 
 
-def test_batches_that_share_a_rank_alternate_of_one_iteration() -> None:
+def test_batches_that_share_a_rank_alternate_by_one_iteration() -> None:
     sequencer = DrivenSequencer(3)
     sequencer.open_with_sequence(0, 0, 1)
     sequencer.open_with_sequence(1, 1, 2)
@@ -379,7 +377,7 @@ def test_a_batch_and_a_step_alternate() -> None:
         order.append(type(entry.op))
         sequencer.executed(entry)
         waiting += sequencer.entries()
-    # Quanta of 1, 2 and 1 parts; the last lease before the step was reported to be over is short.
+    # Quanta of 1, 2 and 1 yield points; the last grant before the report of the end is short.
     assert order[:7] == [Change, Iterate, RunQuantum, Iterate, RunQuantum, Iterate, RunQuantum]
     assert set(order[7:]) == {Iterate}
 
@@ -397,7 +395,7 @@ def test_a_batch_does_not_wait_for_a_steps_report() -> None:
 
 
 def test_a_high_priority_steps_late_report_stops_no_batch_beside_the_low_priority_step() -> None:
-    """A stream on {0, 1}, a long step on {1, 2} and an urgent one on {2}."""
+    """A batch on {0, 1}, a low-priority step on {1, 2} and a high-priority one on {2}."""
     sequencer = DrivenSequencer(3)
     sequencer.open_with_sequence(0, 0, 1)
     sequencer.step(1, 1, 2, yield_points=9)
@@ -411,11 +409,11 @@ def test_a_high_priority_steps_late_report_stops_no_batch_beside_the_low_priorit
     assert [entry.op for entry in grants] == [Iterate(0, 1, 1)] * 2
 
 
-# 6. Rows
+# 6. Sequences
 
 
 def test_no_master_runs_ahead_of_another() -> None:
-    """They may need nothing of each other, until a row of both or a step makes them wait."""
+    """Masters may be independent until a sequence of both, or a step, makes them wait."""
     sequencer = DrivenSequencer(3)
     sequencer.open_batch(0, (0, 1, 2), masters=(0, 2))
     sequencer.join(0, 0, 0, OWNER)
@@ -453,7 +451,7 @@ def test_the_last_sequence_leaves_without_a_grant() -> None:
 
 
 def test_a_step_as_short_as_others_before_is_one_quantum() -> None:
-    """Nobody knows before the first one, and of long ones attention takes most of the time."""
+    """The first one is unknown, and attention takes most of the time of long ones."""
     sequencer = DrivenSequencer(1)
     begins = []
     for number, tokens in enumerate((100, 120, 3 * SHORT_STEP_TOKENS, 100)):
@@ -478,8 +476,8 @@ def test_a_step_as_short_as_others_before_is_one_quantum() -> None:
     assert begins == [1, 8, 1, 8]
 
 
-def test_what_was_cancelled_before_it_joined_does_not_join() -> None:
-    """Ranks hold slots for it, and give them back when the log says so."""
+def test_a_sequence_cancelled_before_it_joined_does_not_join() -> None:
+    """Ranks hold slots for it, and free them when the log says so."""
     sequencer = DrivenSequencer(1)
     sequencer.open_batch(0, (0,))
     sequencer.cancel(5)
@@ -511,7 +509,7 @@ def test_a_waiting_step_that_is_cancelled_is_aborted() -> None:
     assert sequencer.take() == []
 
 
-def test_a_running_step_learns_of_cancelled_sequences_once_and_aborted_with_the_last() -> None:
+def test_a_running_step_learns_of_cancelled_sequences_once_and_is_aborted_with_the_last() -> None:
     sequencer = DrivenSequencer(1)
     sequencer.open_with_sequence(0, 0)
     sequencer.step(1, 0, yield_points=99, sequences=(4, 5, 6))
@@ -569,7 +567,7 @@ def test_a_sequence_that_ends_with_its_retained_kv_leaves_first() -> None:
 
 
 def test_a_sequence_that_has_left_is_not_moved() -> None:
-    """Nor is one further that leaves: by its last token, given up, or kept."""
+    """A running move stops, too, when its sequence finishes, is cancelled, or is retained."""
     sequencer = DrivenSequencer(2)
     sequencer.open_batch(0, (0, 1), masters=(0, 1))
     sequencer.move(1, 7, 0, 1, places=(1,))
@@ -656,7 +654,7 @@ def test_frames_come_back_as_they_were() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_frame_is_an_error_of_the_protocol(frame: bytes) -> None:
+def test_an_invalid_frame_is_an_error_of_the_protocol(frame: bytes) -> None:
     for unpack in (unpack_entries, unpack_reports):
         with suppress(ProtocolError):
             unpack(frame)
@@ -691,17 +689,18 @@ def random_world(seed: int, *, apart: bool = False, moved: bool = False) -> Worl
 
 
 def check(world: World) -> None:
-    """What holds in every world, besides what its ranks assert."""
+    """Check what holds in every world, besides what its ranks assert."""
     for r, rank in enumerate(world.ranks.each):
         assert rank.executed == [entry.seq for entry, ranks in world.log if r in ranks]
-        assert not any(rank.sequences.values()), "a row stays for ever"
+        assert not any(rank.sequences.values()), "a sequence never leaves"
     assert [entry.seq for entry, _ in world.log] == list(range(1, len(world.log) + 1))
     check_steps(world)
     check_turns(world)
 
 
 def check_steps(world: World) -> None:
-    """All members finish a step, once, or none does; and all do where nobody gave it up."""
+    """Check that all members finish a step once, or none does, and all do unless it was
+    cancelled."""
     cancelled = {sequence for _, sequence in world.scenario.cancels}
     ended = {owner for _, owner in world.scenario.ends}
     for step, timed in world.scenario.steps.items():
@@ -710,7 +709,7 @@ def check_steps(world: World) -> None:
         assert len(set(finished)) == 1
         assert finished[0] <= 1
         expected = timed.task.owner not in ended and cancelled.isdisjoint(timed.task.sequences)
-        expected = expected and not timed.task.places  # a row may end before it is moved
+        expected = expected and not timed.task.places  # a sequence may end before it is moved
         assert finished[0] or not expected, f"step {step} was never finished"
     for (step, sequence), yield_points in world.ranks.cancelled.items():
         assert sequence in cancelled
@@ -719,9 +718,11 @@ def check_steps(world: World) -> None:
 
 
 def check_turns(world: World) -> None:
-    """Between two iterations of a stream, at most one quantum on each of their ranks. The log says
-    that a row has left only when something else is to be said: until then, ranks that concerned
-    nobody any more may have computed as they liked."""
+    """Check that at most one quantum lies between two iterations of a batch on each of their ranks.
+
+    The log says that a sequence has left only with its next entry. Until then, ranks that no
+    sequence needs may compute as they like.
+    """
     quanta: dict[tuple[int, int], int] = {}
     sequences: dict[int, set[int]] = {batch: set() for batch in world.scenario.batches}
     needed_ranks = dict(world.scenario.needed_ranks)
@@ -744,7 +745,7 @@ def check_turns(world: World) -> None:
                 forget_idle(next(batch for batch, known in sequences.items() if sequence in known))
             case Iterate(batch):
                 for r in ranks:
-                    assert quanta.get((batch, r), 0) <= 1, f"no turn before {entry}"
+                    assert quanta.get((batch, r), 0) <= 1, f"two quanta before {entry}"
                     quanta[batch, r] = 0
             case RunQuantum():
                 for batch, r in quanta:
@@ -779,12 +780,12 @@ def test_ten_thousand_worlds_neither_deadlock_nor_starve(block: int) -> None:
 @settings(max_examples=examples(300))
 @given(st.integers(0, 2**32))
 def test_late_reports_of_steps_delay_no_batch(seed: int) -> None:
-    """The gap of a stream is at most three quanta and an iteration."""
+    """The gap of a batch is at most three quanta and an iteration."""
     rng = Random(seed)
     scenario = random_scenario(rng)
     world = World(scenario, Delays(steps=rng.choice((0, 50, 400)), prepares=100), rng)
     world.run()
-    since = without_rows(world)
+    since = times_empty(world)
     for batch, ends in world.ranks.iterations.items():
         longest = 3 * QUANTUM + scenario.batches[batch].iteration_time
         for (before, begin), (entry, end) in pairwise(ends):
@@ -792,8 +793,8 @@ def test_late_reports_of_steps_delay_no_batch(seed: int) -> None:
                 assert end - begin <= longest
 
 
-def without_rows(world: World) -> dict[int, int]:
-    """For each lease, how often its stream had had no rows before."""
+def times_empty(world: World) -> dict[int, int]:
+    """Return, for each grant, how often its batch was empty before."""
     sequences: dict[int, set[int]] = {batch: set() for batch in world.scenario.batches}
     times = dict.fromkeys(sequences, 0)
     grants = {}
@@ -811,7 +812,7 @@ def without_rows(world: World) -> dict[int, int]:
 @settings(max_examples=examples(100))
 @given(st.integers(0, 2**32), st.integers(0, 300))
 def test_the_same_calls_give_the_same_entries(seed: int, longest_delay: int) -> None:
-    """And a log runs without its conductor, whatever the delays."""
+    """The log also runs without its sequencer, whatever the delays."""
     world = random_world(seed)
     assert random_world(seed).log == world.log
     again = replay(world.scenario, projections(world), longest_delay, Random(seed))
@@ -821,12 +822,12 @@ def test_the_same_calls_give_the_same_entries(seed: int, longest_delay: int) -> 
 
 
 def projections(world: World) -> list[list[Entry]]:
-    """What each rank was given."""
+    """Return the entries of each rank."""
     return [[entry for entry, ranks in world.log if r in ranks] for r in range(world.scenario.size)]
 
 
 def test_ranks_with_orders_of_their_own_deadlock() -> None:
-    """So that worlds would show it if a conductor did this."""
+    """Worlds would show it if a sequencer did this."""
     tasks = [
         StepSpec(
             id=step,

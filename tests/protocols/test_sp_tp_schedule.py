@@ -72,7 +72,7 @@ def check(steps: list[ScheduleStep], parts: Sequence[MicroPartition]) -> None:
 
 
 @given(groups())
-def test_every_pair_once_and_rows_handed_on_in_order(
+def test_every_pair_is_computed_once_and_rows_are_reduced_in_order(
     group: tuple[tuple[MicroPartition, ...], list[int]],
 ) -> None:
     parts, distances = group
@@ -82,7 +82,7 @@ def test_every_pair_once_and_rows_handed_on_in_order(
 
 
 @given(groups())
-def test_where_a_layer_judges_itself_no_far_key_is_read_before_all_have_come(
+def test_a_layer_that_scores_itself_reads_no_far_key_before_all_have_come(
     group: tuple[tuple[MicroPartition, ...], list[int]],
 ) -> None:
     parts, distances = group

@@ -58,7 +58,7 @@ def test_a_token_costs_few_bytes() -> None:
         {"tokens": [1, "2"]},
     ],
 )
-def test_what_does_not_fit_together_is_refused(wrong: dict[str, Any]) -> None:
+def test_incompatible_options_are_refused(wrong: dict[str, Any]) -> None:
     sampled = [SampledToken(sequence_id=row, index=0, token=1) for row in range(2)]
     with pytest.raises(ProtocolError, match="Tokens"):
         unpack(SampledTokens, {**pack(SampledTokens.of(sampled)), **wrong})

@@ -26,7 +26,7 @@ def test_an_id_is_rack_server_and_gpu() -> None:
         "0-0-" + "9" * 10,
     ],
 )
-def test_what_is_no_id_is_refused(text: str) -> None:
+def test_an_invalid_id_is_refused(text: str) -> None:
     """The paper's binary ids among them: 0-11-010 is 0-3-2."""
     with pytest.raises(ConfigError, match="not a Rack-Server-GPU id; allowed are three decimal"):
         Location.parse(text)
@@ -80,7 +80,7 @@ def test_levels_beyond_the_topology_are_refused(ids: list[str], levels: int) -> 
         (["0-0-0", "1-0-0", "1-0-1", "1-0-2"], 2, "ranks 0 to 1 are one instance, but rank 0"),
     ],
 )
-def test_what_is_no_place_for_a_gang_is_refused(ids: list[str], tp: int, what: str) -> None:
+def test_invalid_locations_of_a_gang_are_refused(ids: list[str], tp: int, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Topology.of_gang(ids, ranks=4, tp=tp)
 

@@ -24,7 +24,8 @@ from csps.services.settings.settings import Settings
 
 
 def built(**args: object) -> Application:
-    """As Serve does it: the arguments of the file become the builder's typed argument."""
+    """Build the application as Serve does: the file's arguments become the builder's typed
+    argument."""
     return call_user_app_builder_with_args_if_necessary(build, dict(args))
 
 
@@ -45,7 +46,7 @@ def test_an_elastic_gang_is_deployed_alone(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_router_refuses_to_be_one_of_two(
+def test_a_second_router_replica_refuses_to_start(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
     """`serve deploy` takes an override without asking the application."""
@@ -64,8 +65,8 @@ def test_a_router_refuses_to_be_one_of_two(
         assert not began
 
 
-def test_constructors_stay_what_serve_takes_them_for() -> None:
-    """Serve awaits the asynchronous ones."""
+def test_constructors_stay_asynchronous_for_serve() -> None:
+    """Serve awaits asynchronous constructors."""
     for shell in (Router, Registry, Configurator):
         assert only_one(shell).__init__ is shell.__init__
 
@@ -80,7 +81,7 @@ def test_the_router_keeps_the_applications_environment(
     assert options["runtime_env"] == {**given, "env_vars": {"A": "b", **ONE_LOOP}}
 
 
-def test_variables_are_serves_own() -> None:
+def test_environment_variables_are_known_to_serve() -> None:
     """A misspelled one would be without effect."""
     import ray.serve._private.constants as constants
 
@@ -88,7 +89,7 @@ def test_variables_are_serves_own() -> None:
     assert all(f'"{name}"' in known for name in ONE_LOOP)
 
 
-def test_no_secret_shows(tiny_llama: Path) -> None:
+def test_no_secret_is_shown(tiny_llama: Path) -> None:
     router = built(model=str(tiny_llama))._bound_deployment
     (secret,) = [arg for arg in router.init_args if type(arg).__name__ == "ClusterSecret"]
     assert secret.value.hex() not in repr(router.init_args)
@@ -100,7 +101,7 @@ def test_a_typo_is_named(tiny_llama: Path) -> None:
         built(model=str(tiny_llama), prefil={})
 
 
-def test_the_operator_says_how_long_a_prefill_job_may_be_silent() -> None:
+def test_the_settings_set_the_liveness_timeout_of_prefill() -> None:
     settings = Settings.model_validate({"prefill": {"progress_deadline_s": 7.0}})
     assert make_deadlines(settings).prefill_liveness_ns == 7_000_000_000
     assert make_deadlines(Settings()) == SchedulerDeadlines()

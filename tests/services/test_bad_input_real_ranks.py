@@ -1,4 +1,5 @@
-"""What clients must not send, through the HTTP API to real ranks: refused, and nothing breaks."""
+"""Input that clients must not send, through the HTTP API to real ranks: refused, and nothing
+breaks."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from csps.services.http.request_parser import RequestParser
 from csps.services.settings.settings import Settings
 
 BEYOND = "<|im_end|>"
-"""A token that the tokenizer of the checkpoint below knows, and its embedding does not."""
+"""Token that the checkpoint's tokenizer knows and its embedding does not."""
 
 
 @pytest.fixture(scope="module")
 def narrow_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Embeds 259 of the tokenizer's 260 tokens."""
+    """Return a model that embeds 259 of the tokenizer's 260 tokens."""
     return make_checkpoint(tmp_path_factory.mktemp("narrow"), "llama", vocab_size=259)
 
 
@@ -48,8 +49,8 @@ async def check_still_serves(server: Served) -> None:
 
 
 async def test_tokens_without_an_embedding_are_refused(narrow: Served) -> None:
-    """On its way through an embedding one would break the ranks, attempt after attempt. The chat's
-    template ends each message with it."""
+    """The token would crash the ranks, attempt after attempt. The chat template ends each message
+    with it."""
     for prompt in (BEYOND, f"text, {BEYOND} and text", [1, 259], [10**9]):
         answer = await narrow.client.post("/v1/completions", json=completion(prompt=prompt))
         assert answer.status_code == 400, prompt
@@ -61,7 +62,7 @@ async def test_tokens_without_an_embedding_are_refused(narrow: Served) -> None:
     await check_still_serves(narrow)
 
 
-def test_tokens_without_an_embedding_are_warned_of(
+def test_tokens_without_an_embedding_cause_a_warning(
     narrow_llama: Path, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RequestParser(Settings(model=str(tiny_llama)))

@@ -1,5 +1,8 @@
-"""Options of the cost table on real ranks, over HTTP: what drops nothing says what transformers
-says, what drops runs as it is named, and KV stays within the bounds that it was computed in."""
+"""Options of the cost table on real ranks, over HTTP.
+
+An option that drops nothing answers like transformers. One that drops runs by its name, and its KV
+stays within the bounds that it was computed in.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ OPTIONS = (
 async def configure(questions: StrategyQuestions) -> StrategyChoices:
     exact = {False: (WHOLE,), True: (BEHIND,)}
     return StrategyChoices(
-        chosen=tuple(OPTIONS if it.bounded else exact[it.history > 0] for it in questions.asked)
+        chosen=tuple(
+            OPTIONS if question.bounded else exact[question.history > 0]
+            for question in questions.asked
+        )
     )
 
 
@@ -70,7 +76,7 @@ def cached(told: dict[str, Any]) -> int:
     return count
 
 
-async def test_options_run_as_they_are_named(tiny_llama: Path) -> None:
+async def test_options_run_by_their_names(tiny_llama: Path) -> None:
     def said_by_transformers(prompt: list[int]) -> str:
         return Tokenizer(tiny_llama).decode(greedy_tokens(tiny_llama, prompt, TOKENS))
 

@@ -1,5 +1,7 @@
-"""Requests with bounds, from submission to what ranks and clients are told: the options that the
-configurator has found are what runs."""
+"""Requests with bounds, from submission to what ranks and clients see.
+
+The options that the configurator found are the ones that run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ DROPS = CsaSettings(
 )
 MORE = replace(DROPS, drop_ratios=((0.9,),))
 TIMES = Unmeasured(step_ns=0, pair_ns=0)
-"""A token takes 0.1 ms, on two instances half of it."""
+"""Latencies: 0.1 ms per token, half of that on two instances."""
 
 
 def found(asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
@@ -58,14 +60,14 @@ async def configure(questions: StrategyQuestions) -> StrategyChoices:
 
 
 def cell_of(**options: Any) -> Any:
-    """Instances of two, whose buckets are warm after the first request."""
+    """Yield a cell of two instances whose buckets are filled after the first request."""
     gang = FakeGang("prefill", "p1", instances=2)
     table = CostTable(latencies=TIMES)
     return fake_cell(**{"prefill": gang, "configure": configure, "table": table, **options})
 
 
 async def warmed(cell: FakeCell, **options: Any) -> None:
-    """A first request finds nothing and runs exactly; after it the bucket is filled."""
+    """Fill the bucket by a first request, which misses and runs exactly."""
     first = submit(cell, **options)
     step = await cell.prefilling(first)
     assert step.strategy == ("csa" if options.get("csa") else "ulysses")
@@ -111,7 +113,7 @@ async def test_bounds_change_what_is_computed(
         assert (step.csa.importance_layer, step.csa.levels) == ("same", 2)
 
 
-async def test_what_the_client_fixes_stays_as_it_is() -> None:
+async def test_fields_that_the_client_fixes_stay() -> None:
     fixed = CsaSettings(tail=100, importance_layer="same")
     options: dict[str, Any] = {
         "objective": Objective(max_accuracy_loss=0.05),
@@ -127,7 +129,7 @@ async def test_what_the_client_fixes_stays_as_it_is() -> None:
         assert step.csa.layer_groups[0].drop_ratios == ((0.9,),)
 
 
-async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
+async def test_a_bound_that_cannot_be_met_is_flagged_or_refused() -> None:
     impossible = Objective(kind="accuracy", max_ttft_ms=0.001)
     async with cell_of() as cell:
         await warmed(cell, objective=impossible)
@@ -144,8 +146,8 @@ async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
         cell.service.check_health()
 
 
-async def test_time_in_the_line_counts_against_a_bound_on_ttft() -> None:
-    """Behind a step of 450 ms, what takes 75 ms is too slow for 460."""
+async def test_queueing_counts_against_a_bound_on_ttft() -> None:
+    """An option of 75 ms is too slow for a bound of 460 ms behind a step of 450 ms."""
     wanted = Objective(kind="accuracy", max_ttft_ms=460.0)
     async with cell_of() as cell:
         await warmed(cell, objective=wanted)
@@ -157,7 +159,7 @@ async def test_time_in_the_line_counts_against_a_bound_on_ttft() -> None:
         assert step.csa.layer_groups[0].drop_ratios == ((0.9,),)
 
 
-async def test_nothing_but_exact_attention_under_a_policy_that_cuts_prompts() -> None:
+async def test_attention_is_exact_under_a_policy_that_cuts_prompts() -> None:
     async with cell_of(policy="tetris") as cell:
         handle = submit(cell, objective=Objective(max_accuracy_loss=1.0))
         step = await cell.prefilling(handle)
@@ -174,6 +176,6 @@ async def test_requests_of_different_bounds_share_no_step() -> None:
             for bound in bounds
         ]
         cell.decode.may_reserve.set()
-        strict, wide, same = [await cell.prefilling(it) for it in sent]
+        strict, wide, same = [await cell.prefilling(handle) for handle in sent]
         assert wide == same
         assert strict.step_id != wide.step_id

@@ -1,6 +1,7 @@
-"""Breaks connections of other processes, as a network does: neither of the two is asked.
+"""The KV-transfer connection breaks between two living gangs.
 
-The KV-transfer connection breaks between two living gangs.
+`break_between` shuts connections of other processes down, as a network does: neither process is
+asked.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def break_between(ones: Sequence[int], others: Sequence[int], *, keep: Sequence[int]) -> int:
-    """Shut all TCP connections between two sets of processes down; returns how many there were.
+    """Shut down all TCP connections between two sets of processes; return their number.
 
     Args:
         keep: ports whose connections stay.
     """
-    theirs = {(it.laddr, it.raddr) for pid in others for it in _connections(pid)}
+    theirs = {
+        (connection.laddr, connection.raddr) for pid in others for connection in _connections(pid)
+    }
     broken = 0
     for pid in ones:
         for connection in _connections(pid):
@@ -50,11 +53,11 @@ def break_between(ones: Sequence[int], others: Sequence[int], *, keep: Sequence[
 
 def _connections(pid: int) -> Iterator[psutil._common.pconn]:
     found = psutil.Process(pid).net_connections("tcp")
-    return (it for it in found if it.status == psutil.CONN_ESTABLISHED)
+    return (connection for connection in found if connection.status == psutil.CONN_ESTABLISHED)
 
 
 def _shut_down(pid: int, fd: int) -> None:
-    """A socket that two processes share is shut down for both."""
+    """Shut a socket down; that also ends it for the process that owns it."""
     process = os.pidfd_open(pid)
     try:
         copied = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
@@ -68,7 +71,7 @@ def _shut_down(pid: int, fd: int) -> None:
 
 PROMPT = prompt_of(40, 1).tolist()
 LONG = prompt_of(600, 2).tolist()
-"""For both prefill ranks."""
+"""Prompt length that needs both prefill ranks."""
 
 
 @asynccontextmanager
@@ -96,7 +99,7 @@ async def answer(handle: RequestHandle) -> list[int]:
         return [token.token async for token in handle]
 
 
-async def test_a_broken_link_is_noticed_and_made_anew_while_decoding_goes_on(
+async def test_a_broken_link_is_reconnected_while_decoding_continues(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     async with served(tiny_llama, tmp_path) as (cluster, service):

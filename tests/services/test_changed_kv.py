@@ -1,4 +1,4 @@
-"""KV that was changed on its way is never decoded, where checksums are compared."""
+"""Corrupted KV is never decoded if checksums are on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WORDS = 6
 
 
 class Wire:
-    """Changes a bit of some messages, between what the sender has read and what arrives."""
+    """Flips a bit of some messages on their way from sender to receiver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.to_spoil = 0
-        """Messages that are still to be changed."""
+        """Messages still to be corrupted."""
         self.spoilt: set[int] = set()
-        """Attempts of which one was."""
+        """Attempts of which a message was corrupted."""
         send = KvConnection.send
 
         def changed(end: KvConnection, peer: int, header: KvHeader, body: KvBody) -> Pending:

@@ -12,10 +12,10 @@ import pytest
 from cluster_waits import linked
 from fake_gangs import PATIENCE_S, SECRET, FakeGang, loop_iterations, until
 
-from csps.protocols.gang import members as fence
+from csps.protocols.gang import members
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
-from csps.services.cluster import fencing as precedence
+from csps.services.cluster import fencing
 from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines
 from csps.services.cluster.fencing import Generations, MemoryGenerations
 from csps.services.cluster.kv_links import KvLink
@@ -25,8 +25,8 @@ from csps.services.cluster.membership import ClusterView, Directory, StaticDirec
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen leases: a test's process may stand still for longer than a holder may."""
-    for module in (fence, precedence):
-        monkeypatch.setattr(module, "LEASE_S", 600.0)
+    for module in (members, fencing):
+        monkeypatch.setattr(module, "LIVENESS_TIMEOUT_S", 600.0)
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Log:
     """A listener that remembers what it was told."""
 
     facts: list[str] = field(default_factory=list)
-    """Return what came up and went down, in order."""
+    """Gangs and links that came up and went down, in order."""
     links: list[KvLink] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
-    told: list[tuple[str, int, str]] = field(default_factory=list)
+    notifications: list[tuple[str, int, str]] = field(default_factory=list)
     busy: bool = False
 
     def gang_up(self, gang: GangClient) -> None:
@@ -56,7 +56,7 @@ class Log:
         assert link is self.links[-1]
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        self.told.append((gang.gang_id, rank, method))
+        self.notifications.append((gang.gang_id, rank, method))
 
 
 @asynccontextmanager
@@ -302,11 +302,11 @@ async def test_notifications_of_a_detached_gang_are_dropped() -> None:
     async with following(directory, prefill, decode) as (cluster, log):
         link = await linked(cluster, PATIENCE_S)
         prefill.sample(1, 0)
-        await until(lambda: log.told == [("p1", 1, "tokens")])
+        await until(lambda: log.notifications == [("p1", 1, "tokens")])
         prefill.sample(1, 1)
         link.prefill.disconnect("now")
         await loop_iterations()
-        assert len(log.told) == 1
+        assert len(log.notifications) == 1
 
 
 # --- two routers --------------------------------------------------------------------------
@@ -366,7 +366,7 @@ async def test_a_router_whose_requests_lost_their_gangs_has_takeover_priority() 
 
 
 async def test_a_router_with_requests_attaches_to_no_other_model() -> None:
-    """It leaves the new gangs to its successor."""
+    """The router leaves the new gangs to its successor."""
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = [
         FakeGang(role, gang_id, fingerprint="another")
@@ -401,15 +401,17 @@ async def test_a_silent_holder_is_superseded_and_waits_for_its_successor(
     async with following(directory, prefill, decode, generations=shared) as (silent, log):
         await linked(silent, PATIENCE_S)
         with monkeypatch.context() as impatient:
-            impatient.setattr(fence, "LEASE_S", 0.0)
-            async with following(directory, generations=shared) as (successor, told):
+            impatient.setattr(members, "LIVENESS_TIMEOUT_S", 0.0)
+            async with following(directory, generations=shared) as (successor, successor_log):
                 await until(lambda: successor.link is not None)
                 impatient.undo()
                 await until(lambda: len(log.lost) == 2)
                 await until(lambda: silent.phase.endswith(STANDBY))
                 await until(lambda: silent.generation == 3)
                 await loop_iterations()
-                assert not told.lost, "the two do not take the gangs from each other for ever"
+                assert not successor_log.lost, (
+                    "the two do not take the gangs from each other for ever"
+                )
         await linked(silent, PATIENCE_S)
 
 

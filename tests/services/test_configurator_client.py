@@ -1,4 +1,4 @@
-"""The router's way to the configurator: over RPC, found again after it was replaced."""
+"""The router's connection to the configurator: over RPC, remade after it was replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = ClusterSecret(b"a secret of the tests")
 
 
 class FakeHandle:
-    """A Serve handle with one method, which tells a changeable address."""
+    """A Serve handle with one method, which returns a changeable address."""
 
     def __init__(self) -> None:
         self.listening: tuple[str, int] = ("", 0)
@@ -61,7 +61,7 @@ async def configurator(handle: FakeHandle) -> AsyncIterator[None]:
         await server.close(0)
 
 
-async def test_it_asks_for_the_address_once_per_configurator() -> None:
+async def test_the_address_is_asked_for_once_per_configurator() -> None:
     handle = FakeHandle()
     client = ConfiguratorClient(cast(Any, handle), SECRET)
     for incarnation in (1, 2):

@@ -1,4 +1,4 @@
-"""Conversations over HTTP on real ranks: what is reused, for whom, and what is said of it."""
+"""Conversations over HTTP on real ranks: which KV is reused, for whom, and how it is reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cached(answer: dict[str, Any]) -> int:
     return tokens
 
 
-async def test_five_turns_say_what_a_fresh_prompt_does(server: Served) -> None:
+async def test_five_turns_answer_like_fresh_prompts(server: Served) -> None:
     random = np.random.default_rng(2)
     text: list[int] = random.integers(0, 256, 150).tolist()
     before = 0
@@ -69,8 +69,8 @@ async def test_five_turns_say_what_a_fresh_prompt_does(server: Served) -> None:
     assert values["csps:prefix_cache_hits_total"] == hits
 
 
-async def test_the_official_client_talks_on(server: Served) -> None:
-    """Each turn holds the server's own last answer, as clients send it."""
+async def test_the_openai_client_continues_a_conversation(server: Served) -> None:
+    """Each turn contains the server's own last answer, as clients send it."""
     base = str(server.client.base_url.join("/v1"))
     async with openai.AsyncOpenAI(base_url=base, api_key=KEYS[0], max_retries=0) as client:
         said: list[Any] = []
@@ -93,7 +93,7 @@ async def test_the_official_client_talks_on(server: Served) -> None:
             said.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
-async def test_kv_is_of_one_key_and_one_salt(server: Served) -> None:
+async def test_kv_is_shared_within_one_key_and_one_salt(server: Served) -> None:
     text = np.random.default_rng(3).integers(0, 256, 150).tolist()
     those: list[dict[str, Any]] = [{}, {"key": KEYS[1]}, {"cache_salt": "a"}, {"cache_salt": "b"}]
     for more in those:
@@ -101,7 +101,7 @@ async def test_kv_is_of_one_key_and_one_salt(server: Served) -> None:
         assert [cached(answer) for answer in answers] == [0, 128], more
 
 
-async def test_a_salt_is_a_string_that_is_not_empty(server: Served) -> None:
+async def test_an_empty_salt_is_refused(server: Served) -> None:
     answer = await server.client.post(
         "/v1/completions",
         json={"model": "tiny", "prompt": [1, 2], "cache_salt": ""},

@@ -1,4 +1,4 @@
-"""Conversations whose KV stays on real ranks, against transformers."""
+"""Conversations whose KV is retained on real ranks, against transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def ask(
 
 
 async def talk(cell: Cell, model: Path, seed: int, turns: int = 4) -> list[int]:
-    """A conversation, every answer of which is transformers'; the cached tokens by turn."""
+    """Hold a conversation whose answers must be transformers'; return the cached tokens per
+    turn."""
     random = np.random.default_rng(seed)
     text: list[int] = random.integers(0, 256, 70).tolist()
     cached = []
@@ -58,10 +59,16 @@ async def talk(cell: Cell, model: Path, seed: int, turns: int = 4) -> list[int]:
 
 @pytest.mark.parametrize(
     "policy",
-    ["csps", *(pytest.param(it, marks=slow) for it in ("context_parallel", "fixed_sp", "tetris"))],
+    [
+        "csps",
+        *(
+            pytest.param(policy, marks=slow)
+            for policy in ("context_parallel", "fixed_sp", "tetris")
+        ),
+    ],
 )
-async def test_a_turn_sends_what_the_decode_gang_lacks(tiny_llama: Path, policy: str) -> None:
-    """That has kept the last answer as well; its last token has no KV."""
+async def test_a_turn_transfers_what_the_decode_gang_lacks(tiny_llama: Path, policy: str) -> None:
+    """The decode gang retains the last answer as well; its last token has no KV."""
     async with real_cell(tiny_llama, policy, reuse=REUSE) as cell:
         random = np.random.default_rng(2)
         text: list[int] = random.integers(0, 256, 70).tolist()
@@ -78,7 +85,7 @@ async def test_a_turn_sends_what_the_decode_gang_lacks(tiny_llama: Path, policy:
 
 
 async def at_rest(cell: Cell) -> None:
-    """What has ended is kept or freed."""
+    """Wait until all KV of ended requests is retained or freed."""
     await eventually(lambda: not cell.service.counts.prefill_kv)
     await eventually(lambda: not cell.service.counts.decode_kv)
     cell.service.check_integrity()
@@ -98,7 +105,7 @@ CELLS: list[tuple[str, tuple[GangRole, ...]]] = [
 
 
 @pytest.mark.parametrize(("policy", "roles"), CELLS)
-async def test_a_turn_computes_what_is_new_and_says_the_same(
+async def test_a_turn_computes_the_new_tokens_and_answers_the_same(
     tiny_llama: Path, policy: str, roles: tuple[GangRole, ...]
 ) -> None:
     async with real_cell(tiny_llama, policy, roles=roles, reuse=REUSE) as cell:
@@ -108,10 +115,10 @@ async def test_a_turn_computes_what_is_new_and_says_the_same(
         # it is decoded the answer stays as well.
         in_place = roles == ELASTIC or policy == "chunked_prefill"
         before = [75, 101, 127] if in_place else [70, 96, 122]
-        assert later == [it // BLOCK * BLOCK for it in before]
+        assert later == [tokens // BLOCK * BLOCK for tokens in before]
 
 
-async def test_a_short_end_is_computed_by_all_holders_inside_of_a_long_step(
+async def test_a_short_end_is_computed_by_all_kv_holders_within_a_long_step(
     tiny_llama: Path,
 ) -> None:
     options = {**POLICIES["csps"], "short_tokens": 40, "jobs_per_instance": 1}
@@ -136,9 +143,11 @@ async def test_a_short_end_is_computed_by_all_holders_inside_of_a_long_step(
 async def test_a_short_turn_is_computed_where_it_is_decoded(
     tiny_llama: Path, policy: str, instances: int
 ) -> None:
-    """The gang that decodes has kept the answer as well, which ends a block, so that it lacks less
-    of the second turn, and of all later ones. Nothing of them is sent. Two instances around a ring
-    would be done sooner."""
+    """The decode gang retains the answer as well, which completes a block.
+
+    It therefore lacks less of the second turn, and of all later ones, and nothing of them is
+    transferred. Two instances around a ring would finish sooner.
+    """
     options = {**POLICIES[policy], "prefill_tokens_max": 20 + BLOCK}
     made, by_tokens = make_policy(policy, options), Unmeasured(token_ns=10**9)
     shape: dict[str, Any] = {"instances": instances, "latencies": by_tokens}
@@ -159,7 +168,7 @@ async def test_a_short_turn_is_computed_where_it_is_decoded(
 
 
 @pytest.mark.parametrize("roles", [PAIR, ELASTIC])
-async def test_conversations_beside_each_other_in_any_layout(
+async def test_concurrent_conversations_work_in_any_layout(
     tiny_llama: Path, roles: tuple[GangRole, ...]
 ) -> None:
     policy: Any = AnyLayout(3, block=BLOCK)
@@ -171,12 +180,12 @@ async def test_conversations_beside_each_other_in_any_layout(
         handle = [ask(cell, prompt) for prompt in prompts]
         for prompt, said in zip(prompts, await asyncio.gather(*map(answer, handle)), strict=True):
             assert said == reference_tokens(tiny_llama, prompt, TOKENS)
-        assert any(it.cached_tokens for it in handle)
+        assert any(turn.cached_tokens for turn in handle)
         await at_rest(cell)
 
 
-async def test_a_prompt_whose_answer_nobody_waits_for_stays(tiny_llama: Path) -> None:
-    """On both gangs, as soon as it has landed."""
+async def test_a_cancelled_requests_prompt_is_retained(tiny_llama: Path) -> None:
+    """Both gangs retain it once it was received."""
     async with real_cell(tiny_llama, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
         for _ in range(2):
@@ -194,7 +203,7 @@ async def test_a_prompt_whose_answer_nobody_waits_for_stays(tiny_llama: Path) ->
         assert positions_of(sent, 0) == [96, 97, 98, 99]
 
 
-async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> None:
+async def test_kv_is_not_shared_with_another_key_or_salt(tiny_llama: Path) -> None:
     async with real_cell(tiny_llama, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
         await answer(ask(cell, text))
@@ -214,10 +223,10 @@ async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> No
 @pytest.mark.parametrize(
     ("dies", "cached"), [("prefill", 0), pytest.param("decode", 96, marks=slow)]
 )
-async def test_a_gang_that_dies_takes_what_it_kept_along(
+async def test_a_dead_gangs_cached_kv_is_lost(
     tiny_llama: Path, dies: GangRole, cached: int
 ) -> None:
-    """What the other one has kept stays."""
+    """The other gang's cached KV stays."""
     async with real_cell(tiny_llama, mortal=dies, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
         await answer(ask(cell, text))

@@ -1,4 +1,4 @@
-"""Latencies that follow what is measured, and tables for deployments that nobody has profiled."""
+"""Latencies that follow measurements, and tables for deployments that were never profiled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(number: int, strategy: str = "ulysses") -> RunStep:
     )
 
 
-def test_a_machine_that_has_become_slower_is_predicted_to_be(
+def test_predictions_follow_a_machine_that_became_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cost_book, "REFIT_S", 0.0)
@@ -63,7 +63,7 @@ def test_a_machine_that_has_become_slower_is_predicted_to_be(
     assert after == pytest.approx(3 * before, rel=0.1)
 
 
-def test_what_was_never_profiled_is_not_corrected_and_breaks_nothing() -> None:
+def test_a_strategy_without_profile_is_ignored() -> None:
     book = CostTableService(TABLE, silent)
     for number in range(100):
         book.measured(step(number, "ring_of_saturn"), GroupShape((2,), 3), 1.0)
@@ -77,8 +77,8 @@ def test_any_tensor_parallelism_has_a_prediction(tp: int) -> None:
     assert TABLE.iteration_ns(2, tp, 4, 10_000) > 0
 
 
-async def test_what_is_not_known_yet_stays_cold_and_is_asked_for_again() -> None:
-    """The second time there is an answer."""
+async def test_a_bucket_without_an_answer_is_asked_for_again() -> None:
+    """The second question gets an answer."""
     answers = [(), (StrategyChoice(strategy="ulysses", reason="at last"),)]
 
     async def later(questions: StrategyQuestions) -> StrategyChoices:
@@ -103,7 +103,7 @@ async def test_what_is_not_known_yet_stays_cold_and_is_asked_for_again() -> None
     await book.close()
 
 
-async def test_nothing_is_asked_for_classes_that_were_forgotten() -> None:
+async def test_dropped_classes_are_not_asked_for() -> None:
     asked: list[StrategyQuestions] = []
 
     async def note(questions: StrategyQuestions) -> StrategyChoices:

@@ -17,14 +17,14 @@ from csps.services.settings.credentials import (
 
 
 @pytest.mark.parametrize("header", ["Bearer one", "bearer two", "Bearer  two "])
-def test_a_known_key_is_let_in(header: str) -> None:
+def test_a_known_key_is_accepted(header: str) -> None:
     ApiKeys(["one", "two"]).check(header)
 
 
 @pytest.mark.parametrize(
     "header", [None, "", "one", "Basic one", "Bearer", "Bearer on", "Bearer onee", "Bearer \udc80"]
 )
-def test_anything_else_is_not(header: str | None) -> None:
+def test_any_other_key_is_refused(header: str | None) -> None:
     with pytest.raises(Unauthorized):
         ApiKeys(["one", "two"]).check(header)
 
@@ -54,7 +54,7 @@ def test_a_key_file_without_keys_does_not_open_the_server(
         ApiKeys.load(str(path))
 
 
-def test_the_secret_does_not_show_itself() -> None:
+def test_the_secret_is_not_shown() -> None:
     assert "hush" not in repr(ClusterSecret(b"hush"))
 
 

@@ -1,4 +1,4 @@
-"""Requests for sparse attention, from submission to what ranks and clients are told."""
+"""Requests for sparse attention, from submission to what ranks and clients see."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
 
 
 @pytest.mark.parametrize("kept_only", [False, True])
-async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_only: bool) -> None:
+async def test_decode_ranks_learn_whether_they_get_kept_tokens_only(kept_only: bool) -> None:
     async with cell_of() as cell:
         handle = submit(cell, 1500, drop_ratios=((0.5,),), decode_kept_only=kept_only)
         step = await cell.prefilling(handle)
@@ -67,7 +67,7 @@ async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_onl
         assert {rank.reserved[sequence_id].kept_only for rank in cell.decode.ranks} == {kept_only}
 
 
-async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
+async def test_a_short_prompt_on_one_instance_is_explained_as_exact() -> None:
     async with cell_of() as cell:
         handle = submit(cell, 50, levels=2, drop_ratios=((0.5,),))
         step = await cell.prefilling(handle)
@@ -79,7 +79,7 @@ async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
         assert plan["reason"].endswith("one instance, which attends exactly")
 
 
-async def test_only_requests_of_equal_plans_share_a_job() -> None:
+async def test_only_requests_with_equal_plans_are_in_one_step() -> None:
     async with cell_of(instances=1) as cell:
         cell.decode.may_reserve.clear()
         sparse = [submit(cell, 50, drop_ratios=((ratio,),)) for ratio in (0.5, 0.25, 0.5)]
@@ -93,11 +93,11 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
         await until(lambda: len(steps) == 3)
         together = [[chunk.sequence_id for chunk in step.chunks] for step in steps]
         expected = [[sparse[0], sparse[2]], [sparse[1]], exact]
-        assert together == [[cell.sequence_id_of(it) for it in group] for group in expected]
+        assert together == [[cell.sequence_id_of(handle) for handle in group] for group in expected]
         assert steps[2].csa is None
 
 
-async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:
+async def test_a_retry_lowers_the_request_again() -> None:
     async with cell_of(instances=1) as cell:
         handle = submit(cell, 1500, levels=1, drop_ratios=((0.5,),))
         await cell.prefilling(handle)
@@ -112,7 +112,7 @@ async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it
     ("options", "param"),
     [({"levels": 3}, "csps.levels"), ({"micro_partitions": ((51,),)}, "csps.micro_partitions")],
 )
-async def test_what_the_cluster_cannot_do_is_refused_at_submission(
+async def test_a_plan_that_the_cluster_cannot_run_is_refused_at_submission(
     options: dict[str, Any], param: str
 ) -> None:
     async with cell_of() as cell:
@@ -122,7 +122,7 @@ async def test_what_the_cluster_cannot_do_is_refused_at_submission(
         await until(lambda: not cell.service.counts.waiting)
 
 
-async def test_how_an_open_strategy_is_chosen_is_told_once_it_was_compared() -> None:
+async def test_an_open_strategy_is_explained_once_it_was_compared() -> None:
     may_answer = asyncio.Event()
 
     async def later(questions: StrategyQuestions) -> StrategyChoices:
@@ -144,10 +144,10 @@ async def test_how_an_open_strategy_is_chosen_is_told_once_it_was_compared() -> 
         assert "because nothing moves less" in handle.plan.reason
 
 
-async def test_what_no_group_can_run_ends_its_request_alone(
+async def test_a_step_that_no_group_can_run_fails_only_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The settings were checked when they came: this is a mistake of ours."""
+    """Settings are checked at submission, so such a step is a bug."""
 
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("no group can run this")
@@ -172,7 +172,7 @@ async def test_what_no_group_can_run_ends_its_request_alone(
         await cell.wait_until_free()
 
 
-def test_hidden_communication_is_of_all_ranks_together() -> None:
+def test_hidden_communication_covers_all_ranks() -> None:
     timings = Timings()
     timings.add_figures([_done(waited_s=1.0, exchange_s=2.0), _done(waited_s=0.0, exchange_s=2.0)])
     assert (timings.communication_s, timings.exchange_s) == (1.0, 2.0)

@@ -1,4 +1,4 @@
-"""A rank dies, or clients leave, at each event of an elastic gang under real requests."""
+"""Ranks that die, or clients that leave, at each event of an elastic gang under real requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from arbitrary_layout_policy import AnyLayout
 from gang_driver import ANSWER_S
 from gang_threads import eventually
-from paused_ranks import HeldSteps
+from paused_ranks import PausedSteps
 from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
 from tiny_checkpoints import reference_tokens
 
@@ -32,7 +32,7 @@ WANTED["scale up"] = streams(4, first=115, further=5, max_tokens=MAX_TOKENS)
 
 
 @dataclass(frozen=True)
-class Held:
+class PausedRequests:
     """Requests, some of them in the middle of an event."""
 
     requests: Sequence[RequestHandle]
@@ -42,7 +42,7 @@ class Held:
 
 @asynccontextmanager
 async def elastic(model: Path, event: str, **fields: Any) -> AsyncIterator[Cell]:
-    """A gang of three whose policy brings the event about."""
+    """Return an elastic gang of three whose policy causes the event."""
     policy: str | Policy = AnyLayout(7, moves=True) if event == "migrate" else "loongserve"
     if event == "scale up":
         fields["kv_slots"] = KV_SLOTS
@@ -50,87 +50,90 @@ async def elastic(model: Path, event: str, **fields: Any) -> AsyncIterator[Cell]
         yield cell
 
 
-async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
-    """Submit the requests, and wait for it."""
+async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> PausedRequests:
+    """Submit the requests, and wait for the event."""
     wanted = WANTED[event]
-    requests = [cell.submit(**it) for it in wanted[:-1]]
+    requests = [cell.submit(**options) for options in wanted[:-1]]
     scaled_up = asyncio.Event()
     answers = [asyncio.ensure_future(read(handle, scaled_up)) for handle in requests]
     await eventually(lambda: any(request.state == "decoding" for request in requests))
-    steps = HeldSteps(patch) if event == "preempt and scale down" else None
+    steps = PausedSteps(patch) if event == "preempt and scale down" else None
     requests.append(cell.submit(**wanted[-1]))
     answers.append(asyncio.ensure_future(answer(requests[-1])))
     live = cell.service._sequences.by_id.values
     if steps is not None:
         await steps.begun()
-        return Held(requests, answers, steps.go_on.set)
+        return PausedRequests(requests, answers, steps.go_on.set)
     if event == "migrate":
-        await eventually(lambda: any(it.move is not None for it in live()))
+        await eventually(lambda: any(sequence.move is not None for sequence in live()))
     else:
         async with asyncio.timeout(ANSWER_S):
             await scaled_up.wait()
-    return Held(requests, answers, lambda: None)
+    return PausedRequests(requests, answers, lambda: None)
 
 
 async def read(handle: RequestHandle, scaled_up: asyncio.Event) -> list[int]:
-    """All tokens. The event comes with the first whose KV lies where none of its prompt's does."""
+    """Read all tokens; the event comes with the first one whose KV is where no KV of its
+    prompt is."""
     more, tokens = KV_SLOTS - handle.spec.prompt.size + 5, list[int]()
     async with asyncio.timeout(ANSWER_S):
         async for token in handle:
             tokens.append(token.token)
-            if len(tokens) > more and any(it.kind == "scale_up" for it in handle.elastic):
+            if len(tokens) > more and any(event.kind == "scale_up" for event in handle.elastic):
                 scaled_up.set()
     return tokens
 
 
 async def undisturbed(cell: Cell, event: str) -> list[list[int]]:
-    return await asyncio.gather(*(answer(cell.submit(**it)) for it in WANTED[event]))
+    return await asyncio.gather(*(answer(cell.submit(**options)) for options in WANTED[event]))
 
 
 @pytest.mark.parametrize("event", EVENTS)
-async def test_streams_go_on_when_a_rank_is_killed(
+async def test_streams_continue_when_a_rank_is_killed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
-    """Whatever had moved by then, nobody is told a wrong token, what has said nothing starts over,
-    and every slot comes back."""
+    """No client gets a wrong token, whatever had moved. Requests without a token restart, and every
+    slot is freed."""
     async with elastic(tiny_llama, event, mortal="elastic") as cell:
         expected = await undisturbed(cell, event)
-        held = await come_to(cell, event, monkeypatch)
+        paused = await come_to(cell, event, monkeypatch)
         cell.gangs["elastic"].process(1).kill()
-        held.go_on()
+        paused.go_on()
         await eventually(lambda: not cell.service.ready)
         begun = [
-            request for request in held.requests if not request.ended and request.timings.attempts
+            request for request in paused.requests if not request.ended and request.timings.attempts
         ]
         await cell.start_gang("elastic")
         cell.publish()
-        assert await asyncio.gather(*held.answers) == expected
+        assert await asyncio.gather(*paused.answers) == expected
         assert begun
-        assert {it.timings.attempts for it in begun} == {2}
+        assert {handle.timings.attempts for handle in begun} == {2}
         await cell.settled()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("event", EVENTS)
-async def test_who_leaves_has_every_slot_freed(
+async def test_cancelled_requests_free_every_slot(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, event: str, tp: int
 ) -> None:
-    """First each second request, among them the one that the others give way to, whose neighbours
-    go on with the right tokens, then all."""
+    """First every second request is cancelled, among them the one that preempts the others.
+
+    Its neighbors continue with the right tokens. Then all are cancelled.
+    """
     async with elastic(tiny_llama, event, tp=tp) as cell:
         expected = await undisturbed(cell, event)
-        held = await come_to(cell, event, monkeypatch)
-        for request in held.requests[::-2]:
+        paused = await come_to(cell, event, monkeypatch)
+        for request in paused.requests[::-2]:
             request.cancel()
-        held.go_on()
-        told = await asyncio.gather(*held.answers)
-        assert told[-2::-2] == expected[-2::-2]
+        paused.go_on()
+        answers = await asyncio.gather(*paused.answers)
+        assert answers[-2::-2] == expected[-2::-2]
         await cell.settled()
-        held = await come_to(cell, event, monkeypatch)
-        for request in held.requests:
+        paused = await come_to(cell, event, monkeypatch)
+        for request in paused.requests:
             request.cancel()
-        held.go_on()
-        await asyncio.gather(*held.answers)
+        paused.go_on()
+        await asyncio.gather(*paused.answers)
         await cell.settled()
 
 
@@ -138,8 +141,11 @@ async def test_who_leaves_has_every_slot_freed(
 async def test_no_answer_is_evicted_whatever_the_order(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    """All answers come to their most tokens, prompts of almost all slots between short ones with
-    long answers; after each iteration every slot has one owner or none."""
+    """All answers reach their limit: prompts of almost all slots between short ones with long
+    answers.
+
+    After each iteration every slot has at most one owner.
+    """
     iterate, checked = Stream.iterate, Counter[int]()
 
     def checking(stream: Stream, group: Sequence[int] = ()) -> list[int]:
@@ -152,9 +158,9 @@ async def test_no_answer_is_evicted_whatever_the_order(
     shapes = [(10, 150), (430, 40), (150, 10), (3, 200), (300, 90), (159, 2), (60, 100), (470, 10)]
     async with elastic(tiny_llama, "scale up", tp=tp) as cell:
         requests = [cell.submit(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-        told = await asyncio.gather(*map(answer, requests))
-        assert [len(tokens) for tokens in told] == [most for _, most in shapes]
-        for handle, tokens in zip(requests, told, strict=True):
+        answers = await asyncio.gather(*map(answer, requests))
+        assert [len(tokens) for tokens in answers] == [most for _, most in shapes]
+        for handle, tokens in zip(requests, answers, strict=True):
             prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, len(tokens))
         assert {handle.timings.attempts for handle in requests} == {1}

@@ -1,4 +1,4 @@
-"""Two gangs are linked only if they have loaded the same weights."""
+"""Two gangs are linked only if they loaded the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from csps.services.cluster.attachment import UNUSABLE
 
 
 def changed(model: Path, copy: Path, tensor: str) -> Path:
-    """Copy the checkpoint with one number changed."""
+    """Return the same checkpoint with one number changed."""
     shutil.copytree(model, copy)
     path = copy / "model.safetensors"
     stored = load_file(path)
@@ -45,7 +45,7 @@ def descriptions(gang: ThreadGang) -> list[RankDescription]:
 
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
-async def test_one_other_weight_is_another_model(
+async def test_one_different_weight_makes_another_model(
     tiny_llama: Path, tmp_path: Path, tensor: str
 ) -> None:
     other = changed(tiny_llama, tmp_path / "other", tensor)

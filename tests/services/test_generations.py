@@ -15,7 +15,7 @@ from csps.services.cluster.ray_context import RayGenerations
 
 
 class Kv:
-    """Ray's store as far as it is used: what is said of it was read in Ray 2.60."""
+    """Ray's key-value store as far as it is used; its behavior was read in Ray 2.60."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: dict[tuple[str, str], bytes] = {}
@@ -57,7 +57,7 @@ async def test_memory_counts_from_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "ray"])
-async def test_a_counter_goes_on_where_another_process_stopped(
+async def test_a_counter_continues_after_another_process(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Kv(monkeypatch)
@@ -66,7 +66,7 @@ async def test_a_counter_goes_on_where_another_process_stopped(
 
 
 @pytest.mark.parametrize("kind", ["file", "ray"])
-async def test_many_at_once_get_different_numbers(
+async def test_concurrent_claims_get_different_numbers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Kv(monkeypatch)
@@ -76,10 +76,10 @@ async def test_many_at_once_get_different_numbers(
     assert await counter(kind, tmp_path).claim() > max(claimed)
 
 
-async def test_a_number_that_was_tidied_away_is_not_handed_out_again(
+async def test_a_deleted_number_is_not_handed_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between a slow one's look and its own key, others have claimed two and removed the first."""
+    """A slow reader's number is claimed and deleted by others before the reader claims it."""
     kv, slow, quick = Kv(monkeypatch), RayGenerations("a"), RayGenerations("a")
     await quick.claim()
     numbers = slow._numbers
@@ -98,7 +98,7 @@ async def test_a_number_that_was_tidied_away_is_not_handed_out_again(
 
 
 @pytest.mark.parametrize("kind", ["memory", "file", "ray"])
-async def test_what_is_held_is_seen_by_all_until_it_is_released(
+async def test_a_priority_is_seen_by_all_until_it_is_released(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Kv(monkeypatch)

@@ -87,11 +87,11 @@ async def test_a_completion_has_openais_shape(
     ]
     assert body["id"] == "cmpl-me-1"
     prompt = len(parser.tokenizer.encode("Say it."))
-    drawn = len(service.script) + 1
+    generated = len(service.script) + 1
     assert body["usage"] == {
         "prompt_tokens": prompt,
-        "completion_tokens": drawn,
-        "total_tokens": prompt + drawn,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert "csps" not in body
@@ -137,7 +137,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
         "/v1/completions", json=completion(stop=[" END", "never"], stream=stream)
     )
     shown = ANSWER.partition(" END")[0]
-    drawn = len(parser.tokenizer.encode(shown + " END", add_special_tokens=False))
+    generated = len(parser.tokenizer.encode(shown + " END", add_special_tokens=False))
     if stream:
         choices = [chunk["choices"][0] for chunk in events(response.text)]
         assert "".join(choice["text"] for choice in choices) == shown
@@ -145,9 +145,9 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
     else:
         body = response.json()
         assert body["choices"][0]["text"] == shown
-        assert body["usage"]["completion_tokens"] == drawn
+        assert body["usage"]["completion_tokens"] == generated
     assert service.handles[0].finish_reason == "stop"
-    assert service.handles[0].timings.tokens <= drawn + 1
+    assert service.handles[0].timings.tokens <= generated + 1
 
 
 async def test_max_tokens_ends_with_length(client: httpx.AsyncClient) -> None:
@@ -511,17 +511,17 @@ async def test_all_pending_events_leave_in_one_write(
 ) -> None:
     one_by_one = await written(api, service, 1, logprobs=1, stream_options=options)
     chunks = await written(api, service, burst, logprobs=1, stream_options=options)
-    drawn = len(service.script) + 1
+    generated = len(service.script) + 1
     counts = [chunk.count(b"data: {") for chunk in chunks]
-    assert counts == counts_of_bursts(drawn, burst, usage=bool(options))
+    assert counts == counts_of_bursts(generated, burst, usage=bool(options))
     assert all(chunk.endswith(b"\n\n") for chunk in chunks)
     assert chunks[-1].endswith(b"data: [DONE]\n\n")
     assert without_time(b"".join(chunks)) == without_time(b"".join(one_by_one))
 
 
-def counts_of_bursts(drawn: int, burst: int, *, usage: bool) -> list[int]:
+def counts_of_bursts(generated: int, burst: int, *, usage: bool) -> list[int]:
     """Return the events in each write; those that end the stream come with the last token's."""
-    counts = [min(burst, drawn - start) for start in range(0, drawn, burst)]
+    counts = [min(burst, generated - start) for start in range(0, generated, burst)]
     counts[-1] += usage
     return counts
 
@@ -535,7 +535,7 @@ async def test_a_token_alone_leaves_at_once(
 ) -> None:
     """The server does not wait for more tokens."""
     service.burst, service.script = 2, service.script[:3]
-    monkeypatch.setattr(service, "_draw", partial(first_token_only, service))
+    monkeypatch.setattr(service, "_sample", partial(first_token_only, service))
     async with (
         asyncio.timeout(DEADLINE_S),
         client.stream("POST", "/v1/completions", json=completion(stream=True)) as response,
@@ -551,7 +551,7 @@ async def first_token_only(service: FakeService, handle: RequestHandle) -> None:
 async def test_tokens_before_a_cancel_by_the_server_are_shown(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_draw", partial(cancelled_after_two, service))
+    monkeypatch.setattr(service, "_sample", partial(cancelled_after_two, service))
     response = await client.post("/v1/completions", json=completion(stream=True))
     *chunks, error = events(response.text)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "h"]

@@ -245,7 +245,8 @@ async def read_whole(tokenizer_pool: TokenizerPool, body: bytes, read: Callable[
 
 
 async def test_a_large_body_whose_client_has_gone_is_freed() -> None:
-    """Its place in the queue remains until a thread reaches it; its bytes need not."""
+    """The body's place in the queue remains until a thread reaches it; its bytes are freed at
+    once."""
     tokenizer_pool, gate, freed = TokenizerPool(), threading.Event(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
 

@@ -1,4 +1,4 @@
-"""Where a rank takes its place from: the settings, or the label of the node it runs on."""
+"""A rank's location, from the settings or from the label of its node."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from csps.services.settings.settings import Settings, TopologySettings
 
 
 def on_node(monkeypatch: pytest.MonkeyPatch, label: str | None) -> None:
-    """This process runs on a Ray node with this label, or without one."""
+    """Run this process on a Ray node with this label, or without one."""
     labels = {} if label is None else {"csps.io/server": label}
     context = SimpleNamespace(get_node_labels=lambda: labels)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
-def test_a_node_without_the_label_is_the_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_the_label_is_server_0_0(monkeypatch: pytest.MonkeyPatch) -> None:
     on_node(monkeypatch, None)
     assert gangs.location("prefill", Settings(), 1) == "0-0-1"
 
@@ -37,7 +37,7 @@ def test_the_settings_come_before_the_label(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("label", ["", "rack0-srv1", "0", "0-1-2", "0-011", "0-1 "])
-def test_a_label_that_is_no_id_is_refused(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+def test_an_invalid_label_is_refused(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     on_node(monkeypatch, label)
     with pytest.raises(ConfigError) as refused:
         gangs.location("prefill", Settings(), 0)

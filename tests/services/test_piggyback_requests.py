@@ -1,4 +1,4 @@
-"""The life of a request that rides, over gangs that do as the test says."""
+"""The life of a piggybacked request over gangs that do as a test says."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ RIDING = {"token_budget": 100, "max_batch": 8}
 
 
 @asynccontextmanager
-async def riding(elastic: FakeGang | None = None, **more: Any) -> AsyncIterator[FakeCell]:
+async def chunked_cell(elastic: FakeGang | None = None, **more: Any) -> AsyncIterator[FakeCell]:
     gang = elastic or FakeGang("elastic", "e1")
     async with fake_cell(elastic=gang, policy="chunked_prefill", options=RIDING, **more) as cell:
         yield cell
 
 
 async def joined(cell: FakeCell, handle: RequestHandle) -> int:
-    """Wait until the request rides; returns its number."""
+    """Wait until the request has joined the decode batch; return its sequence_id."""
     await until(lambda: handle.state == "prefill")
     sequence_id = cell.sequence_id_of(handle)
     await until(lambda: cell.decode.has_joined(sequence_id))
     return sequence_id
 
 
-async def test_a_rider_runs_from_submission_to_its_last_token() -> None:
-    async with riding() as cell:
+async def test_a_piggybacked_request_runs_from_submission_to_its_last_token() -> None:
+    async with chunked_cell() as cell:
         handle = cell.submit(tokens=300, max_tokens=3)
         sequence_id = await joined(cell, handle)
         assert cell.decode.leader.joined == [
@@ -57,8 +57,8 @@ async def test_a_rider_runs_from_submission_to_its_last_token() -> None:
         assert placement["group"] == (placement["master"],)
 
 
-async def test_the_prompt_goes_to_the_ranks_of_the_master_and_to_nobody_else() -> None:
-    async with riding(FakeGang("elastic", "e1", instances=3, tp=2)) as cell:
+async def test_the_prompt_goes_to_the_ranks_of_the_master_only() -> None:
+    async with chunked_cell(FakeGang("elastic", "e1", instances=3, tp=2)) as cell:
         handle = cell.submit(tokens=300)
         sequence_id = await joined(cell, handle)
         reserved = [rank.reserved[sequence_id] for rank in cell.decode.ranks]
@@ -68,8 +68,8 @@ async def test_the_prompt_goes_to_the_ranks_of_the_master_and_to_nobody_else() -
         await finish(cell, handle, sequence_id)
 
 
-async def test_a_rider_joins_when_every_rank_expects_it_and_not_before() -> None:
-    async with riding() as cell:
+async def test_a_piggybacked_request_joins_once_every_rank_has_reserved() -> None:
+    async with chunked_cell() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
         await until(lambda: all("reserve" in rank.methods for rank in cell.decode.ranks))
@@ -80,8 +80,8 @@ async def test_a_rider_joins_when_every_rank_expects_it_and_not_before() -> None
         await finish(cell, handle, await joined(cell, handle))
 
 
-async def test_who_is_cancelled_while_slots_are_reserved_never_joins() -> None:
-    async with riding() as cell:
+async def test_a_request_cancelled_while_slots_are_reserved_never_joins() -> None:
+    async with chunked_cell() as cell:
         cell.decode.may_reserve.clear()
         handle = cell.submit()
         await until(lambda: all("reserve" in rank.methods for rank in cell.decode.ranks))
@@ -93,20 +93,20 @@ async def test_who_is_cancelled_while_slots_are_reserved_never_joins() -> None:
         assert all(rank.cancelled for rank in cell.decode.ranks)
 
 
-@pytest.mark.parametrize("drawn", [0, 1, 2])
-async def test_who_is_cancelled_on_the_way_gives_everything_back(drawn: int) -> None:
-    async with riding() as cell:
+@pytest.mark.parametrize("generated", [0, 1, 2])
+async def test_a_request_cancelled_while_it_runs_frees_everything(generated: int) -> None:
+    async with chunked_cell() as cell:
         handle = cell.submit(max_tokens=5)
         sequence_id = await joined(cell, handle)
-        for index in range(drawn):
+        for index in range(generated):
             cell.decode.sample(sequence_id, index)
-        await until(lambda: handle.timings.tokens == drawn)
+        await until(lambda: handle.timings.tokens == generated)
         handle.cancel()
         await cell.wait_until_free()
 
 
 async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None:
-    async with riding() as cell:
+    async with chunked_cell() as cell:
         handle = cell.submit(tokens=50, max_tokens=4)
         sequence_id = await joined(cell, handle)
         cell.decode.sample(sequence_id, 0, token=5)
@@ -126,8 +126,8 @@ async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None
         await cell.wait_until_free()
 
 
-async def test_a_refused_rider_is_tried_again_and_joins_once() -> None:
-    async with riding() as cell:
+async def test_a_request_whose_slots_are_refused_is_retried_and_joins_once() -> None:
+    async with chunked_cell() as cell:
         cell.decode.refuses = TransferError("full")
         handle = cell.submit()
         await until(lambda: handle.timings.attempts == 2)
@@ -137,8 +137,8 @@ async def test_a_refused_rider_is_tried_again_and_joins_once() -> None:
         await finish(cell, handle, sequence_id)
 
 
-async def test_a_rider_that_was_alone_in_two_dying_gangs_fails() -> None:
-    async with riding() as cell:
+async def test_a_request_alone_on_two_dying_gangs_fails() -> None:
+    async with chunked_cell() as cell:
         handle = cell.submit()
         await joined(cell, handle)
         await cell.decode.kill(0)
@@ -150,7 +150,7 @@ async def test_a_rider_that_was_alone_in_two_dying_gangs_fails() -> None:
             await anext(handle)
 
 
-async def test_on_a_pair_the_gang_that_decodes_is_ridden() -> None:
+async def test_a_pairs_decode_gang_prefills_short_ends() -> None:
     async with fake_cell(policy="chunked_prefill", options=RIDING) as cell:
         handle = cell.submit()
         sequence_id = await joined(cell, handle)
@@ -158,16 +158,18 @@ async def test_on_a_pair_the_gang_that_decodes_is_ridden() -> None:
         await finish(cell, handle, sequence_id)
 
 
-async def test_sparse_attention_is_refused_where_prompts_are_computed_in_pieces() -> None:
-    async with riding() as cell:
+async def test_sparse_attention_is_refused_under_chunked_prefill() -> None:
+    async with chunked_cell() as cell:
         with pytest.raises(InvalidRequest, match="computes all prompts exactly"):
             cell.submit(attention="csa", csa=CsaSettings())
 
 
 @pytest.mark.parametrize("strategy", ASKED_RINGS)
-async def test_rings_are_refused_there_as_well(strategy: AskedRing) -> None:
-    async with riding() as cell:
-        with pytest.raises(InvalidRequest, match=rf"'{strategy}' cannot .* in pieces"):
+async def test_rings_are_refused_under_chunked_prefill(strategy: AskedRing) -> None:
+    async with chunked_cell() as cell:
+        with pytest.raises(
+            InvalidRequest, match=rf"'{strategy}' cannot .* in chunks beside decoding"
+        ):
             cell.submit(strategy=strategy)
 
 
@@ -177,9 +179,9 @@ async def test_rings_are_refused_where_the_policy_chooses_them() -> None:
             cell.submit(strategy="ring_q")
 
 
-async def test_a_crowd_of_riders_outlives_its_gang() -> None:
-    """More than fit at a time, clients that leave, and a gang that dies under them."""
-    async with riding(FakeGang("elastic", "e1", kv_slots=3000)) as cell:
+async def test_many_piggybacked_requests_survive_their_gang() -> None:
+    """More requests than fit at a time, some of them cancelled, while the gang dies."""
+    async with chunked_cell(FakeGang("elastic", "e1", kv_slots=3000)) as cell:
         requests = [cell.submit(50 + 397 * n % 2500, 1 + n % 7) for n in range(40)]
         await until(lambda: len(cell.decode.leader.joined) > 3)
         for number in (0, 3, 35):
@@ -188,9 +190,9 @@ async def test_a_crowd_of_riders_outlives_its_gang() -> None:
         await cell.replace(FakeGang("elastic", "e2", kv_slots=3000))
         cell.run_by_itself()
         for number, handle in enumerate(requests):
-            drawn = [token.index async for token in handle]
+            generated = [token.index async for token in handle]
             if handle.finish_reason != "cancelled":
-                assert drawn == list(range(1 + number % 7))
+                assert generated == list(range(1 + number % 7))
         assert sum(request.timings.attempts == 2 for request in requests) >= 3
         await cell.wait_until_free()
 

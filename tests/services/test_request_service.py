@@ -98,8 +98,8 @@ async def test_decode_starts_once_all_kv_is_received() -> None:
         sequence_id = step.chunks[0].sequence_id
         cell.prefill.sample(sequence_id, 0, token=42)
         assert (await anext(handle)).token == 42
-        landing = [rank for rank in cell.decode.ranks if rank.reserved[sequence_id].slices]
-        assert len(landing) == 4
+        receiving_ranks = [rank for rank in cell.decode.ranks if rank.reserved[sequence_id].slices]
+        assert len(receiving_ranks) == 4
         assert handle.state == "receiving"
         assert not cell.decode.leader.joined
         cell.decode.receive_kv(sequence_id)
@@ -124,7 +124,7 @@ async def test_a_wrong_number_of_received_tokens_is_an_error() -> None:
                 }
             )
         cell.decode.receive_kv(sequence_id)
-        with pytest.raises(Exception, match="99 tokens landed"):
+        with pytest.raises(Exception, match="KV of 99 tokens, expected 100"):
             await read(handle)
 
 
@@ -597,7 +597,7 @@ async def test_a_request_whose_kv_is_not_received_in_time_fails() -> None:
         handle = cell.submit()
         step = await cell.prefilling(handle)
         cell.prefill.sample(step.chunks[0].sequence_id, 0)
-        with pytest.raises(DeadlineExceeded, match="KV landing"):
+        with pytest.raises(DeadlineExceeded, match="KV transfer did not finish"):
             await read(handle)
         await cell.wait_until_free()
 

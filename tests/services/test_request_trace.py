@@ -52,8 +52,8 @@ class Server:
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 3}
         async with serving(api.app()) as url, httpx.AsyncClient(base_url=url) as client:
             answer = await client.post("/v1/completions", json=body, headers=headers)
-        told: dict[str, Any] = answer.json()
-        return told
+        body: dict[str, Any] = answer.json()
+        return body
 
 
 @pytest.fixture
@@ -66,13 +66,13 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 
 
 async def test_the_clients_trace_continues(server: Server, spans: InMemorySpanExporter) -> None:
-    told = await server.ask(ASKED)
+    body = await server.ask(ASKED)
     found = named(spans)
     request = found["llm_request"]
     assert request.parent is not None
     assert (request.context.trace_id, request.parent.span_id) == (7, 9)
     assert request.attributes is not None
-    assert request.attributes["gen_ai.response.id"] == told["id"]
+    assert request.attributes["gen_ai.response.id"] == body["id"]
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
     for name in ("receive", "tokenize"):
         assert found[name].parent == request.context
@@ -83,10 +83,10 @@ async def test_an_error_has_the_type_that_the_client_received(
     server: Server, spans: InMemorySpanExporter
 ) -> None:
     server.service.refusal = QueueFull("full", retry_after_s=1.0)
-    told = await server.ask({})
+    body = await server.ask({})
     attributes = named(spans)["llm_request"].attributes
     assert attributes is not None
-    assert attributes["error.type"] == told["error"]["code"] == "queue_full"
+    assert attributes["error.type"] == body["error"]["code"] == "queue_full"
 
 
 KEY = {"authorization": "Bearer friend"}

@@ -1,4 +1,4 @@
-"""Rings that requests ask for, of prompts that are computed in chunks, on real ranks."""
+"""Rings that requests ask for, with prompts that are computed in chunks, on real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 6
 
 
 async def test_every_chunk_keeps_the_ring_that_was_asked_for(tiny_llama: Path) -> None:
-    """Side by side, so that later prompts begin on fewer instances than they end on."""
+    """The prompts run side by side, so later ones begin on fewer instances than they end on."""
     policy = make_policy("tetris", {"improvement_rate": 0.0, "min_chunk": 32})
     async with real_cell(tiny_llama, policy) as cell:
         handles = [
@@ -33,10 +33,10 @@ async def test_every_chunk_keeps_the_ring_that_was_asked_for(tiny_llama: Path) -
             for seed, ring in enumerate(2 * ASKED_RINGS)
         ]
         answers = await asyncio.gather(*map(answer, handles))
-        for it, tokens in zip(handles, answers, strict=True):
-            prompt = it.spec.prompt.tolist()
+        for handle, tokens in zip(handles, answers, strict=True):
+            prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, TOKENS)
-            assert it.plan is not None
-            asked = it.spec.strategy
-            assert it.plan.strategy == ("ring_kv" if asked == "ring" else asked)
+            assert handle.plan is not None
+            asked = handle.spec.strategy
+            assert handle.plan.strategy == ("ring_kv" if asked == "ring" else asked)
         await cell.settled()

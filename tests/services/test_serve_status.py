@@ -37,7 +37,7 @@ PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
 ray::ServeReplica:csps:PrefillGang.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
   File "csps/services/deployments/gang_rank.py", line 54, in __init__
-csps.models.network.checkpoint_json.MissingTensorError: the weight files have no tensor model.norm.weight
+csps.models.network.checkpoint_json.MissingTensorError: no tensor model.norm.weight
 """
 
 
@@ -194,7 +194,8 @@ def test_a_failed_deployment_says_what_its_replicas_raised(
 ) -> None:
     """Serve's message for the application names the deployment only."""
     cluster.statuses = [applications(config, "DEPLOY_FAILED", message=FAILED)]
-    expected = r"^deployment failed: PrefillGang: csps\.models\.errors\.MissingTensorError: the "
+    error = r"csps\.models\.network\.checkpoint_json\.MissingTensorError: "
+    expected = rf"^deployment failed: PrefillGang: {error}"
     with pytest.raises(ConfigError, match=expected):
         said_while_waiting(config, head)
 
@@ -209,7 +210,7 @@ def test_an_error_of_replicas_is_shown_while_serve_tries_again(config: DeployCon
     status = ServeStatus(**applications(config, "DEPLOYING", message=FAILED))
     assert status.progress(config, "starting") == (
         "PrefillGang 1/2 (PrefillGang: csps.models.network.checkpoint_json.MissingTensorError: "
-        "the weights have no model.norm.weight)"
+        "no tensor model.norm.weight)"
     )
 
 
@@ -266,7 +267,9 @@ def test_an_application_stays_if_the_new_one_cannot_fit_without_it(
     large = with_slots(config, 2 * 10**6)
     cluster.statuses = [replaced_by(config, prefill={"instances": 1, "kv_slots": kv_slots})]
     memory[:] = [0.0]
-    with pytest.raises(ConfigError, match=r"^0\.0 GiB .*, and at most .* more once the running server ends, but"):
+    with pytest.raises(
+        ConfigError, match=r"^0\.0 GiB .*, and at most .* more once the running server ends, but"
+    ):
         _clear(head, large)
     assert cluster.asked == ["/api/serve/applications/"]
 

@@ -14,7 +14,7 @@ import pytest
 from arbitrary_layout_policy import AnyLayout
 from gang_driver import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually
-from paused_ranks import HeldSteps, HeldStream
+from paused_ranks import PausedSteps, PausedDecodeBatch
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.costs.cost_table import CostTable, Latencies, Unmeasured
@@ -50,14 +50,14 @@ class Cell:
     instances: int
     tp: int
     backends: int
-    """Transfers that a decode rank takes at a time."""
+    """Transfers that a decode rank receives at a time."""
     kv_slots: int
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
     started: list[ThreadGang] = field(default_factory=list)
-    """These, and those before them."""
+    """Gangs that run now, and those before them."""
 
     async def start_gang(self, role: GangRole, in_processes: Sequence[int] = ()) -> None:
-        """Start a gang, in the place of the one before it if there was one."""
+        """Start a gang, replacing the one before it if there was one."""
         plan = GangPlan(
             model_dir=str(self.model),
             role=role,
@@ -71,7 +71,7 @@ class Cell:
         await self.gangs[role].start()
 
     def publish(self) -> None:
-        """Tell the router of the gangs."""
+        """Publish the gangs to the router."""
         members = {role: gang.members for role, gang in self.gangs.items()}
         self.directory.publish(ClusterView(**members))
 
@@ -96,7 +96,7 @@ class Cell:
         )
 
     async def settled(self) -> None:
-        """All slots have come back."""
+        """Wait until all slots are free."""
         await eventually(lambda: not self.service.counts.prefill_kv)
         await eventually(lambda: not self.service.counts.decode_kv)
         ranks = [rank for gang in self.gangs.values() for rank in gang.ranks]
@@ -138,11 +138,11 @@ async def real_cell(
     latencies: Latencies | None = None,
     observer: RequestObserver | None = None,
 ) -> AsyncIterator[Cell]:
-    """Two prefill and two decode ranks, linked; or other gangs.
+    """Yield two prefill and two decode ranks, linked, or other gangs.
 
     Args:
         mortal: role of the gang whose rank 1 is a process.
-        latencies: that the policy reckons with.
+        latencies: latencies that the policy assumes.
     """
     directory = StaticDirectory()
     cluster = Cluster(
@@ -206,10 +206,9 @@ async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(
 
 
 @pytest.mark.parametrize("roles", [PAIR, ELASTIC])
-async def test_rows_kv_and_answers_may_lie_anyhow(
-    tiny_llama: Path, roles: Sequence[GangRole]
-) -> None:
-    """Prompts in chunks, in any layout, kept in another one, answers by turns."""
+async def test_answers_are_right_in_any_layout(tiny_llama: Path, roles: Sequence[GangRole]) -> None:
+    """Prompts run in chunks in any layout, are stored in another one, and take turns at
+    answering."""
     async with real_cell(tiny_llama, AnyLayout(7), roles=roles) as cell:
         requests = [cell.submit(length, seed=length) for length in (90, 5, 33, 140, 17, 61)]
         answers = await asyncio.gather(*map(answer, requests))
@@ -227,10 +226,8 @@ async def test_rows_kv_and_answers_may_lie_anyhow(
     ],
     ids=str,
 )
-async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
-    tiny_llama: Path, gangs: dict[str, Any]
-) -> None:
-    """KV, keepers and masters change while answers are drawn, and nothing else does."""
+async def test_sequences_may_move_all_the_time(tiny_llama: Path, gangs: dict[str, Any]) -> None:
+    """KV, KV holders and masters change while tokens are sampled; the tokens do not."""
     events: list[ElasticEvent] = []
     observer = NullObserver()
     observer.elastic = events.append  # type: ignore[method-assign]
@@ -241,20 +238,20 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
         async with cancelled:
             await eventually(lambda: cancelled.state == "decoding")
             requests.append(cell.submit(60, max_tokens=40, seed=60))
-            await eventually(lambda: any(it.kind == "migrate" for it in cancelled.elastic))
+            await eventually(lambda: any(event.kind == "migrate" for event in cancelled.elastic))
         answers = await asyncio.gather(*map(answer, requests))
         for handle, tokens in zip(requests, answers, strict=True):
             prompt = handle.spec.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 40)
         migrated = [event for event in events if event.kind == "migrate"]
         assert len(migrated) > 2
-        assert all(it.sent_bytes and it.tokens and it.seconds for it in migrated)
+        assert all(event.sent_bytes and event.tokens and event.seconds for event in migrated)
         await cell.settled()
 
 
 @pytest.mark.slow
-async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> None:
-    """Where all of them do, and a prompt waits that takes longer than the move."""
+async def test_loongserve_moves_sequences_off_a_decoding_instance(tiny_llama: Path) -> None:
+    """All instances decode, and a waiting prompt takes longer than the move."""
     events: list[ElasticEvent] = []
     observer = NullObserver()
     observer.elastic = events.append  # type: ignore[method-assign]
@@ -275,7 +272,7 @@ async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> 
         await cell.settled()
 
 
-async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path) -> None:
+async def test_prompts_with_one_token_answers_free_all_slots(tiny_llama: Path) -> None:
     async with real_cell(tiny_llama) as cell:
         requests = [cell.submit(length, max_tokens=1, seed=length) for length in (5, 100, 400)]
         for handle, tokens in zip(
@@ -290,10 +287,10 @@ async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path
     ("policy", "roles"),
     [("csps", PAIR), ("context_parallel", PAIR), ("context_parallel", ELASTIC)],
 )
-async def test_sparse_attention_that_drops_nothing_says_the_same(
+async def test_sparse_attention_that_drops_nothing_answers_the_same(
     tiny_llama: Path, policy: str, roles: Sequence[GangRole]
 ) -> None:
-    """On one instance and on two, by each strategy, beside exact requests."""
+    """Requests run on one instance and on two, by each strategy, beside exact requests."""
     options = [
         *(
             CsaSettings(strategy=strategy, drop_ratios=((0.0,),))
@@ -317,7 +314,7 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(
         await cell.settled()
 
 
-async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_llama: Path) -> None:
+async def test_decoding_continues_while_a_killed_prefill_gang_is_replaced(tiny_llama: Path) -> None:
     async with real_cell(tiny_llama, mortal="prefill") as cell:
         decoding = cell.submit(200, max_tokens=2000, seed=1)
         await anext(decoding)
@@ -336,7 +333,8 @@ async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_lla
 
 
 def streams(count: int, *, first: int, further: int, max_tokens: int) -> list[dict[str, Any]]:
-    """What `Cell.submit` takes, greedy and seeded in turns, each prompt longer by so much."""
+    """Return arguments for `Cell.submit`: greedy and seeded in turns, each prompt `further` tokens
+    longer."""
     return [
         {
             "length": first + further * n,
@@ -349,18 +347,18 @@ def streams(count: int, *, first: int, further: int, max_tokens: int) -> list[di
 
 
 @pytest.mark.parametrize("killed", PAIR)
-async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
+async def test_streams_continue_with_the_same_tokens_when_a_gang_is_killed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, killed: GangRole
 ) -> None:
-    """Greedy and seeded ones; some are being decoded then, one is being prefilled, some wait."""
+    """Greedy and seeded streams: some decode at that time, one prefills, some wait."""
     async with real_cell(tiny_llama, mortal=killed) as cell:
         wanted = streams(8, first=100, further=60, max_tokens=60)
-        undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
-        requests = [cell.submit(**it) for it in wanted[:4]]
+        undisturbed = await asyncio.gather(*(answer(cell.submit(**options)) for options in wanted))
+        requests = [cell.submit(**options) for options in wanted[:4]]
         answers = [asyncio.ensure_future(answer(handle)) for handle in requests]
         await eventually(lambda: sum(handle.timings.tokens > 3 for handle in requests) >= 2)
-        steps = HeldSteps(monkeypatch)
-        requests += [cell.submit(**it) for it in wanted[4:]]
+        steps = PausedSteps(monkeypatch)
+        requests += [cell.submit(**options) for options in wanted[4:]]
         answers += [asyncio.ensure_future(answer(handle)) for handle in requests[4:]]
         await steps.begun()
         cell.gangs[killed].process(1).kill()
@@ -372,21 +370,21 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
         await cell.settled()
 
 
-async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(
+async def test_answers_and_piggybacked_prefills_continue_when_an_elastic_gang_is_killed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some are being decoded then, some ride, some wait."""
+    """Some decode at that time, some are piggybacked, some wait."""
     async with real_cell(tiny_llama, "chunked_prefill", roles=ELASTIC, mortal="elastic") as cell:
         wanted = streams(8, first=100, further=150, max_tokens=60)
-        undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
+        undisturbed = await asyncio.gather(*(answer(cell.submit(**options)) for options in wanted))
         stream = cell.gangs["elastic"].ranks[0].loop.decode_batch
-        held = HeldStream(monkeypatch, stream, after=20)  # of some eighty that prompts take
-        requests = [cell.submit(**it) for it in wanted]
+        paused = PausedDecodeBatch(monkeypatch, stream, after=20)  # of some eighty that prompts take
+        requests = [cell.submit(**options) for options in wanted]
         answers = [asyncio.ensure_future(answer(handle)) for handle in requests]
         await eventually(lambda: any(handle.timings.tokens > 3 for handle in requests))
         assert any(handle.state == "prefill" for handle in requests)
         cell.gangs["elastic"].process(1).kill()
-        held.go_on.set()
+        paused.go_on.set()
         await eventually(lambda: not cell.service.ready)
         await cell.start_gang("elastic")
         cell.publish()

@@ -86,8 +86,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ),
         ({**ELASTIC, "decode": {}}, "replaces the prefill and decode gangs: remove decode"),
         ({"elastic": {"instnces": 2}}, "elastic: unknown setting 'instnces'; did you mean"),
-        ({"topology": {"elastic": ["0-0-0"]}}, "topology.elastic: there is no elastic gang"),
-        ({**ELASTIC, "topology": {"prefill": ["0-0-0"]}}, "topology.prefill: there is no prefill"),
+        ({"topology": {"elastic": ["0-0-0"]}}, "topology.elastic: this cell has no elastic gang"),
+        ({**ELASTIC, "topology": {"prefill": ["0-0-0"]}}, "topology.prefill: this cell has no pre"),
         ({**ELASTIC, "topology": {"elastic": ["0-0-0"]}}, "topology.elastic: 1 locations for a ga"),
         (
             {"scheduling": {"policy": "chunked_prefill", "token_budget": 63}},

@@ -1,9 +1,7 @@
-"""HAProxy as Serve starts it, in front of an HTTP server of the test, without Ray.
+"""Clients that stop in the middle of a request get an answer and lose their connection.
 
-Clients that stop in the middle of a request get an answer, and do not keep their connection.
-
-Real sockets: before HAProxy on the configuration that Serve gives it, and before uvicorn alone, as
-Serve's own proxies and the router's port are.
+Real sockets: before HAProxy with the configuration that Serve gives it, without Ray, and before
+uvicorn alone, as Serve's own proxies and the router's port are.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ LOOPBACK = "127.0.0.1"
 async def haproxy(
     folder: Path, router: tuple[str, int], *, client_silence_s: int
 ) -> AsyncIterator[tuple[str, int]]:
-    """Runs it on Serve's own configuration; yields its address.
+    """Run HAProxy with Serve's own configuration; yield its address.
 
     Args:
-        folder: with a path short enough for a socket.
-        router: what it passes requests on to.
-        client_silence_s: instead of `http_front.CLIENT_SILENCE_S`.
+        folder: its path must be short enough for a socket.
+        router: address to which HAProxy forwards requests.
+        client_silence_s: instead of `reverse_proxy.CLIENT_SILENCE_S`.
     """
     port, *others = free_ports(4)
     variables = reverse_proxy_environment(folder, folder, ports=others, host=LOOPBACK)
@@ -93,7 +91,7 @@ def _api(config: HAProxyConfig, folder: Path, router: tuple[str, int]) -> HAProx
 
 
 async def _serving(port: int, process: asyncio.subprocess.Process) -> None:
-    """Until a request passes through."""
+    """Wait until a request passes through."""
     while process.returncode is None:
         try:
             reader, writer = await asyncio.open_connection(LOOPBACK, port)
@@ -109,9 +107,9 @@ async def _serving(port: int, process: asyncio.subprocess.Process) -> None:
 
 
 PATIENCE_S = 0.3
-"""For headers and for the next byte of a body."""
+"""Deadline for headers and for the next byte of a body."""
 HAPROXY_S = 2
-"""Longer, as by default: it would answer in the place of the router, and with 400."""
+"""A longer deadline, as by default: HAProxy would otherwise answer before the router, with 400."""
 DEADLINE_S = 60.0
 STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
     "unknown path": 404,
@@ -121,7 +119,7 @@ STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
 
 @pytest.fixture
 def patience_s(request: pytest.FixtureRequest) -> float:
-    """The default, if a test does not ask for another."""
+    """Return the deadline, unless a test sets another one."""
     asked: float = getattr(request, "param", PATIENCE_S)
     return asked
 
@@ -156,23 +154,23 @@ async def front(router: tuple[str, int]) -> AsyncIterator[tuple[str, int]]:
             yield address
 
 
-async def test_haproxy_answers_and_hangs_up(front: tuple[str, int]) -> None:
+async def test_haproxy_answers_and_disconnects(front: tuple[str, int]) -> None:
     await check_all(front)
 
 
-async def test_uvicorn_answers_and_hangs_up(router: tuple[str, int]) -> None:
+async def test_uvicorn_answers_and_disconnects(router: tuple[str, int]) -> None:
     await check_all(router)
 
 
 async def check_all(address: tuple[str, int]) -> None:
     clients = (outcome(*address, sent, deadline_s=DEADLINE_S) for sent in HALF_SENT.values())
     seen = dict(zip(HALF_SENT, await asyncio.gather(*clients), strict=True))
-    assert {name: it.status for name, it in seen.items()} == STATUS
-    assert all(it.open_s >= PATIENCE_S for it in seen.values())
+    assert {name: end.status for name, end in seen.items()} == STATUS
+    assert all(end.open_s >= PATIENCE_S for end in seen.values())
 
 
-async def test_a_silent_connection_is_closed_without_a_word(router: tuple[str, int]) -> None:
-    """There was no request that could be answered."""
+async def test_a_silent_connection_is_closed_without_an_answer(router: tuple[str, int]) -> None:
+    """There is no request to answer."""
     reader, writer = await asyncio.open_connection(*router)
     async with asyncio.timeout(DEADLINE_S):
         assert await reader.read() == b""
@@ -182,7 +180,9 @@ async def test_a_silent_connection_is_closed_without_a_word(router: tuple[str, i
 WHOLE = HEADERS + b"content-length: 2\r\n\r\n{}"
 
 
-async def test_the_next_request_of_a_connection_has_the_same_time(router: tuple[str, int]) -> None:
+async def test_the_next_request_of_a_connection_has_the_same_deadline(
+    router: tuple[str, int],
+) -> None:
     reader, writer = await asyncio.open_connection(*router)
     async with asyncio.timeout(DEADLINE_S):
         writer.write(WHOLE)
@@ -206,7 +206,7 @@ async def test_a_request_in_time_is_served_through_haproxy(front: tuple[str, int
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf"])
-def test_a_deadline_that_is_none_is_named(
+def test_an_invalid_deadline_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(header_deadline.VARIABLE, text)

@@ -1,6 +1,8 @@
-"""Requests on a tensor-parallel gang, over HTTP: the strategy that the deployed configurator
-chooses for each runs on real ranks, says what transformers says, and is named with its reason;
-sparse attention runs as asked, and sends less."""
+"""Requests on a tensor-parallel gang over HTTP, on real ranks.
+
+The strategy that the deployed configurator chooses runs, answers like transformers, and is named
+with its reason. Sparse attention runs as asked, and transfers less.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ SPT, SHORT = 512, 32
 FP32 = 4
 
 NARROW: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 4}
-"""Two instances of two ranks pay for 2 x 20480 weights from 853 tokens on: that many heads' rows
-cost (1 + 1/4) 3/2 + 1 of 64 elements each, split heads' rows 1 + 1/4 + 2."""
+"""Model for which two instances of two ranks pay for 2 x 20480 weights from 853 tokens on.
+
+That many heads' rows cost (1 + 1/4) 3/2 + 1 of 64 elements each, split heads' rows 1 + 1/4 + 2.
+"""
 WIDE: dict[str, Any] = {**NARROW, "hidden_size": 32, "num_attention_heads": 8, "head_dim": 16}
-"""Queries four times as wide as the rows that SP-TP sends."""
+"""Model with queries four times as wide as the rows that SP-TP sends."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers that may drop, between two that may not."""
+    """Return a model with three layers that may drop, between two that may not."""
     return make_checkpoint(tmp_path_factory.mktemp("deep"), num_hidden_layers=5, **NARROW)
 
 
@@ -92,20 +96,20 @@ async def ask(server: Served, length: int, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
     answer: httpx.Response = await server.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 def bytes_between_ranks(server: Served) -> int:
-    """Of prefill so far, without the sums over instances."""
+    """Return the bytes that prefill has sent so far, without the sums over instances."""
     return sum(sum(rank.engine.mesh.bytes_sent) for rank in server.gangs[0].ranks)
 
 
 def metric(server: Served, name: str) -> float:
-    """The sum of a metric's series."""
+    """Return the sum of a metric's series."""
     families = text_string_to_metric_families(server.metrics.render().decode())
     samples = (sample for family in families for sample in family.samples)
-    return sum(it.value for it in samples if it.name == f"csps:{name}")
+    return sum(sample.value for sample in samples if sample.name == f"csps:{name}")
 
 
 def said_by_transformers(model: Path, length: int) -> str:
@@ -122,7 +126,7 @@ def check(told: dict[str, Any], model: Path, length: int, strategy: str) -> None
 
 @dataclass(frozen=True)
 class Sparse:
-    """An answer, and what its prefill's ranks sent each other."""
+    """An answer, and the bytes that its prefill's ranks sent each other."""
 
     told: dict[str, Any]
     sent: int
@@ -131,7 +135,7 @@ class Sparse:
 async def sparsely(
     server: Served, length: int, groups: Sequence[LayerGroup], **asked: Any
 ) -> Sparse:
-    """By a plan of these layer groups."""
+    """Answer by a plan of these layer groups."""
     before = bytes_between_ranks(server)
     told = await ask(server, length, attention="csa", strategy="ntp", levels=2, **asked)
     await server.settled()
@@ -146,16 +150,18 @@ async def sparsely(
 
 
 def counted_bytes(model: Path, length: int, groups: Sequence[LayerGroup]) -> float:
-    """Bytes by the configurator's formula, all layers that exchange together."""
+    """Return the bytes by the configurator's formula, over all layers that exchange together."""
     shape = attention_shape(Settings(model=str(model)))
     plan = CsaPlan(locations=("0-0-0", "0-1-2"), levels=2, layer_groups=tuple(groups))
     traffic = csa_traffic(shape, plan, tp=2, spts=[length // 2] * 2)
     return traffic.cost(1.0) * (shape.layers - 1) * FP32
 
 
-async def test_each_prompt_runs_by_what_moves_least(narrow: Path) -> None:
-    """All at once: long prompts by gathered weights, middling and short ones with split heads,
-    each on both instances but the short ones, which run inside the others."""
+async def test_each_prompt_runs_by_the_strategy_that_transfers_least(narrow: Path) -> None:
+    """All at once: long prompts by gathered weights, middling and short ones by split heads.
+
+    Each runs on both instances, except the short ones, which run inside the others.
+    """
     wanted = {1030: "gathered_weights", 20: "ulysses", 700: "ulysses", 1100: "gathered_weights"}
     async with deployed(narrow) as server:
         answers = await asyncio.gather(*(ask(server, length) for length in wanted))
@@ -187,8 +193,9 @@ async def test_levels_where_the_link_between_servers_is_slow(narrow: Path) -> No
         await server.settled()
 
 
-async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
-    """Beside the words that begin each layer, and the last row's attention in the last one."""
+async def test_transferred_bytes_are_those_of_the_formula(narrow: Path) -> None:
+    """Besides them, each layer begins with a few words, and the last one computes one row's
+    attention."""
     shape = attention_shape(Settings(model=str(narrow)))
     counted = gathered_weights_traffic(shape, GroupShape((2,), tp=2), 1100).cost(1.0)
     async with deployed(narrow) as server:
@@ -202,8 +209,8 @@ async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)
 
 
-async def test_rings_as_asked(narrow: Path) -> None:
-    """On both instances, in zigzag, with the bytes of the formulas; and on one."""
+async def test_rings_run_as_asked(narrow: Path) -> None:
+    """Rings run on two instances, in zigzag, with the bytes of the formulas; and on one."""
     length, shape = 1000, attention_shape(Settings(model=str(narrow)))
     formulas = {"ring_kv": ring_kv_traffic, "ring_q": ring_q_traffic}
     async with deployed(narrow) as server:
@@ -226,7 +233,7 @@ async def test_rings_as_asked(narrow: Path) -> None:
             assert told["choices"][0]["text"] == said_by_transformers(narrow, 20)
 
 
-async def test_the_better_ring(narrow: Path) -> None:
+async def test_the_better_ring_is_chosen(narrow: Path) -> None:
     async with deployed(narrow) as server:
         told = await ask(server, 600, strategy="ring", attention="exact")
         plan = told["csps"]["plan"]
@@ -250,11 +257,11 @@ SPARSE: list[tuple[dict[str, Any], list[LayerGroup]]] = [
         [layers(0, 2, [0.0], 4, 4), layers(2, 5, BY_HEAD, 1, 2)],
     ),
 ]
-"""What is asked for, and the layer groups of the plan."""
+"""Options that requests ask for, and the layer groups of their plans."""
 
 
-async def test_what_is_dropped_is_not_sent(deep: Path) -> None:
-    """On two servers, in three of five layers; all else is the same at any ratio."""
+async def test_dropped_keys_are_not_transferred(deep: Path) -> None:
+    """Two servers, three of five layers drop; all else is the same at any ratio."""
     length, none = 900, [layers(0, 5, [0.0], 4, 4)]
     async with deployed(deep, servers=2) as server:
         exact = await sparsely(server, length, none, drop_ratio=0)

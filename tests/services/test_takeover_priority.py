@@ -1,4 +1,4 @@
-"""Which router goes first: an older one that needs gangs, as long as it shows signs of life."""
+"""Takeover priority of an older router that needs gangs, as long as its heartbeat changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
 from csps.services.cluster.fencing import MemoryGenerations, TakeoverPriority
 
 
-async def test_an_older_router_goes_first_until_it_steps_back() -> None:
+async def test_an_older_router_has_priority_until_it_gives_it_up() -> None:
     shared = MemoryGenerations()
     older, newer = TakeoverPriority(shared), TakeoverPriority(shared)
     await newer.check(2, now=0.0)
@@ -23,14 +23,14 @@ async def test_an_older_router_goes_first_until_it_steps_back() -> None:
     await newer.check(2, now=100.0)
 
 
-async def test_a_newer_router_does_not_go_before_an_older_one() -> None:
+async def test_a_newer_router_has_no_priority_over_an_older_one() -> None:
     shared = MemoryGenerations()
     older, newer = TakeoverPriority(shared), TakeoverPriority(shared)
     await newer.renew(2)
     await older.check(1, now=0.0)
 
 
-async def test_a_dead_router_is_waited_for_no_longer_than_its_lease() -> None:
+async def test_a_dead_routers_priority_ends_with_its_heartbeat() -> None:
     shared = MemoryGenerations()
     await TakeoverPriority(shared).renew(1)
     newer = TakeoverPriority(shared)
@@ -40,7 +40,7 @@ async def test_a_dead_router_is_waited_for_no_longer_than_its_lease() -> None:
     await newer.check(2, now=10.1 + LIVENESS_TIMEOUT_S)
 
 
-async def test_a_router_that_got_a_new_generation_leaves_no_trace_of_the_old_one() -> None:
+async def test_a_new_generation_releases_the_old_ones_priority() -> None:
     shared = MemoryGenerations()
     router = TakeoverPriority(shared)
     await router.renew(1)

@@ -16,7 +16,7 @@ from gang_threads import ThreadGang, eventually, thread_gang
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
-from csps.protocols.gang import members as fence
+from csps.protocols.gang import members
 from csps.services.cluster.attachment import STANDBY, Cluster
 from csps.services.router.service import RequestService
 
@@ -29,7 +29,7 @@ LASTING = 200
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen leases: a busy machine may make a router stand still."""
-    monkeypatch.setattr(fence, "LEASE_S", 600.0)
+    monkeypatch.setattr(members, "LIVENESS_TIMEOUT_S", 600.0)
 
 
 @dataclass
@@ -126,7 +126,7 @@ async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(
     first.stand_still()
     async with ranks.here() as (cluster, service):
         with monkeypatch.context() as impatient:
-            impatient.setattr(fence, "LEASE_S", 0.0)
+            impatient.setattr(members, "LIVENESS_TIMEOUT_S", 0.0)
             link = await linked(cluster, ANSWER_S)
         stream = greedy(service, PROMPT, LASTING)
         await anext(stream)

@@ -16,7 +16,7 @@ from testbed.network import Testbed, two_servers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `testbed` is skipped, with the reason, where no bed can be made."""
+    """Skip tests marked `testbed`, with the reason, if no bed can be made."""
     try:
         iproute.require()
     except iproute.UnavailableError as exc:
@@ -27,12 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beds of these tests are not mixed up with those of a benchmark under way."""
+    """Separate the beds of these tests from those of a running benchmark."""
     monkeypatch.setattr(claim, "CLAIMS", tmp_path / "claims")
 
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Testbed]:
-    """One bed of 800 Mbit/s for a file's tests."""
+    """Yield one bed of 800 Mbit/s for a file's tests."""
     with two_servers(Link.parse("800mbit")) as made:
         yield made

@@ -24,7 +24,7 @@ FOREVER = ("sleep", "3600")
 
 
 class Mishap(Exception):
-    """What goes wrong in a test."""
+    """A failure inside a test."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,14 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def _machine() -> tuple[set[str], set[str]]:
-    """Namespaces, and devices of the machine's own network."""
+    """Return namespaces, and devices of the machine's own network."""
     devices = json.loads(iproute.run("ip", "-j", "link", "show"))
     namespaces = json.loads(iproute.run("ip", "-j", "netns", "list") or "[]")
     return {namespace["name"] for namespace in namespaces}, {device["ifname"] for device in devices}
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it runs; a killed child is reaped."""
+    """Return whether a process runs; a killed child is reaped."""
     try:
         process.wait(WAIT_S if process.returncode is None else 0)
     except subprocess.TimeoutExpired:
@@ -81,7 +81,7 @@ def test_processes_inside_end_with_the_bed() -> None:
 
 
 def _appears(pid: int, namespace: str) -> bool:
-    """Whether a process has entered a namespace, within a while."""
+    """Return whether a process enters a namespace, within a while."""
     deadline = os.times().elapsed + WAIT_S
     while os.times().elapsed < deadline:
         if pid in iproute.pids(namespace):
@@ -154,7 +154,7 @@ with two_servers(Link()) as bed:
 
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[str]]:
-    """Another process that has a bed and waits."""
+    """Yield another process that has a bed and waits."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(claim.CLAIMS)],
         stdin=subprocess.PIPE,
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_bed_with_its_owner(
     assert not any(iproute.exists(namespace) for namespace in bed.namespaces)
 
 
-def test_what_a_killed_owner_leaves_is_taken_down(owner: subprocess.Popen[str]) -> None:
+def test_the_bed_of_a_killed_owner_is_removed(owner: subprocess.Popen[str]) -> None:
     assert owner.stdout is not None
     bed = Testbed(owner.stdout.readline().strip())
     left = subprocess.Popen(bed.servers[0].command(*FOREVER), start_new_session=True)

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.testbed
 
 MEGABYTES, ROUNDS = 2.0, 2
 PAYLOAD = MEGABYTES * 1e6 * (ROUNDS + 1)
-"""With the round that connects."""
+"""Bytes of payload, with the round that connects."""
 HEADERS = 0.1
 """More than TCP/IP headers, acknowledgements, the rendezvous and control take."""
 
 
 @pytest.fixture(scope="module")
 def across(bed: Testbed) -> Throughput:
-    """Over a link without a rate."""
+    """Measure over a link without a rate."""
     bed.set_rate(None)
     try:
         return measure(bed, *bed.servers, MEGABYTES, ROUNDS)

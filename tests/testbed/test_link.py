@@ -25,11 +25,11 @@ def test_bytes_per_second_are_an_eighth() -> None:
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "800", "800 mbit", "-1mbit", "800mb", "0mbit"])
-def test_what_is_no_rate_is_refused(rate: str) -> None:
+def test_an_invalid_rate_is_rejected(rate: str) -> None:
     with pytest.raises(ValueError, match="mbit"):
         Link.parse(rate)
 
 
-def test_what_is_no_delay_is_refused() -> None:
+def test_an_invalid_delay_is_rejected() -> None:
     with pytest.raises(ValueError, match="us, ms, s"):
         Link.parse(delay="5mbit")

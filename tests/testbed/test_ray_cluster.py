@@ -42,7 +42,7 @@ def deployed() -> Iterator[tuple[Testbed, str]]:
 
 @pytest.fixture(scope="module")
 def csps(deployed: tuple[Testbed, str]) -> Csps:
-    """Runs `csps` with the deployed configuration on server 0."""
+    """Run `csps` with the deployed configuration on server 0."""
     bed, _ = deployed
     config, environment = files_of(bed.name) / "config.yaml", ray_cluster.environment(bed)
 
@@ -72,7 +72,7 @@ def test_prefill_ranks_are_split_over_the_servers(deployed: tuple[Testbed, str])
     assert [_replicas(server, "PrefillGang") for server in bed.servers] == [2, 2]
 
 
-def test_it_answers_across_the_link(deployed: tuple[Testbed, str]) -> None:
+def test_the_server_answers_across_the_link(deployed: tuple[Testbed, str]) -> None:
     bed, url = deployed
     before = bed.traffic()
     ask = bed.servers[0].command(sys.executable, "-c", ASK.format(url=url))

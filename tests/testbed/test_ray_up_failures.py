@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.testbed, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def own_bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Testbed]:
-    """A bed whose files lie where a socket's path is not too long for Ray."""
+    """Yield a bed whose files have paths short enough for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="csps-") as folder:
         monkeypatch.setattr(claim, "CLAIMS", Path(folder) / "claims")
         with two_servers(Link()) as bed:
@@ -29,7 +29,7 @@ def own_bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Testbed]:
 
 @pytest.fixture
 def bystander(own_bed: Testbed) -> Iterator[int]:
-    """A process on server 1 that somebody else runs there."""
+    """Yield a process on server 1 that somebody else runs there."""
     command = own_bed.servers[1].command("sh", "-c", "echo here; exec sleep 3600")
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -39,7 +39,7 @@ def bystander(own_bed: Testbed) -> Iterator[int]:
 
 
 def _ray_up(bed: Testbed, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says when it fails."""
+    """Return the command's error message."""
     assert cli.main(["ray-up", "--bed", bed.name]) == 1
     return capsys.readouterr().err
 

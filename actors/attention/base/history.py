@@ -255,7 +255,7 @@ class HistoryQueries:
             if rank != history.own.rank
         }
         self._wait = self._begin(
-            [(rank, self._packed(asked)) for rank, asked in self._others(self._asked_of)],
+            [(rank, self._pack_queries(asked)) for rank, asked in self._others(self._asked_of)],
             list(self._foreign.items()),
             Tag.HISTORY,
         )
@@ -268,10 +268,10 @@ class HistoryQueries:
         own = self._history.own.rank
         if own in self._asked_of:
             queries = [self._own_queries(question) for question in self._asked_of[own]]
-            self._answers[own] = self._attended(self._asked_of[own], queries)
+            self._answers[own] = self._answer_questions(self._asked_of[own], queries)
         self._wait()
         replies = [
-            (rank, self._attended(asked, self._views(asked, self._foreign.pop(rank))))
+            (rank, self._answer_questions(asked, self._views(asked, self._foreign.pop(rank))))
             for rank, asked in self._others(self._asked_by)
         ]
         self._keys.clear()
@@ -296,12 +296,12 @@ class HistoryQueries:
             results = self._results(asked, self._answers.pop(rank))
             for question, part in zip(asked, results, strict=True):
                 rows = slice(question.rows.start, question.rows.stop)
-                heads = _from(question.heads, own.heads)
+                heads = _relative(question.heads, own.heads)
                 merge_into(out_nhd[rows, heads], lse_hn[heads, rows], *part)
 
     # --- attention ---------------------------------------------------------------------------
 
-    def _attended(self, asked: Sequence[_Question], queries: Sequence[Tensor]) -> Tensor:
+    def _answer_questions(self, asked: Sequence[_Question], queries: Sequence[Tensor]) -> Tensor:
         """Compute the packed answers to one member."""
         payload = self._answer_buffer(asked, self._q_nhd)
         results = self._results(asked, payload)
@@ -319,8 +319,8 @@ class HistoryQueries:
             with group.clock.timeline.phase("attention", layer=self._layer):
                 for queries, keys in uniform_heads(question.heads, history.group_heads):
                     heads, resident = (
-                        _from(queries, question.heads),
-                        _from(keys, history.own.resident),
+                        _relative(queries, question.heads),
+                        _relative(keys, history.own.resident),
                     )
                     out_nhd[rows, heads], lse_hn[heads, rows] = attention(
                         q_nhd[rows, heads],
@@ -347,10 +347,10 @@ class HistoryQueries:
         return ((rank, questions) for rank, questions in asked.items() if rank != own)
 
     def _own_queries(self, question: _Question) -> Tensor:
-        rows, heads = question.rows, _from(question.heads, self._history.own.heads)
+        rows, heads = question.rows, _relative(question.heads, self._history.own.heads)
         return self._q_nhd[rows.start : rows.stop, heads]
 
-    def _packed(self, asked: Sequence[_Question]) -> Tensor:
+    def _pack_queries(self, asked: Sequence[_Question]) -> Tensor:
         return torch.cat([self._own_queries(question).reshape(-1) for question in asked])
 
     def _shape(self, question: _Question) -> tuple[int, int, int]:
@@ -396,7 +396,7 @@ def rows_by_chunk(chunks: Sequence[PrefillChunk], rows: range) -> tuple[range, .
     return tuple(range(first, max(first, stop)) for first, stop in bounds)
 
 
-def through(transfers: Transfers) -> Begin:
+def overlapping(transfers: Transfers) -> Begin:
     """Return a function that begins exchanges which overlap computing."""
 
     def begin(sends: Messages, recvs: Messages, tag: Tag, label: Label) -> WaitExchange:
@@ -410,5 +410,5 @@ def _nothing() -> None:
     """Return at once: no exchange was begun."""
 
 
-def _from(inner: range, outer: range) -> slice:
+def _relative(inner: range, outer: range) -> slice:
     return slice(inner.start - outer.start, inner.stop - outer.start)

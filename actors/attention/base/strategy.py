@@ -71,7 +71,7 @@ AttendRows = Callable[[int, Tensor, Tensor, Tensor, StoreKv], Tensor]
 """(layer, q_thd, k_tgd, v_tgd of own rows, store) -> attention output of own rows, (t, h, d)."""
 
 
-def attended_layer(
+def project_and_attend(
     group: SpGroup,
     index: int,
     layer: Layer,
@@ -90,7 +90,7 @@ def attended_layer(
         return layer.attention_output(x_td, out_thd)
 
 
-class WithTransfers:
+class OverlappingStrategy:
     """Base of strategies whose exchanges overlap computing.
 
     Entered for the duration of a step; leaving it waits for all exchanges of the step.

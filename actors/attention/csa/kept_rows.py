@@ -29,41 +29,6 @@ from csps.actors.attention.csa.routes import (
 from csps.kernels.importance import select
 
 
-def nested_order(
-    importance_gt: Tensor, counts: Sequence[int], always: Sequence[range] = ()
-) -> Tensor:
-    """Order the kept tokens of a part so that each level's are a prefix.
-
-    Args:
-        importance_gt: importance of each token for each KV head.
-        counts: tokens that each level keeps, never ascending.
-        always: tokens kept before all others; no count is below their number.
-
-    Returns:
-        order_gk: (g, counts[0]) int64; its first counts[v] columns are the tokens that level v
-            keeps, ascending within each step.
-    """
-    importance_gt = _raised(importance_gt, always)
-    kept_gk = select(importance_gt, counts[0])
-    farther = sorted(set(counts[1:]) - {counts[0]}, reverse=True)
-    if not farther:
-        return kept_gk
-    depth_gt = torch.zeros(importance_gt.shape, dtype=torch.int8, device=importance_gt.device)
-    for count in farther:
-        selected_gk = select(importance_gt, count)
-        depth_gt.scatter_add_(1, selected_gk, torch.ones_like(selected_gk, dtype=torch.int8))
-    deepest_first = depth_gt.gather(1, kept_gk).argsort(dim=1, descending=True, stable=True)
-    return kept_gk.gather(1, deepest_first)
-
-
-def _raised(importance_gt: Tensor, always: Sequence[range]) -> Tensor:
-    """Give tokens that are always kept infinite importance."""
-    importance_gt = importance_gt.clone()
-    for rows in always:
-        importance_gt[:, rows.start : rows.stop] = torch.inf
-    return importance_gt
-
-
 @dataclass(frozen=True)
 class KeptOrder:
     """Kept tokens of one part for adjacent KV heads that keep equally many."""
@@ -171,14 +136,6 @@ class KeptRows:
         return self._flat[key]
 
 
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _relative(inner: slice, outer: slice) -> slice:
-    return slice(inner.start - outer.start, inner.stop - outer.start)
-
-
 class LevelBuffers:
     """Queries and keys of the heads that one member owns at one level of one layer."""
 
@@ -262,3 +219,46 @@ class LevelBuffers:
             width = heads.queries.stop - heads.queries.start
             buffers.append(q_thd.new_empty(tokens, width, q_thd.shape[2]))
         return buffers
+
+
+def nested_order(
+    importance_gt: Tensor, counts: Sequence[int], always: Sequence[range] = ()
+) -> Tensor:
+    """Order the kept tokens of a part so that each level's are a prefix.
+
+    Args:
+        importance_gt: importance of each token for each KV head.
+        counts: tokens that each level keeps, never ascending.
+        always: tokens kept before all others; no count is below their number.
+
+    Returns:
+        order_gk: (g, counts[0]) int64; its first counts[v] columns are the tokens that level v
+            keeps, ascending within each step.
+    """
+    importance_gt = _with_always_kept(importance_gt, always)
+    kept_gk = select(importance_gt, counts[0])
+    farther = sorted(set(counts[1:]) - {counts[0]}, reverse=True)
+    if not farther:
+        return kept_gk
+    depth_gt = torch.zeros(importance_gt.shape, dtype=torch.int8, device=importance_gt.device)
+    for count in farther:
+        selected_gk = select(importance_gt, count)
+        depth_gt.scatter_add_(1, selected_gk, torch.ones_like(selected_gk, dtype=torch.int8))
+    deepest_first = depth_gt.gather(1, kept_gk).argsort(dim=1, descending=True, stable=True)
+    return kept_gk.gather(1, deepest_first)
+
+
+def _with_always_kept(importance_gt: Tensor, always: Sequence[range]) -> Tensor:
+    """Give tokens that are always kept infinite importance."""
+    importance_gt = importance_gt.clone()
+    for rows in always:
+        importance_gt[:, rows.start : rows.stop] = torch.inf
+    return importance_gt
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _relative(inner: slice, outer: slice) -> slice:
+    return slice(inner.start - outer.start, inner.stop - outer.start)

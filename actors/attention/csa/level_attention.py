@@ -83,7 +83,7 @@ class _Exchange:
         self._transfers = transfers
         incoming = {member: list(_incoming(content, member)) for member in group.others}
         arriving = {member: _Message(places) for member, places in incoming.items() if places}
-        sends = [(group.peers[member], self._packed(content, member)) for member in group.others]
+        sends = [(group.peers[member], self._pack(content, member)) for member in group.others]
         recvs = [(group.peers[member], message.payload) for member, message in arriving.items()]
         self._arriving = list(arriving.values())
         self._transfer = transfers.start(sends, recvs, Tag.FIRST_EXCHANGE, label)
@@ -96,7 +96,7 @@ class _Exchange:
             message.unpack()
         self._arriving.clear()
 
-    def _packed(self, content: _Content, owner: int) -> Tensor:
+    def _pack(self, content: _Content, owner: int) -> Tensor:
         """Gather the message to one owner."""
         send_slices = [
             send_slice

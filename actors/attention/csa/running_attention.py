@@ -77,7 +77,7 @@ class OutputAllToAll:
         routes, micro = done.routes, done.micro
         own, foreign = self._sorted_parts(routes)
         sends = [
-            (self._group.peers[routes.routes.counts.parts[part].member], self._packed(done, part))
+            (self._group.peers[routes.routes.counts.parts[part].member], self._pack(done, part))
             for part in foreign
         ]
         send_slices = [
@@ -143,7 +143,7 @@ class OutputAllToAll:
 
     # --- one message per output slice ----------------------------------------------------------
 
-    def _packed(self, done: FinishedQueries, part: int) -> Tensor:
+    def _pack(self, done: FinishedQueries, part: int) -> Tensor:
         send_slice = _OutputSlice(done.routes, done.micro, part, self._group.member)
         payload = self._payload(send_slice)
         views = self._views(send_slice, payload)

@@ -17,6 +17,7 @@ earlier. History gets its probability mass in each row, but is never dropped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,8 +30,8 @@ from csps.actors.attention.base.history import (
     History,
     HistoryMember,
     members_of,
+    overlapping,
     rows_by_chunk,
-    through,
 )
 from csps.actors.attention.base.levels import (
     DropSchedule,
@@ -40,7 +41,7 @@ from csps.actors.attention.base.levels import (
     kept_counts,
     spanning_parts,
 )
-from csps.actors.attention.base.strategy import StoreKv, WithTransfers
+from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.attention.csa.importance_scorer import (
     AllQueriesScorer,
@@ -57,8 +58,10 @@ from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 from csps.protocols.attention.csa import ALL_QUERIES
 
+_log = logging.getLogger(__name__)
 
-class Csa(WithTransfers):
+
+class Csa(OverlappingStrategy):
     """Sparse attention of one step on one rank; entered for the duration of the step.
 
     Sends of a layer may continue while the next layer runs; leaving the context waits for them.
@@ -97,7 +100,7 @@ class Csa(WithTransfers):
             self._members(),
             group_heads=heads // len(schedule.kv_heads),
             scale=scale,
-            begin=through(self._transfers),
+            begin=overlapping(self._transfers),
         )
         self._timeline = group.clock.timeline
 
@@ -180,6 +183,11 @@ class Csa(WithTransfers):
         chunks = self._group.step.chunks
         cancelled = frozenset(i for i, c in enumerate(chunks) if not self._group.is_active(c))
         if cancelled != self._geometry.cancelled:
+            _log.debug(
+                "step %d: dropping chunks of cancelled sequences %s",
+                self._group.step.step_id,
+                sorted(chunks[index].sequence_id for index in cancelled),
+            )
             self._geometry = replace(self._geometry, cancelled=cancelled)
             self._routes.clear()
             self._own = {i: part for i, part in self._own.items() if part.chunk not in cancelled}

@@ -19,6 +19,7 @@ Shape suffixes: t rows, k keys, h query heads, g KV heads, d head dim.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import partial
 
@@ -30,9 +31,9 @@ from csps.actors.attention.base.history import (
     HistoryMember,
     ResidentHistory,
     members_of,
-    through,
+    overlapping,
 )
-from csps.actors.attention.base.strategy import StoreKv, WithTransfers, attended_layer
+from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv, project_and_attend
 from csps.actors.attention.ring.ring import RingAttention, Rounds
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, rotating_history
 from csps.actors.kv_cache.kv_pool import KvPool
@@ -40,8 +41,10 @@ from csps.kernels.merge import nothing_seen
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 
+_log = logging.getLogger(__name__)
 
-class RingKv(WithTransfers):
+
+class RingKv(OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(
@@ -53,6 +56,12 @@ class RingKv(WithTransfers):
         sequence_ids = rotating_history(
             group.step, heads=heads, kv_heads=kv_heads, dim=pool.head_dim
         )
+        if sequence_ids:
+            _log.debug(
+                "step %d: history of sequences %s rotates",
+                group.step.step_id,
+                sorted(sequence_ids),
+            )
         self._plan = RingPlan(group.step, sequence_ids)
         self._attention = RingAttention(group, self._plan, scale)
         self._resident = ResidentHistory(group, pool)
@@ -62,7 +71,7 @@ class RingKv(WithTransfers):
             self._members(),
             group_heads=heads // kv_heads,
             scale=scale,
-            begin=through(self._transfers),
+            begin=overlapping(self._transfers),
             asks=lambda chunk: chunk.sequence_id not in sequence_ids,
         )
 
@@ -74,7 +83,7 @@ class RingKv(WithTransfers):
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
         """See `Strategy`."""
-        return attended_layer(self._group, index, layer, x_td, rotary, store, self.attend)
+        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
 
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv

@@ -44,82 +44,6 @@ class RingBlock:
         return int(self.keys.stop - self.keys.start)
 
 
-def seen_blocks(asker: Sequence[LocalChunk], holder: Sequence[LocalChunk]) -> list[RingBlock]:
-    """Return blocks of one chunk that contain each pair of a query and a key that it sees once.
-
-    Args:
-        asker, holder: spans of the chunk on each member, at least one each; the same object if
-            both are the same member.
-    """
-    if asker is holder and _ascending(asker):
-        rows = slice(asker[0].rows.start, asker[-1].rows.stop)
-        order = range(rows.stop - rows.start)
-        return [RingBlock(rows, rows, order, order)]
-    whole: dict[tuple[int, int], list[slice]] = {}
-    stairs: list[RingBlock] = []
-    for queries in asker:
-        for keys in holder:
-            block = _seen(queries, keys)
-            if block is not None and block.q_positions is None:
-                whole.setdefault((block.queries.start, block.queries.stop), []).append(block.keys)
-            elif block is not None:
-                stairs.append(block)
-    return [*_wholes(whole), *stairs]
-
-
-def _seen(queries: LocalChunk, keys: LocalChunk) -> RingBlock | None:
-    q, k = queries.span, keys.span
-    # Queries from the first key on, and keys up to the last query.
-    first = max(0, -(-(k.start - q.start) // q.step))
-    count = min(k.length, (q.stop - 1 - k.start) // k.step + 1)
-    if first >= q.length or count <= 0:
-        return None
-    begin = queries.rows.start
-    rows = slice(begin + first, begin + q.length)
-    columns = slice(keys.rows.start, keys.rows.start + count)
-    positions, others = q.positions[first:], k.positions[:count]
-    if positions[0] >= others[-1]:
-        return RingBlock(rows, columns)
-    if q.step == k.step:  # consecutive numbers compare like the positions
-        ahead = (q.start - k.start) // q.step
-        return RingBlock(rows, columns, range(ahead + first, ahead + q.length), range(count))
-    return RingBlock(rows, columns, positions, others)
-
-
-def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[RingBlock]:
-    """Yield blocks without a mask, with adjacent keys joined and adjacent queries joined."""
-    merged = [(slice(*rows), list(_joined(keys))) for rows, keys in keys_of.items()]
-    index = 0
-    while index < len(merged):
-        rows, keys = merged[index]
-        index += 1
-        while (
-            index < len(merged) and merged[index][0].start == rows.stop and merged[index][1] == keys
-        ):
-            rows = slice(rows.start, merged[index][0].stop)
-            index += 1
-        yield from (RingBlock(rows, key) for key in keys)
-
-
-def _joined(slices: Iterable[slice]) -> Iterator[slice]:
-    """Join adjacent slices."""
-    open_slice: slice | None = None
-    for rows in slices:
-        if open_slice is not None and open_slice.stop == rows.start:
-            open_slice = slice(open_slice.start, rows.stop)
-            continue
-        if open_slice is not None:
-            yield open_slice
-        open_slice = rows
-    if open_slice is not None:
-        yield open_slice
-
-
-def _ascending(parts: Sequence[LocalChunk]) -> bool:
-    """Return True if rows are in the order of their positions, so each sees those before it."""
-    return all(before.span.stop <= after.span.start for before, after in pairwise(parts))
-
-
 @dataclass(frozen=True)
 class RingPlan:
     """The rounds of one step.
@@ -226,16 +150,9 @@ class RingPlan:
     def answered(self, asker: int, holder: int) -> dict[int, list[slice]]:
         """Return the asker's rows that see any key of the holder, ascending, by chunk."""
         return {
-            index: _union([block.queries for block in blocks])
+            index: _join_sorted([block.queries for block in blocks])
             for index, blocks in self.blocks(asker, holder).items()
         }
-
-
-def _extent(parts: tuple[LocalChunk, ...]) -> tuple[int, int, int]:
-    if not parts:
-        return 0, 0, 0
-    rows = parts[-1].rows.stop - parts[0].rows.start
-    return rows, min(part.span.start for part in parts), max(part.span.stop for part in parts)
 
 
 def resident_tokens(chunk: PrefillChunk, instance: int) -> int:
@@ -277,7 +194,90 @@ def _asked_rows(rows: Sequence[int], resident: Sequence[int]) -> int:
     )
 
 
-def _union(slices: list[slice]) -> list[slice]:
+def _extent(parts: tuple[LocalChunk, ...]) -> tuple[int, int, int]:
+    if not parts:
+        return 0, 0, 0
+    rows = parts[-1].rows.stop - parts[0].rows.start
+    return rows, min(part.span.start for part in parts), max(part.span.stop for part in parts)
+
+
+def seen_blocks(asker: Sequence[LocalChunk], holder: Sequence[LocalChunk]) -> list[RingBlock]:
+    """Return blocks of one chunk that contain each pair of a query and a key that it sees once.
+
+    Args:
+        asker, holder: spans of the chunk on each member, at least one each; the same object if
+            both are the same member.
+    """
+    if asker is holder and _ascending(asker):
+        rows = slice(asker[0].rows.start, asker[-1].rows.stop)
+        order = range(rows.stop - rows.start)
+        return [RingBlock(rows, rows, order, order)]
+    whole: dict[tuple[int, int], list[slice]] = {}
+    stairs: list[RingBlock] = []
+    for queries in asker:
+        for keys in holder:
+            block = _seen_block(queries, keys)
+            if block is not None and block.q_positions is None:
+                whole.setdefault((block.queries.start, block.queries.stop), []).append(block.keys)
+            elif block is not None:
+                stairs.append(block)
+    return [*_unmasked_blocks(whole), *stairs]
+
+
+def _seen_block(queries: LocalChunk, keys: LocalChunk) -> RingBlock | None:
+    q, k = queries.span, keys.span
+    # Queries from the first key on, and keys up to the last query.
+    first = max(0, -(-(k.start - q.start) // q.step))
+    count = min(k.length, (q.stop - 1 - k.start) // k.step + 1)
+    if first >= q.length or count <= 0:
+        return None
+    begin = queries.rows.start
+    rows = slice(begin + first, begin + q.length)
+    columns = slice(keys.rows.start, keys.rows.start + count)
+    positions, others = q.positions[first:], k.positions[:count]
+    if positions[0] >= others[-1]:
+        return RingBlock(rows, columns)
+    if q.step == k.step:  # consecutive numbers compare like the positions
+        ahead = (q.start - k.start) // q.step
+        return RingBlock(rows, columns, range(ahead + first, ahead + q.length), range(count))
+    return RingBlock(rows, columns, positions, others)
+
+
+def _unmasked_blocks(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[RingBlock]:
+    """Yield blocks without a mask, with adjacent keys joined and adjacent queries joined."""
+    merged = [(slice(*rows), list(_join(keys))) for rows, keys in keys_of.items()]
+    index = 0
+    while index < len(merged):
+        rows, keys = merged[index]
+        index += 1
+        while (
+            index < len(merged) and merged[index][0].start == rows.stop and merged[index][1] == keys
+        ):
+            rows = slice(rows.start, merged[index][0].stop)
+            index += 1
+        yield from (RingBlock(rows, key) for key in keys)
+
+
+def _join(slices: Iterable[slice]) -> Iterator[slice]:
+    """Join adjacent slices."""
+    open_slice: slice | None = None
+    for rows in slices:
+        if open_slice is not None and open_slice.stop == rows.start:
+            open_slice = slice(open_slice.start, rows.stop)
+            continue
+        if open_slice is not None:
+            yield open_slice
+        open_slice = rows
+    if open_slice is not None:
+        yield open_slice
+
+
+def _ascending(parts: Sequence[LocalChunk]) -> bool:
+    """Return True if rows are in the order of their positions, so each sees those before it."""
+    return all(before.span.stop <= after.span.start for before, after in pairwise(parts))
+
+
+def _join_sorted(slices: list[slice]) -> list[slice]:
     """Return ascending, disjoint slices, with adjacent ones joined."""
     joined: list[slice] = []
     for rows in sorted(slices, key=lambda rows: int(rows.start)):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.history import ResidentHistory
-from csps.actors.attention.base.strategy import StoreKv, WithTransfers, attended_layer
+from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv, project_and_attend
 from csps.actors.attention.ring.ring import RingAttention, Rounds, padded
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, with_history
 from csps.actors.comm.mesh import Tag
@@ -37,7 +37,7 @@ PartialOutput = tuple[Tensor, Tensor]
 """Output (t, h, d) and LSE (h, t)."""
 
 
-class RingQ(WithTransfers):
+class RingQ(OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(self, group: SpGroup, pool: KvPool, *, scale: float) -> None:
@@ -55,7 +55,7 @@ class RingQ(WithTransfers):
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
     ) -> Tensor:
         """See `Strategy`."""
-        return attended_layer(self._group, index, layer, x_td, rotary, store, self.attend)
+        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
 
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
@@ -93,7 +93,7 @@ class RingQ(WithTransfers):
         """Send others their partial results; merge those of own rows into the running result."""
         peers, own = self._group.peers, self._group.member
         sends = [
-            (peers[asker], self._packed(asker, q_thd, *part)) for asker, part in partials.items()
+            (peers[asker], self._pack(asker, q_thd, *part)) for asker, part in partials.items()
         ]
         payloads = {holder: self._payload(own, holder, q_thd) for holder in self._group.others}
         transfer = self._transfers.start(
@@ -121,7 +121,7 @@ class RingQ(WithTransfers):
             if self._group.is_active(chunks[index])
         ]
 
-    def _packed(self, asker: int, q_thd: Tensor, out_thd: Tensor, lse_ht: Tensor) -> Tensor:
+    def _pack(self, asker: int, q_thd: Tensor, out_thd: Tensor, lse_ht: Tensor) -> Tensor:
         payload = self._payload(asker, self._group.member, q_thd)
         for rows, out_nhd, lse_hn in self._views(asker, self._group.member, payload, q_thd):
             out_nhd.copy_(out_thd[rows])

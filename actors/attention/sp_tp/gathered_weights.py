@@ -27,8 +27,8 @@ from torch import Tensor
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import HeadSplit, SpGroup, instance_shards, rank_shards
-from csps.actors.attention.base.history import History, HistoryMember, rows_by_chunk, through
-from csps.actors.attention.base.strategy import StoreKv, WithTransfers
+from csps.actors.attention.base.history import History, HistoryMember, overlapping, rows_by_chunk
+from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv
 from csps.actors.attention.sp_tp.head_attention import HeadBlock, RowAttention
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.row_collectives import all_gather, flat_tree
@@ -136,7 +136,7 @@ def _run(spec: ModelSpec, begin: int, heads: range, base: int) -> tuple[slice, s
     return slice(begin * dim, (begin + count) * dim), slice(there * dim, (there + count) * dim)
 
 
-class GatheredWeights(WithTransfers):
+class GatheredWeights(OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(self, group: SpGroup, engine: Engine) -> None:
@@ -157,7 +157,7 @@ class GatheredWeights(WithTransfers):
             self._members(),
             group_heads=spec.heads // spec.kv_heads,
             scale=spec.scale,
-            begin=through(self._transfers),
+            begin=overlapping(self._transfers),
         )
         self._layers = GatheredLayers(engine, self._transfers)
 

@@ -32,134 +32,6 @@ from csps.kernels.merge import merge_into, nothing_seen
 from csps.protocols.gang.step_messages import PrefillChunk
 
 
-class FarParts:
-    """Parts of chunks that span members, by rows, and the level at which two parts meet."""
-
-    def __init__(self, geometry: LevelGeometry, bounds: Sequence[int]) -> None:
-        self._levels = geometry.levels
-        self.parts: Mapping[range, LevelPart] = {
-            range(bounds[part.member] + part.rows.start, bounds[part.member] + part.rows.stop): part
-            for part in geometry.parts
-        }
-        """Parts by their rows of the batch."""
-
-    def of_chunk(self, chunk: int) -> list[range]:
-        """Return the rows of a chunk's parts, ascending; none if one member has all of it."""
-        return [rows for rows, part in self.parts.items() if part.chunk == chunk]
-
-    def level(self, queries: range, keys: range) -> int:
-        """Return the lowest level that has both parts in one segment."""
-        members = {self.parts[queries].member, self.parts[keys].member}
-        together = (
-            number
-            for number, segments in enumerate(self._levels, start=1)
-            if any(members.issubset(segment) for segment in segments)
-        )
-        return next(together)
-
-
-class FarKeys:
-    """Kept keys of one layer, gathered on first use.
-
-    Args:
-        kv_heads: own KV heads among those of the schedule.
-        importance: (g, rows of the chunk) from the layer before, by chunk that spans members;
-            empty if the plan scores importance in the layer itself.
-    """
-
-    def __init__(
-        self,
-        parts: FarParts,
-        schedule: DropSchedule,
-        chunks: Sequence[PrefillChunk],
-        *,
-        layer: int,
-        kv_heads: slice,
-        importance: Mapping[int, Tensor],
-    ) -> None:
-        self._parts = parts
-        self._plan = schedule.plan
-        self._chunks = chunks
-        self._ratios = schedule.head_ratios(layer)[kv_heads]
-        self._importance = dict(importance)
-        self._kept: dict[tuple[range, int, int], list[tuple[slice, Tensor, Tensor]]] = {}
-
-    def rectangles(
-        self, chunk: int, queries: range, keys: range
-    ) -> Iterator[tuple[range, range, int | None]]:
-        """Yield (queries, keys, level) of a chunk's rows.
-
-        The keys are a whole part at that level, or, with level None, rows that are seen causally.
-        """
-        parts = self._parts.of_chunk(chunk)
-        if not parts:
-            yield queries, keys, None
-        for own in parts:
-            rows = _overlap(own, queries)
-            for other in parts:
-                seen = _overlap(other, range(keys.start, min(keys.stop, rows.stop)))
-                if not (rows and seen):
-                    continue
-                level = self._parts.level(own, other)
-                if own == other or level == 1:
-                    yield rows, seen, None
-                else:
-                    assert seen == other, f"keys {seen} are not the whole part {other}"
-                    yield rows, other, level
-
-    def kept(
-        self, keys: RowAttention, part: range, level: int, heads: slice
-    ) -> Sequence[tuple[slice, Tensor, Tensor]]:
-        """Return (KV heads that keep equally many, k, v (k, g, d)) of a part at a level."""
-        key = part, level, heads.start
-        if key not in self._kept:
-            self._kept[key] = [
-                (run, *self._gather(keys, part, count, run))
-                for count, run in self._equal_counts(part, level, heads)
-            ]
-        return self._kept[key]
-
-    def _equal_counts(self, part: range, level: int, heads: slice) -> Iterator[tuple[int, slice]]:
-        numbers = range(heads.start, heads.stop)
-        for count, run in groupby(numbers, key=lambda head: self._count(part, level, head)):
-            members = list(run)
-            yield count, slice(members[0], members[-1] + 1)
-
-    def _count(self, part: range, level: int, head: int) -> int:
-        counts = kept_counts(self._plan, self._chunks, self._parts.parts[part], self._ratios[head])
-        return counts[level - 1]
-
-    def _gather(
-        self, keys: RowAttention, part: range, count: int, heads: slice
-    ) -> tuple[Tensor, Tensor]:
-        rows = slice(part.start, part.stop)
-        k_tgd, v_tgd = keys.k_Tgd[rows, heads], keys.v_Tgd[rows, heads]
-        if count == len(part):
-            return k_tgd, v_tgd
-        level_part = self._parts.parts[part]
-        first = self._parts.of_chunk(level_part.chunk)[0].start
-        columns = slice(part.start - first, part.stop - first)
-        importance_gt = self._importance_of(keys, level_part.chunk)[heads, columns]
-        always_t = torch.zeros(len(part), dtype=torch.bool)
-        for run in always_kept(self._plan, self._chunks[level_part.chunk], level_part):
-            always_t[run.start : run.stop] = True
-        kept_gk = select(importance_gt, count, always_t=always_t)
-        return gather_kept(k_tgd, kept_gk), gather_kept(v_tgd, kept_gk)
-
-    def _importance_of(self, keys: RowAttention, chunk: int) -> Tensor:
-        """Return the importance from the layer before, or from this one."""
-        if chunk not in self._importance:
-            assert self._plan.importance_layer == "same", (
-                f"the layer before has no importance of chunk {chunk}"
-            )
-            self._importance[chunk] = keys.importance(chunk, self._plan.importance_window)
-        return self._importance[chunk]
-
-
-def _overlap(part: range, rows: range) -> range:
-    return range(max(part.start, rows.start), min(part.stop, rows.stop))
-
-
 @dataclass(frozen=True)
 class HeadBlock:
     """Query and KV heads, equally many queries per KV head, numbered from the first own head."""
@@ -297,8 +169,136 @@ class RowAttention:
         merge_into(self.out_Thd[rows, heads], self.lse_hT[heads, rows], *part)
 
 
+class FarKeys:
+    """Kept keys of one layer, gathered on first use.
+
+    Args:
+        kv_heads: own KV heads among those of the schedule.
+        importance: (g, rows of the chunk) from the layer before, by chunk that spans members;
+            empty if the plan scores importance in the layer itself.
+    """
+
+    def __init__(
+        self,
+        parts: FarParts,
+        schedule: DropSchedule,
+        chunks: Sequence[PrefillChunk],
+        *,
+        layer: int,
+        kv_heads: slice,
+        importance: Mapping[int, Tensor],
+    ) -> None:
+        self._parts = parts
+        self._plan = schedule.plan
+        self._chunks = chunks
+        self._ratios = schedule.head_ratios(layer)[kv_heads]
+        self._importance = dict(importance)
+        self._kept: dict[tuple[range, int, int], list[tuple[slice, Tensor, Tensor]]] = {}
+
+    def rectangles(
+        self, chunk: int, queries: range, keys: range
+    ) -> Iterator[tuple[range, range, int | None]]:
+        """Yield (queries, keys, level) of a chunk's rows.
+
+        The keys are a whole part at that level, or, with level None, rows that are seen causally.
+        """
+        parts = self._parts.of_chunk(chunk)
+        if not parts:
+            yield queries, keys, None
+        for own in parts:
+            rows = _overlap(own, queries)
+            for other in parts:
+                seen = _overlap(other, range(keys.start, min(keys.stop, rows.stop)))
+                if not (rows and seen):
+                    continue
+                level = self._parts.level(own, other)
+                if own == other or level == 1:
+                    yield rows, seen, None
+                else:
+                    assert seen == other, f"keys {seen} are not the whole part {other}"
+                    yield rows, other, level
+
+    def kept(
+        self, keys: RowAttention, part: range, level: int, heads: slice
+    ) -> Sequence[tuple[slice, Tensor, Tensor]]:
+        """Return (KV heads that keep equally many, k, v (k, g, d)) of a part at a level."""
+        key = part, level, heads.start
+        if key not in self._kept:
+            self._kept[key] = [
+                (run, *self._gather(keys, part, count, run))
+                for count, run in self._equal_counts(part, level, heads)
+            ]
+        return self._kept[key]
+
+    def _equal_counts(self, part: range, level: int, heads: slice) -> Iterator[tuple[int, slice]]:
+        numbers = range(heads.start, heads.stop)
+        for count, run in groupby(numbers, key=lambda head: self._count(part, level, head)):
+            members = list(run)
+            yield count, slice(members[0], members[-1] + 1)
+
+    def _count(self, part: range, level: int, head: int) -> int:
+        counts = kept_counts(self._plan, self._chunks, self._parts.parts[part], self._ratios[head])
+        return counts[level - 1]
+
+    def _gather(
+        self, keys: RowAttention, part: range, count: int, heads: slice
+    ) -> tuple[Tensor, Tensor]:
+        rows = slice(part.start, part.stop)
+        k_tgd, v_tgd = keys.k_Tgd[rows, heads], keys.v_Tgd[rows, heads]
+        if count == len(part):
+            return k_tgd, v_tgd
+        level_part = self._parts.parts[part]
+        first = self._parts.of_chunk(level_part.chunk)[0].start
+        columns = slice(part.start - first, part.stop - first)
+        importance_gt = self._importance_of(keys, level_part.chunk)[heads, columns]
+        always_t = torch.zeros(len(part), dtype=torch.bool)
+        for run in always_kept(self._plan, self._chunks[level_part.chunk], level_part):
+            always_t[run.start : run.stop] = True
+        kept_gk = select(importance_gt, count, always_t=always_t)
+        return gather_kept(k_tgd, kept_gk), gather_kept(v_tgd, kept_gk)
+
+    def _importance_of(self, keys: RowAttention, chunk: int) -> Tensor:
+        """Return the importance from the layer before, or from this one."""
+        if chunk not in self._importance:
+            assert self._plan.importance_layer == "same", (
+                f"the layer before has no importance of chunk {chunk}"
+            )
+            self._importance[chunk] = keys.importance(chunk, self._plan.importance_window)
+        return self._importance[chunk]
+
+
+class FarParts:
+    """Parts of chunks that span members, by rows, and the level at which two parts meet."""
+
+    def __init__(self, geometry: LevelGeometry, bounds: Sequence[int]) -> None:
+        self._levels = geometry.levels
+        self.parts: Mapping[range, LevelPart] = {
+            range(bounds[part.member] + part.rows.start, bounds[part.member] + part.rows.stop): part
+            for part in geometry.parts
+        }
+        """Parts by their rows of the batch."""
+
+    def of_chunk(self, chunk: int) -> list[range]:
+        """Return the rows of a chunk's parts, ascending; none if one member has all of it."""
+        return [rows for rows, part in self.parts.items() if part.chunk == chunk]
+
+    def level(self, queries: range, keys: range) -> int:
+        """Return the lowest level that has both parts in one segment."""
+        members = {self.parts[queries].member, self.parts[keys].member}
+        together = (
+            number
+            for number, segments in enumerate(self._levels, start=1)
+            if any(members.issubset(segment) for segment in segments)
+        )
+        return next(together)
+
+
 def _readers(block: HeadBlock, keys: slice) -> slice:
     """Return the query heads of a block that read some of its KV heads."""
     group = (block.queries.stop - block.queries.start) // (block.keys.stop - block.keys.start)
     first = block.queries.start + (keys.start - block.keys.start) * group
     return slice(first, first + (keys.stop - keys.start) * group)
+
+
+def _overlap(part: range, rows: range) -> range:
+    return range(max(part.start, rows.start), min(part.stop, rows.stop))

@@ -32,9 +32,14 @@ from csps.actors.attention.base.group import (
     rank_shards,
     span_positions,
 )
-from csps.actors.attention.base.history import History, HistoryQueries, members_by_heads, through
+from csps.actors.attention.base.history import (
+    History,
+    HistoryQueries,
+    members_by_heads,
+    overlapping,
+)
 from csps.actors.attention.base.levels import DropSchedule, LevelGeometry, spanning_parts
-from csps.actors.attention.base.strategy import StoreKv, WithTransfers
+from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv
 from csps.actors.attention.sp_tp.head_attention import FarKeys, FarParts, HeadBlock, RowAttention
 from csps.actors.comm.row_collectives import (
     RowGather,
@@ -66,118 +71,7 @@ from csps.protocols.attention.sp_tp import (
 from csps.protocols.core.placement import Span
 
 
-class SpTpLayer:
-    """One layer of SP-TP on one member: runs its schedule for own heads over all rows.
-
-    Args:
-        layer: the layer with own heads only.
-        rows_td: (T, hidden), valid where a `Wait` has returned.
-        rotary: rotary embedding of all T rows.
-    """
-
-    def __init__(
-        self,
-        group: SpGroup,
-        layer: Layer,
-        rows_td: Tensor,
-        rotary: Rotary,
-        *,
-        blocks: Sequence[HeadBlock],
-        history: History,
-        far_keys: FarKeys | None,
-        index: int,
-    ) -> None:
-
-        self._group = group
-        self._layer = layer
-        self._rows_td = rows_td
-        self._rotary = rotary
-        self._history = history
-        self._asked: HistoryQueries | None = None
-        self._history_result: tuple[Tensor, Tensor] | None = None
-        self._timeline = group.clock.timeline
-        self._index = index
-        self.attention = RowAttention(
-            group.step.chunks,
-            blocks,
-            *self._buffers(),
-            scale=layer.spec.scale,
-            far_keys=far_keys,
-            cancelled=group.cancelled,
-        )
-
-    def run(
-        self,
-        steps: Iterable[ScheduleStep],
-        gather: RowGather,
-        reduce: RowReduce,
-        transfers: Transfers,
-    ) -> None:
-        """Run all steps in order."""
-        for step in steps:
-            match step:
-                case Wait(part):
-                    gather.wait(part)
-                case Project(start, stop, place):
-                    with self._phase("qkv", place):
-                        self._project(start, stop)
-                    self._pause(transfers)
-                case QueryHistory():
-                    self._group.points.close()
-                    self._asked = self._history.ask(self._index, self.attention.q_Thd)
-                    self._asked.answer()
-                case Attend(queries, keys, place):
-                    for block in self.attention.blocks(queries, keys[1] - keys[0]):
-                        with self._phase("attention", place):
-                            self.attention.attend(block, keys)
-                        self._pause(transfers)
-                case StartReduce(part):
-                    self._group.points.close()
-                    with self._timeline.phase("linear", layer=self._index, micro=part.index):
-                        out_thd = self._with_history(part.rows)
-                        reduce.add(part, self._layer.output_part(out_thd))
-                    # No yield point here: `RowReduce.result` begins the delayed transfers.
-                    transfers.progress()
-
-    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, shard, dim = len(self._rows_td), self._layer.shard, self._layer.spec.head_dim
-        heads = len(shard.query_heads), len(shard.kv_heads), len(shard.kv_heads)
-        q_Thd, k_Tgd, v_Tgd = (self._rows_td.new_empty(rows, count, dim) for count in heads)
-        return q_Thd, k_Tgd, v_Tgd
-
-    def _project(self, start: int, stop: int) -> None:
-        rows = slice(start, stop)
-        buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
-        computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
-        for buffer, part in zip(buffers, computed, strict=True):
-            buffer[rows] = part
-
-    def _with_history(self, rows: slice) -> Tensor:
-        """Return the output of complete rows, with history."""
-        # History is not in the running result, whose LSEs score the chunk's keys.
-        attention = self.attention
-        if self._asked is not None:
-            self._history_result = nothing_seen(attention.q_Thd)
-            self._asked.merge_into(*self._history_result)
-            self._asked = None
-        if self._history_result is None:
-            return attention.out_Thd[rows]
-        out_Thd, lse_hT = self._history_result
-        merge_into(
-            out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
-        )
-        return out_Thd[rows]
-
-    def _pause(self, transfers: Transfers) -> None:
-        """Advance transfers and pass a yield point between two blocks of computing."""
-        transfers.progress()
-        self._group.points.point()
-
-    def _phase(self, name: Phase, place: ScheduleLabel) -> AbstractContextManager[None]:
-        return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)
-
-
-class SpTp(WithTransfers):
+class SpTp(OverlappingStrategy):
     """SP-TP attention of one step on one rank; entered for the duration of the step.
 
     Without a plan it is exact, not pipelined, and assumes that all members share a server. The plan
@@ -212,7 +106,7 @@ class SpTp(WithTransfers):
             members_by_heads(group, self._split),
             group_heads=engine.heads // len(engine.kv_heads),
             scale=engine.spec.scale,
-            begin=through(self._transfers),
+            begin=overlapping(self._transfers),
         )
         group.points.before_pause = self._transfers.drain
         self._importance: Mapping[int, Tensor] = {}
@@ -377,6 +271,117 @@ class SpTp(WithTransfers):
             for index, (rack, server) in enumerate(self._servers)
         ]
         return [distance for distance in distances for _ in range(self._group.layout.tp)]
+
+
+class SpTpLayer:
+    """One layer of SP-TP on one member: runs its schedule for own heads over all rows.
+
+    Args:
+        layer: the layer with own heads only.
+        rows_td: (T, hidden), valid where a `Wait` has returned.
+        rotary: rotary embedding of all T rows.
+    """
+
+    def __init__(
+        self,
+        group: SpGroup,
+        layer: Layer,
+        rows_td: Tensor,
+        rotary: Rotary,
+        *,
+        blocks: Sequence[HeadBlock],
+        history: History,
+        far_keys: FarKeys | None,
+        index: int,
+    ) -> None:
+
+        self._group = group
+        self._layer = layer
+        self._rows_td = rows_td
+        self._rotary = rotary
+        self._history = history
+        self._asked: HistoryQueries | None = None
+        self._history_result: tuple[Tensor, Tensor] | None = None
+        self._timeline = group.clock.timeline
+        self._index = index
+        self.attention = RowAttention(
+            group.step.chunks,
+            blocks,
+            *self._buffers(),
+            scale=layer.spec.scale,
+            far_keys=far_keys,
+            cancelled=group.cancelled,
+        )
+
+    def run(
+        self,
+        steps: Iterable[ScheduleStep],
+        gather: RowGather,
+        reduce: RowReduce,
+        transfers: Transfers,
+    ) -> None:
+        """Run all steps in order."""
+        for step in steps:
+            match step:
+                case Wait(part):
+                    gather.wait(part)
+                case Project(start, stop, place):
+                    with self._phase("qkv", place):
+                        self._project(start, stop)
+                    self._pause(transfers)
+                case QueryHistory():
+                    self._group.points.close()
+                    self._asked = self._history.ask(self._index, self.attention.q_Thd)
+                    self._asked.answer()
+                case Attend(queries, keys, place):
+                    for block in self.attention.blocks(queries, keys[1] - keys[0]):
+                        with self._phase("attention", place):
+                            self.attention.attend(block, keys)
+                        self._pause(transfers)
+                case StartReduce(part):
+                    self._group.points.close()
+                    with self._timeline.phase("linear", layer=self._index, micro=part.index):
+                        out_thd = self._with_history(part.rows)
+                        reduce.add(part, self._layer.output_part(out_thd))
+                    # No yield point here: `RowReduce.result` begins the delayed transfers.
+                    transfers.progress()
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, shard, dim = len(self._rows_td), self._layer.shard, self._layer.spec.head_dim
+        heads = len(shard.query_heads), len(shard.kv_heads), len(shard.kv_heads)
+        q_Thd, k_Tgd, v_Tgd = (self._rows_td.new_empty(rows, count, dim) for count in heads)
+        return q_Thd, k_Tgd, v_Tgd
+
+    def _project(self, start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
+        computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
+        for buffer, part in zip(buffers, computed, strict=True):
+            buffer[rows] = part
+
+    def _with_history(self, rows: slice) -> Tensor:
+        """Return the output of complete rows, with history."""
+        # History is not in the running result, whose LSEs score the chunk's keys.
+        attention = self.attention
+        if self._asked is not None:
+            self._history_result = nothing_seen(attention.q_Thd)
+            self._asked.merge_into(*self._history_result)
+            self._asked = None
+        if self._history_result is None:
+            return attention.out_Thd[rows]
+        out_Thd, lse_hT = self._history_result
+        merge_into(
+            out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
+        )
+        return out_Thd[rows]
+
+    def _pause(self, transfers: Transfers) -> None:
+        """Advance transfers and pass a yield point between two blocks of computing."""
+        transfers.progress()
+        self._group.points.point()
+
+    def _phase(self, name: Phase, place: ScheduleLabel) -> AbstractContextManager[None]:
+        return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)
 
 
 def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 2
 
 
 class DecisionLogHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the commands depend on besides the events."""
+    """Inputs, besides the events, on which the commands depend."""
 
     policy: str
     """Name of the policy."""

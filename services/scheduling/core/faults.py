@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from csps.protocols.core.errors import CspsError, DeadlineExceeded, GangLost
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.core.sequences import Sequences
@@ -11,6 +13,8 @@ from csps.services.scheduling.events.events import GangId, InstanceId, SequenceI
 from csps.services.scheduling.events.limits import SECOND_NS, QueueLimits, SchedulerDeadlines
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.state import Gang, Request, Round, Sequence, wire_error
+
+_log = logging.getLogger(__name__)
 
 MAX_LONE_LOSSES = 2
 """Gangs that may die with one request alone in them: it may be what kills them."""
@@ -47,17 +51,27 @@ class Retries:
         request.sequence = None
         if request.output_tokens <= 0:
             self._requests.end(request)  # all of its tokens were delivered
-        elif retryable and self._may_go_on(request):
+        elif retryable and self._may_retry(request):
+            _log.info(
+                "retrying request %d after attempt %d (sequence %d) failed: %s",
+                request.id,
+                request.attempts,
+                sequence.id,
+                error.message,
+            )
             self._round.emit(Restart(request_id=request.id, sequence_id=sequence.id, error=error))
             self._wait_again(request, self._deadlines.retry_pause_ns if pause else 0)
         else:
+            _log.info(
+                "request %d failed in sequence %d: %s", request.id, sequence.id, error.message
+            )
             self._requests.fail(request, error)
 
-    def _may_go_on(self, request: Request) -> bool:
+    def _may_retry(self, request: Request) -> bool:
         return (
             request.attempts < self._limits.max_attempts
             and request.lone_losses < MAX_LONE_LOSSES
-            # The prompt has grown by what was drawn, and needs more room to be prefilled.
+            # The prompt has grown by the generated tokens and needs more room for its prefill.
             and self._requests.capacity.fits(request.prompt_tokens, request.output_tokens)
         )
 
@@ -68,12 +82,12 @@ class Retries:
         else:
             self._requests.push(request)
 
-    def delivered(self, sequence_id: SequenceId, drawn: int) -> None:
+    def delivered(self, sequence_id: SequenceId, generated_tokens: int) -> None:
         """Count tokens that were delivered when the executor reported, also of a sequence that an
         earlier event of this round has ended."""
         sequence = self._sequences.serving(sequence_id)
         if sequence is not None:
-            sequence.request.note_generated(drawn)
+            sequence.request.note_generated(generated_tokens)
             return
         sequence = self._sequences.closed_now.get(sequence_id)
         if sequence is None or self._requests.live.get(sequence.request.id) is not sequence.request:
@@ -81,19 +95,17 @@ class Retries:
         request = sequence.request
         queued = request in self._requests.queue
         self._requests.queue.remove(request)
-        request.note_generated(drawn)
+        request.note_generated(generated_tokens)
         if request.output_tokens <= 0:
             self._requests.end(request)
         elif queued:
-            self._requests.push(request)  # a longer prompt may not be urgent any more
+            self._requests.push(request)  # a longer prompt may have low priority
 
     def finished_late(self, sequence_id: SequenceId) -> None:
         """End the request of a sequence whose whole answer was delivered before the fault."""
         sequence = self._sequences.closed_now.get(sequence_id)
         if sequence and self._requests.live.get(sequence.request.id) is sequence.request:
             self._requests.end(sequence.request)
-
-    # --- faults ---
 
     def broken(self, sequence: Sequence, error: CspsError) -> None:
         """Fail a sequence for an error on living gangs."""
@@ -107,7 +119,7 @@ class Retries:
     def transfer_is_late(self, sequence: Sequence) -> None:
         """Fail a sequence whose KV transfer took too long."""
         seconds = self.transfer_deadline_ns(sequence) / SECOND_NS
-        self.broken(sequence, DeadlineExceeded("KV landing", seconds))
+        self.broken(sequence, DeadlineExceeded("KV transfer", seconds))
 
     def gang_lost(self, gang: Gang, reason: str) -> None:
         """Restart everything that needs the gang elsewhere; the rest goes on."""
@@ -134,7 +146,7 @@ class LivenessTimeouts:
 
     @property
     def expects_answers(self) -> bool:
-        """Whether some gang owes something."""
+        """True if some gang owes something."""
         return bool(self._steps.by_id) or any(gang.owing for gang in self._gangs.by_id.values())
 
     def check(self, now_ns: int) -> None:
@@ -183,18 +195,18 @@ def _reason(gang: Gang, silent_ns: int) -> str:
 
 
 class LivenessMonitor:
-    """Checks for silent gangs and for requests that wait for gangs in vain, while there may be any."""
+    """Checks for silent gangs and for requests that no gang serves, while there may be any."""
 
     def __init__(
         self,
         this_round: Round,
         gangs: Gangs,
         requests: Requests,
-        silence: LivenessTimeouts,
+        timeouts: LivenessTimeouts,
         deadlines: SchedulerDeadlines,
     ) -> None:
         self._round, self._gangs, self._requests = this_round, gangs, requests
-        self._timeouts, self._deadlines = silence, deadlines
+        self._timeouts, self._deadlines = timeouts, deadlines
         self.next_ns: int | None = None
         """Time of the next check; None if nobody owes anything."""
 
@@ -203,7 +215,7 @@ class LivenessMonitor:
         if self.next_ns is not None and self._round.now_ns >= self.next_ns:
             self.next_ns = None
             self._timeouts.check(self._round.now_ns)
-            self._fail_for_want_of_gangs()
+            self._fail_without_gangs()
 
     def schedule_check(self) -> None:
         """Schedule the next check, or none if nobody owes anything any more."""
@@ -213,7 +225,7 @@ class LivenessMonitor:
         elif self.next_ns is None:
             self.next_ns = self._round.now_ns + self._deadlines.liveness_check_ns
 
-    def _fail_for_want_of_gangs(self) -> None:
+    def _fail_without_gangs(self) -> None:
         unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns
         if unready_ns is None:
             return

@@ -26,11 +26,11 @@ def check_invariants(
 def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
     instances = list(gangs.instances.values())
     of_sequences, of_steps = sequences.ledger.sums(instances), steps.ledger.sums(instances)
-    of_kept = prefix.ledger.sums(instances)
+    of_retained = prefix.ledger.sums(instances)
     for instance in instances:
-        held = of_sequences[instance.id] + of_steps[instance.id] + of_kept[instance.id]
-        assert held == instance.used, (
-            f"entries of {instance.id} sum to {held}, counted {instance.used}"
+        slots = of_sequences[instance.id] + of_steps[instance.id] + of_retained[instance.id]
+        assert slots == instance.used, (
+            f"ledger entries of instance {instance.id} sum to {slots}, counted {instance.used}"
         )
         assert 0 <= instance.used <= instance.capacity, f"instance {instance.id} is over capacity"
 
@@ -41,59 +41,71 @@ def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Pref
     known = dict.fromkeys((*sequences.by_id.values(), *computed))
     for sequence in known:
         if sequence.decode_ref is not None:
-            assert not sequence.in_place, "uses twice where it is computed"
-            assert gangs.lives(sequence.decode_ref.gang), "uses what is gone"
-            assert sequence.decode_ref.gang is sequence.decode, "uses what lies elsewhere"
-            assert sequence.unfreed, "uses what it does not read"
-        if sequence.prefill_ref is not None:
-            assert sequence.cached, "uses nothing"
-            assert gangs.lives(sequence.prefill_ref.gang), "uses what is gone"
-            assert sequence.computing or (sequence.in_place and sequence.unfreed), (
-                "uses what it does not read"
+            assert not sequence.in_place, "in-place sequence holds a second prefix-cache reference"
+            assert gangs.lives(sequence.decode_ref.gang), "reference to a prefix of a dead gang"
+            assert sequence.decode_ref.gang is sequence.decode, (
+                "reference to a prefix on another gang"
             )
-    uses = [
-        use
+            assert sequence.unfreed, "reference to a prefix that nothing reads"
+        if sequence.prefill_ref is not None:
+            assert sequence.cached, "reference to an empty prefix"
+            assert gangs.lives(sequence.prefill_ref.gang), "reference to a prefix of a dead gang"
+            assert sequence.computing or (sequence.in_place and sequence.unfreed), (
+                "reference to a prefix that nothing reads"
+            )
+    refs = [
+        ref
         for sequence in known
-        for use in (sequence.prefill_ref, sequence.decode_ref)
-        if use is not None
+        for ref in (sequence.prefill_ref, sequence.decode_ref)
+        if ref is not None
     ]
-    prefix.check(uses, gangs.instances.values())
+    prefix.check(refs, gangs.instances.values())
 
 
 def _check_steps(gangs: Gangs, steps: Steps) -> None:
     for step in steps.by_id.values():
-        assert step.undone, "done, but outstanding"
-        assert gangs.lives(step.gang), "a step of a dead gang"
+        assert step.undone, f"step {step.id} is done but outstanding"
+        assert gangs.lives(step.gang), f"step {step.id} of a dead gang"
     for step in steps.unsent.values():
-        assert steps.by_id[step.id] is step, "held, but over"
-        assert step.unsent, "sent, but held"
+        assert steps.by_id[step.id] is step, f"unsent step {step.id} is not outstanding"
+        assert step.unsent, f"step {step.id} was sent and counts as unsent"
     for instance in gangs.instances.values():
-        held = [step.unsent for step in instance.steps.values() if not step.high_priority]
-        assert held == sorted(held), "sent before one that was launched earlier"
+        unsent = [step.unsent for step in instance.steps.values() if not step.high_priority]
+        assert unsent == sorted(unsent), "a step was sent before one that was launched earlier"
         mine = [step for step in steps.by_id.values() if instance.id in step.undone]
-        assert list(instance.steps.values()) == mine, f"steps of {instance.id}"
+        assert list(instance.steps.values()) == mine, f"outstanding steps of {instance.id}"
         assert instance.low_priority_steps == sum(not step.high_priority for step in mine), (
-            "long steps"
+            f"low-priority steps of {instance.id}"
         )
         assert instance.high_priority_ns == sum(
             step.predicted_ns for step in mine if step.high_priority
-        ), "urgent"
+        ), f"high-priority time of {instance.id}"
 
 
 def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> None:
     everyone = list(sequences.by_id.values())
     for sequence in everyone:
-        assert sequence.unfreed or not sequence.over, "over and free, but kept"
-        assert bool(sequence.unfreed) == (sequence.id in sequences.ledger), "slots of nobody"
+        assert sequence.unfreed or not sequence.over, (
+            f"sequence {sequence.id} is over and has no slots"
+        )
+        assert bool(sequence.unfreed) == (sequence.id in sequences.ledger), (
+            f"slots of sequence {sequence.id}"
+        )
         if sequence.piggybacked:
-            assert not sequence.unreceived, "a rider whose KV is sent"
-            assert not sequence.computing, "a rider that a step computes"
+            assert not sequence.unreceived, (
+                f"KV of piggybacked sequence {sequence.id} is transferred"
+            )
+            assert not sequence.computing, f"a step computes piggybacked sequence {sequence.id}"
         if not sequence.over:
-            assert sequence.request.sequence is sequence, "works for a request that has another"
-            assert sequence.request.id in requests.live, "works for a request that is over"
-            assert gangs.lives(sequence.decode), "decoded by a dead gang"
+            assert sequence.request.sequence is sequence, (
+                f"request of sequence {sequence.id} has another one"
+            )
+            assert sequence.request.id in requests.live, (
+                f"request of sequence {sequence.id} is over"
+            )
+            assert gangs.lives(sequence.decode), f"sequence {sequence.id} on a dead gang"
     assert len(sequences.ledger) == sum(bool(sequence.unfreed) for sequence in everyone), (
-        "slots of nobody"
+        "ledger has slots of a sequence that is gone"
     )
     for gang in gangs.by_id.values():
         mastered = [
@@ -101,20 +113,24 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
             for sequence in everyone
             if sequence.master.gang is gang and sequence.master.id in sequence.unfreed
         ]
-        assert gang.mastered == len(mastered), "size of a decode group"
-        assert gang.mastered == sum(instance.mastered for instance in gang.instances), "masters"
+        assert gang.mastered == len(mastered), f"decoding sequences of gang {gang.id}"
+        assert gang.mastered == sum(instance.mastered for instance in gang.instances), (
+            f"sequences by master of gang {gang.id}"
+        )
 
 
 def _check_queue(requests: Requests) -> None:
     waiting = [request for request in requests.live.values() if request.waiting]
-    assert requests.admission.waiting == len(waiting), "length of the line"
+    assert requests.admission.waiting == len(waiting), "number of waiting requests"
     tokens = sum(request.prompt_tokens + request.output_tokens for request in waiting)
-    assert requests.admission.waiting_tokens == tokens, "tokens of the line"
+    assert requests.admission.waiting_tokens == tokens, "tokens of waiting requests"
     for request in requests.live.values():
-        assert request.waiting == (request.sequence is None), "neither waiting nor running"
+        assert request.waiting == (request.sequence is None), (
+            f"request {request.id} either waits or has a sequence"
+        )
     for request in requests.blocked:
-        assert request.waiting, "blocked, but it has a place"
-        assert requests.live.get(request.id) is request, "blocked, but over"
+        assert request.waiting, f"blocked request {request.id} has started"
+        assert requests.live.get(request.id) is request, f"blocked request {request.id} is over"
     for request in requests.queue.everyone():
-        assert requests.live.get(request.id) is request, "waits, but is over"
-        assert request.waiting, "waits and runs"
+        assert requests.live.get(request.id) is request, f"queued request {request.id} is over"
+        assert request.waiting, f"queued request {request.id} runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Many
 
 import msgspec
@@ -36,6 +37,8 @@ from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Gang, PrefixRef, Round, Sequence, Step, StepPlan
 
+_log = logging.getLogger(__name__)
+
 PrefixRefs = dict[RequestId, PrefixRef]
 """References to retained KV, by the request that reuses it."""
 
@@ -60,7 +63,7 @@ class Launcher:
     def apply(self, decisions: Many[Decision]) -> None:
         """Carry out all decisions of a round, after all were found to be sound."""
         plans = [decision for decision in decisions if type(decision) is StartPlan]
-        rides = [decision for decision in decisions if type(decision) is PiggybackPlan]
+        piggybacks = [decision for decision in decisions if type(decision) is PiggybackPlan]
         checks = PlanChecks(self._gangs, self._requests, self._prefix)
         moves = [decision for decision in decisions if type(decision) is MovePlan]
         moving = checks.check_moves(
@@ -73,7 +76,7 @@ class Launcher:
                 if type(decision) is Replan
             ]
         )
-        checked = checks.check(plans, rides)
+        checked = checks.check(plans, piggybacks)
         blocked = [decision.request_id for decision in decisions if type(decision) is Blocked]
         self._requests.note_blocked(blocked)
         for decision in decisions:
@@ -85,10 +88,10 @@ class Launcher:
         for replan in replans:
             self._replan(replan)
         if any(evicting):
-            return  # perhaps what a plan goes on from: decided again when that is gone
+            return  # eviction may take a prefix that a plan reuses: decide again afterwards
         for start in checked:
             if not self._begin(start):
-                break  # decided again, as all behind it, when what it waits for is empty
+                break  # it and all behind it are decided again when the slots are empty
 
     def _move(self, move: MovePlan, needed: dict[InstanceId, int]) -> bool:
         """Move KV if all slots that it needs are empty, else evict; return whether it was moved."""
@@ -98,57 +101,62 @@ class Launcher:
         return empty
 
     def _begin(self, checked: CheckedPlan | CheckedPiggyback) -> bool:
-        """Start a plan if all slots that it needs are empty, else evict; return whether it started."""
-        holds: PrefixRefs = {}
+        """Start a plan if all its slots are empty, else evict; return whether it started."""
+        decode_refs: PrefixRefs = {}
         if isinstance(checked, CheckedPlan):
-            uses = self._ref(checked.reused, checked.pair.prefill)
-            holds = self._ref(checked.decode_reused, checked.pair.decode)
+            prefill_refs = self._ref(checked.reused, checked.pair.prefill)
+            decode_refs = self._ref(checked.decode_reused, checked.pair.decode)
         else:
-            uses = self._ref(checked.reused, checked.gang)
+            prefill_refs = self._ref(checked.reused, checked.gang)
+        # The references come first: eviction must not take what the plan reuses.
         if not self._prefix.make_room(checked.needs):
-            for use in (*uses.values(), *holds.values()):
-                self._prefix.unref(use)
+            for ref in (*prefill_refs.values(), *decode_refs.values()):
+                self._prefix.unref(ref)
             return False
         if isinstance(checked, CheckedPlan):
-            self._start(checked, uses, holds)
+            self._start(checked, prefill_refs, decode_refs)
         else:
-            self._piggyback(checked, uses)
+            self._piggyback(checked, prefill_refs)
         return True
 
     def _ref(self, reused: Reused, gang: Gang) -> PrefixRefs:
-        live, use = self._requests.live, self._prefix.ref
+        live, ref = self._requests.live, self._prefix.ref
         return {
-            request_id: use(live[request_id], gang, cached.tokens)
+            request_id: ref(live[request_id], gang, cached.tokens)
             for request_id, cached in reused.items()
         }
 
-    def _start(self, checked: CheckedPlan, uses: PrefixRefs, holds: PrefixRefs) -> None:
+    def _start(
+        self, checked: CheckedPlan, prefill_refs: PrefixRefs, decode_refs: PrefixRefs
+    ) -> None:
         plan, pair, reused = checked.plan, checked.pair, checked.reused
         sequences: dict[RequestId, Sequence] = {}
         for placement, needed in zip(plan.decode, checked.decode, strict=True):
             request = self._requests.live[placement.request_id]
             cached = reused[request.id].tokens if request.id in reused else 0
             if request.output_tokens == 1 and not pair.in_place:
-                # Nothing is decoded behind an only token, so that its KV need not go anywhere.
+                # An only token is sampled by the step: nothing is decoded and no KV transferred.
                 placement, needed = msgspec.structs.replace(placement, slices=(), answer=()), {}
-            use, held = uses.get(request.id), holds.get(request.id)
-            sequence = self._sequences.start(request, pair, placement, needed, use, cached, held)
+            prefill_ref, decode_ref = prefill_refs.get(request.id), decode_refs.get(request.id)
+            sequence = self._sequences.start(
+                request, pair, placement, needed, prefill_ref, cached, decode_ref
+            )
             self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
-        staying = {
+        retaining = {
             request_id: sequence
             for request_id, sequence in sequences.items()
             if not pair.in_place and self._prefix.may_retain(sequence.request, sequence.cached)
         }
-        if staying:
+        if retaining:
             begun = {request_id: cached.slices for request_id, cached in reused.items()}
-            left = stored_by(plan, begun)
-            for request_id, sequence in staying.items():
-                sequence.retained_slices = left[request_id]
+            stored = stored_by(plan, begun)
+            for request_id, sequence in retaining.items():
+                sequence.retained_slices = stored[request_id]
         one_by_one = plan.ahead_ns is not None
         steps = [
-            self._launch(planned, sequences, histories, slots, held=one_by_one)
+            self._launch(planned, sequences, histories, slots, unsent=one_by_one)
             for planned, histories, slots in zip(
                 plan.steps, checked.histories, checked.steps, strict=True
             )
@@ -182,17 +190,17 @@ class Launcher:
         return all(count <= instances[instance].empty_slots for instance, count in needs.items())
 
     def _replace(self, sequence: Sequence, plan: StepPlan, checked: CheckedReplan) -> None:
-        old, line = plan.unsent, list(self._steps.unsent.values())
-        behind = line[line.index(old[-1]) + 1 :]
+        old, queue = plan.unsent, list(self._steps.unsent.values())
+        behind = queue[queue.index(old[-1]) + 1 :]
         new = [
-            self._launch(planned, {sequence.request.id: sequence}, histories, slots, held=True)
+            self._launch(planned, {sequence.request.id: sequence}, histories, slots, unsent=True)
             for planned, histories, slots in zip(
                 checked.replan.steps, checked.histories, checked.steps, strict=True
             )
         ]
         plan.steps = (*(step for step in plan.steps if not step.unsent), *new)
         several = len(plan.steps) > 1 or bool(sequence.retained_slices)
-        for step in (*plan.steps, *old):  # the old ones too: nothing is given back for their sake
+        for step in (*plan.steps, *old):  # the old ones too, or their cancel would free slots
             step.plan_steps = plan.steps if several else ()
         for step in old:
             self._steps.cancel_unsent(step)
@@ -201,20 +209,30 @@ class Launcher:
         self._steps.requeue(sequence.prefill)
         sequence.retained_slices = checked.retained_slices
 
-    def _piggyback(self, checked: CheckedPiggyback, uses: PrefixRefs) -> None:
-        ride, reused = checked.piggyback, checked.reused
-        request = self._requests.live[ride.placement.request_id]
+    def _piggyback(self, checked: CheckedPiggyback, prefill_refs: PrefixRefs) -> None:
+        plan, reused = checked.piggyback, checked.reused
+        request = self._requests.live[plan.placement.request_id]
         cached = reused[request.id].tokens if request.id in reused else 0
-        use, needed = uses.get(request.id), checked.needs
-        sequence = self._sequences.start_piggybacked(request, ride.placement, needed, use, cached)
+        prefill_ref, needed = prefill_refs.get(request.id), checked.needs
+        sequence = self._sequences.start_piggybacked(
+            request, plan.placement, needed, prefill_ref, cached
+        )
         self._requests.take(request, sequence)
         self._reserve(sequence)
         self._round.emit(
-            commands.Piggyback(gang=sequence.decode.id, sequence_id=sequence.id, budget=ride.budget)
+            commands.Piggyback(gang=sequence.decode.id, sequence_id=sequence.id, budget=plan.budget)
         )
 
     def _reserve(self, sequence: Sequence) -> None:
         request, limits = sequence.request, self._deadlines
+        _log.debug(
+            "request %d starts as sequence %d: prefill gang %d, decode gang %d, %d tokens cached",
+            request.id,
+            sequence.id,
+            sequence.prefill.id,
+            sequence.decode.id,
+            sequence.cached,
+        )
         wait_ns = limits.reserve_ns + limits.reserve_token_ns * request.prompt_tokens
         self._round.emit(
             Reserve(
@@ -239,7 +257,7 @@ class Launcher:
         histories: Histories,
         slots: dict[InstanceId, int],
         *,
-        held: bool,
+        unsent: bool,
     ) -> Step:
         """Give a step its slots and its place in the queue.
 
@@ -281,7 +299,7 @@ class Launcher:
             high_priority=planned.high_priority,
             ends_ns=ends_ns,
         )
-        if held:
+        if unsent:
             self._steps.defer(step, command)
         else:
             self._round.emit(command)

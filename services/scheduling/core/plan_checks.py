@@ -75,18 +75,18 @@ def decode_reused_by_plan(
     names what is not sent. Where a step samples the only token, nothing is decoded and nothing
     read.
     """
-    held: Reused = {}
+    reused: Reused = {}
     for placement in () if pair.in_place else plan.decode:
         named, request_id = _named(placement), placement.request_id
         if named and request_id in live and live[request_id].output_tokens > 1:
-            held[request_id] = _cached(live, request_id, pair.decode.id, _tokens(named), prefix)
-            _check_named(named, held[request_id].slices)
-    return held
+            reused[request_id] = _cached(live, request_id, pair.decode.id, _tokens(named), prefix)
+            _check_named(named, reused[request_id].slices)
+    return reused
 
 
-def reused_by_piggyback(ride: PiggybackPlan, live: Live, prefix: PrefixCache) -> Reused:
+def reused_by_piggyback(plan: PiggybackPlan, live: Live, prefix: PrefixCache) -> Reused:
     """Return the prefix that a piggybacked request reuses, which its placement names."""
-    placement = ride.placement
+    placement = plan.placement
     named = _named(placement)
     if not named:
         return {}
@@ -96,10 +96,10 @@ def reused_by_piggyback(ride: PiggybackPlan, live: Live, prefix: PrefixCache) ->
     return {placement.request_id: cached}
 
 
-def _check_named(named: tuple[PlacedSlice, ...], lie: tuple[PlacedSlice, ...]) -> None:
+def _check_named(named: tuple[PlacedSlice, ...], present: tuple[PlacedSlice, ...]) -> None:
     """Assert that the placement names the reused KV; another plan of the round may have cut a
     segment."""
-    assert named == lie or same_placement(named, lie), "what is reused lies elsewhere"
+    assert named == present or same_placement(named, present), "reused KV lies elsewhere"
 
 
 def _cached(
@@ -108,11 +108,11 @@ def _cached(
     request = live.get(request_id)
     assert request is not None, f"request {request_id} is over"
     cached = prefix.longest(request, gang)
-    assert cached is not None, "pieces out of order: nothing is kept of what comes before"
+    assert cached is not None, "chunks out of order: no prefix is cached"
     if cached.tokens > tokens:
         cached = prefix.beginning(request, gang, tokens)
-    assert cached is not None, "pieces out of order: nothing is kept of what comes before"
-    assert cached.tokens == tokens, "pieces out of order: less is kept than is reused"
+    assert cached is not None, "chunks out of order: no prefix is cached"
+    assert cached.tokens == tokens, "chunks out of order: the cached prefix is shorter"
     return cached
 
 
@@ -182,11 +182,11 @@ class PlanChecks:
         self._replanned: dict[RequestId, None] = {}
 
     def check(
-        self, plans: Iterable[StartPlan], rides: Iterable[PiggybackPlan] = ()
+        self, plans: Iterable[StartPlan], piggybacks: Iterable[PiggybackPlan] = ()
     ) -> list[CheckedPlan | CheckedPiggyback]:
         """Assert that all plans are whole and that their slots are free."""
         checked: list[CheckedPlan | CheckedPiggyback] = [self._check_plan(plan) for plan in plans]
-        checked += [self._check_piggyback(ride) for ride in rides]
+        checked += [self._check_piggyback(plan) for plan in piggybacks]
         for instance, count in self._slots.items():
             free = self._gangs.instances[instance].free_slots
             assert count <= free, f"decisions take {count} slots of {free} free ones on {instance}"
@@ -199,42 +199,52 @@ class PlanChecks:
 
     def _check_replan(self, sequence: Sequence, replan: Replan) -> CheckedReplan:
         plan, request = sequence.plan, sequence.request
-        assert plan is not None, "a plan that is not sent step by step"
-        assert not sequence.over, "planned again when it is over"
-        assert plan.version == replan.version, "made from another plan"
-        assert request.id not in self._replanned, "planned again twice"
+        assert plan is not None, f"the steps of sequence {sequence.id} are not sent one by one"
+        assert not sequence.over, f"replan of sequence {sequence.id}, which is over"
+        assert plan.version == replan.version, (
+            f"replan of version {replan.version}, present is {plan.version}"
+        )
+        assert request.id not in self._replanned, f"two replans of request {request.id}"
         self._replanned[request.id] = None
-        held = [step.command for step in plan.steps if step.command is not None]
-        assert held, "nothing is left to be planned"
+        unsent = [step.command for step in plan.steps if step.command is not None]
+        assert unsent, f"sequence {sequence.id} has no unsent steps"
         if not replan.steps:
             return CheckedReplan(sequence, replan, [], [], sequence.retained_slices)
-        begun = {request.id: held[0].history[0]}
+        begun = {request.id: unsent[0].history[0]}
         whole = StartPlan(steps=replan.steps, decode=())
         found, slots = list(histories_of(whole, begun, in_place=False)), []
         pair = GangPair(prefill=sequence.prefill, decode=sequence.decode)
-        stop = held[0].chunks[0].start
+        stop = unsent[0].chunks[0].start
         for step, histories in zip(replan.steps, found, strict=True):
-            assert [chunk.request_id for chunk in step.chunks] == [request.id], "another request's"
-            assert step.chunks[0].start == stop, "pieces out of order"
+            assert [chunk.request_id for chunk in step.chunks] == [request.id], (
+                f"chunks of other requests than {request.id}"
+            )
+            assert step.chunks[0].start == stop, "chunks out of order"
             stop += step.chunks[0].length
             self._check_step(step, sequence.prefill.id)
             slots.append(slots_of(step, histories))
             self._check_members(step, histories, slots[-1], whole, pair)
             self._take(slots[-1], sequence.prefill.id)
         assert stop == request.prompt_tokens, "not the whole prompt"
-        left = stored_by(whole, begun)[request.id] if sequence.retained_slices else ()
-        return CheckedReplan(sequence, replan, found, slots, left)
+        stored = stored_by(whole, begun)[request.id] if sequence.retained_slices else ()
+        return CheckedReplan(sequence, replan, found, slots, stored)
 
     def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
         """Assert that sequences can move as planned; return the slots that each needs."""
         return [self._check_move(*move) for move in moves]
 
     def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
-        assert sequence.joined_ns is not None, "moved before it is decoded"
-        assert sequence.first_token_ns is not None, "moved before its prompt is computed"
-        assert sequence.id in sequence.decode.decoding, "moved when it is over"
-        assert not sequence.is_moving, "moved twice at a time"
-        assert not sequence.cached, "what others have computed is moved"
+        assert sequence.joined_ns is not None, (
+            f"move of sequence {sequence.id}, which does not decode yet"
+        )
+        assert sequence.first_token_ns is not None, (
+            f"move of sequence {sequence.id}, whose prompt is not computed"
+        )
+        assert sequence.id in sequence.decode.decoding, (
+            f"move of sequence {sequence.id}, which is over"
+        )
+        assert not sequence.is_moving, f"sequence {sequence.id} is moving already"
+        assert not sequence.cached, f"move of sequence {sequence.id}, which reuses a prefix"
         start, stop = sequence.answer_span
         assert covers_once(Span(0, start), placement.slices), "not the prompt's positions"
         assert covers_once(Span(start, stop), placement.answer), "not the answer's positions"
@@ -245,9 +255,9 @@ class PlanChecks:
     def _check_plan(self, plan: StartPlan) -> CheckedPlan:
         pair = self._pair(plan)
         reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
-        held = decode_reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        decode_reused = decode_reused_by_plan(plan, pair, self._requests.live, self._prefix)
         self._count_reused(reused)
-        self._count_reused(held)
+        self._count_reused(decode_reused)
         begun = {request: cached.slices for request, cached in reused.items()}
         found = list(histories_of(plan, begun, in_place=pair.in_place))
         steps, decode = [], []
@@ -262,7 +272,7 @@ class PlanChecks:
         for placement in plan.decode:
             decode.append(self._check_placement(placement, lengths, pair))
         needs = _sum([*steps, *decode])
-        return CheckedPlan(plan, pair, reused, held, found, steps, decode, needs)
+        return CheckedPlan(plan, pair, reused, decode_reused, found, steps, decode, needs)
 
     def _count_reused(self, reused: Reused) -> None:
         """Count the slots of reused KV, which nobody may take."""
@@ -283,7 +293,7 @@ class PlanChecks:
         assert len(set(step.group)) == len(step.group) == len(bounds) - 1, "group and bounds"
         assert bounds[0] == 0, "bounds miss the first token"
         assert bounds[-1] == sum([chunk.length for chunk in chunks]), "bounds miss tokens"
-        assert step.predicted_ns >= 0, "a time before now"
+        assert step.predicted_ns >= 0, "a predicted time must not be negative"
         cls = self._waiting(chunks[0].request_id).cls
         for chunk in chunks[1:]:
             assert self._waiting(chunk.request_id).cls == cls, (
@@ -305,14 +315,14 @@ class PlanChecks:
             concerned = slots.keys()
         group = set(step.group)
         assert concerned <= group, "an instance outside of the group"
-        assert concerned == group, "an empty part"
+        assert concerned == group, "an instance of the group computes and stores nothing"
 
     def _concerned(
         self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: GangPair
     ) -> set[InstanceId]:
         """Return the instances that compute something of a step, or hold KV of its chunks before or
         after."""
-        concerned = {share.instance for rows in rows_of(step) for share in rows}
+        concerned = {kv_slice.instance for rows in rows_of(step) for kv_slice in rows}
         placed = (
             {placement.request_id: placement.slices for placement in plan.decode}
             if pair.in_place
@@ -320,17 +330,17 @@ class PlanChecks:
         )
         for chunk, history in zip(step.chunks, histories, strict=True):
             if chunk.placement:
-                assert not pair.in_place, "KV is kept where it is decoded, and nowhere else"
+                assert not pair.in_place, "a chunk of an elastic gang has a placement of its own"
                 _check_chunk_placement(chunk, history)
-            to_lie = chunk.placement or within(placed.get(chunk.request_id, ()), span_of(chunk))
-            concerned.update(kv_slice.instance for kv_slice in (*history, *to_lie))
+            future = chunk.placement or within(placed.get(chunk.request_id, ()), span_of(chunk))
+            concerned.update(kv_slice.instance for kv_slice in (*history, *future))
         return concerned
 
     def _check_piggyback(self, piggyback: PiggybackPlan) -> CheckedPiggyback:
         gang = gang_of(piggyback.placement.master)
         pairs = [pair for pair in self._gangs.pairs if pair.decode.id == gang]
-        assert pairs, "a ride on no pair"
-        assert piggyback.budget > 0, "a ride that never moves"
+        assert pairs, f"piggyback on gang {gang}, which is in no pair"
+        assert piggyback.budget > 0, "a piggyback budget must be positive"
         request = self._waiting(piggyback.placement.request_id)
         reused = reused_by_piggyback(piggyback, self._requests.live, self._prefix)
         self._count_reused(reused)
@@ -349,7 +359,9 @@ class PlanChecks:
     ) -> Slots:
         request, gang = self._waiting(placement.request_id), pair.decode.id
         total = request.prompt_tokens + request.output_tokens
-        assert total <= pair.max_positions, f"{total} tokens where {pair.max_positions} may be"
+        assert total <= pair.max_positions, (
+            f"request {request.id} has {total} tokens, at most {pair.max_positions} fit"
+        )
         assert request.id not in self._started, f"request {request.id} is started twice"
         self._started[request.id] = None
         assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"
@@ -366,7 +378,7 @@ class PlanChecks:
     def _waiting(self, request: RequestId) -> Request:
         found = self._requests.live.get(request)
         assert found is not None, f"request {request} is over"
-        assert found.waiting or request in self._replanned, f"request {request} has a place already"
+        assert found.waiting or request in self._replanned, f"request {request} has started already"
         return found
 
 
@@ -386,9 +398,11 @@ def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]
     """Assert that a placement has all of the chunk; it may have some earlier KV as well."""
     positions = span_of(chunk)
     assert covers_once(positions, within(chunk.placement, positions)), (
-        "the chunk's KV is not kept once"
+        "the chunk's KV is not placed once"
     )
-    assert not any(kv_slice.source for kv_slice in chunk.placement), "somebody else's KV is kept"
+    assert not any(kv_slice.source for kv_slice in chunk.placement), (
+        "a chunk's placement names another source"
+    )
     moved = [
         PlacedSlice.of(kv_slice.instance, rest)
         for kv_slice in chunk.placement
@@ -416,7 +430,7 @@ def _computed(steps: Iterable[PlannedStep], reused: Reused) -> dict[RequestId, i
     computed = {request: cached.tokens for request, cached in reused.items()}
     for step in steps:
         for chunk in step.chunks:
-            assert chunk.start == computed.get(chunk.request_id, 0), "pieces out of order"
-            assert chunk.length > 0, "an empty piece"
+            assert chunk.start == computed.get(chunk.request_id, 0), "chunks out of order"
+            assert chunk.length > 0, "an empty chunk"
             computed[chunk.request_id] = chunk.start + chunk.length
     return computed

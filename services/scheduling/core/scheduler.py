@@ -48,7 +48,7 @@ from csps.services.scheduling.state.state import Instance, Round, wire_error
 
 
 class RoundResult(NamedTuple):
-    """What is to be done after a round."""
+    """Commands and next wake time of a round."""
 
     commands: list[AnyCommand]
     """Commands in order."""
@@ -106,7 +106,7 @@ class Scheduler:
             reuses=reuse.enabled,
         )
         retries = Retries(this_round, requests, sequences, limits, deadlines)
-        self._plans = Launcher(
+        self._launcher = Launcher(
             this_round=this_round,
             gangs=gangs,
             requests=requests,
@@ -116,9 +116,9 @@ class Scheduler:
             prefix=prefix,
         )
         self._unsent = UnsentSteps(this_round, steps, sequences)
-        silence = LivenessTimeouts(gangs, steps, deadlines)
-        self._watch = LivenessMonitor(this_round, gangs, requests, silence, deadlines)
-        of_requests = RequestEvents(
+        timeouts = LivenessTimeouts(gangs, steps, deadlines)
+        self._liveness = LivenessMonitor(this_round, gangs, requests, timeouts, deadlines)
+        request_events = RequestEvents(
             this_round=this_round,
             timers=timers,
             gangs=gangs,
@@ -128,7 +128,7 @@ class Scheduler:
             retries=retries,
             prefix=prefix,
         )
-        of_gangs = GangEvents(
+        gang_events = GangEvents(
             gangs=gangs,
             requests=requests,
             sequences=sequences,
@@ -137,9 +137,9 @@ class Scheduler:
             prefix=prefix,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
-            **of_requests.handlers,
-            **of_gangs.handlers,
-            ev.CostTableUpdated: self._calibrated,
+            **request_events.handlers,
+            **gang_events.handlers,
+            ev.CostTableUpdated: self._cost_table_updated,
             ev.Wake: self._wake,
             ev.Drain: self._drain,
         }
@@ -161,13 +161,13 @@ class Scheduler:
         for event in events:
             self._handlers[type(event)](event)
         self._timers.run_due(this_round.now_ns)
-        self._watch.check()
+        self._liveness.check()
         self._sequences.join()
         self._unsent.send_due()
-        self._ask_again()
+        self._check_wake()
         self._decide()
         self._unsent.send_due()
-        self._watch.schedule_check()
+        self._liveness.schedule_check()
         return RoundResult(this_round.commands, self._wake_at_ns())
 
     def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
@@ -192,12 +192,12 @@ class Scheduler:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether the policy has prompts computed as sparse attention needs it."""
+        """True if the policy has prompts computed as sparse attention needs it."""
         return self._policy.whole_prompts
 
     @property
     def ready(self) -> bool:
-        """Whether there are gangs to serve with. Requests are admitted without them, too."""
+        """True if there are gangs to serve with. Requests are admitted without them, too."""
         return bool(self._gangs.pairs)
 
     @property
@@ -220,9 +220,9 @@ class Scheduler:
         """Assert that no slot, step, sequence or request was lost."""
         check_invariants(self._gangs, self._requests, self._sequences, self._steps, self._prefix)
 
-    # --- turns ---
+    # --- rounds ---
 
-    def _calibrated(self, event: ev.CostTableUpdated) -> None:
+    def _cost_table_updated(self, event: ev.CostTableUpdated) -> None:
         self._costs.use(event.digest)
         self._round.stale = True
 
@@ -234,10 +234,15 @@ class Scheduler:
 
     def _wake_at_ns(self) -> int | None:
         this_round = self._round
-        times = (self._timers.next_ns, self._watch.next_ns, this_round.wake_ns, self._unsent.due_ns)
+        times = (
+            self._timers.next_ns,
+            self._liveness.next_ns,
+            this_round.wake_ns,
+            self._unsent.due_ns,
+        )
         return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
-    def _ask_again(self) -> None:
+    def _check_wake(self) -> None:
         """Let the policy decide again if its time has come: once, even if nothing waits now."""
         this_round = self._round
         if this_round.wake_ns is not None and this_round.wake_ns <= this_round.now_ns:
@@ -245,10 +250,10 @@ class Scheduler:
 
     def _decide(self) -> None:
         waiting = len(self._requests.queue) or self._steps.unsent
-        nothing = not waiting and not self._policy.regroups
-        if not self._round.stale or not self._gangs.pairs or nothing:
+        undecided = waiting or self._policy.regroups
+        if not (self._round.stale and self._gangs.pairs and undecided):
             return
-        self._plans.apply(self._policy.decide(self._view()))
+        self._launcher.apply(self._policy.decide(self._view()))
         self._round.stale = False
 
     def _view(self) -> SchedulerView:
@@ -326,9 +331,9 @@ class RequestEvents:
     def _received(self, event: ev.KvReceived) -> None:
         self._gangs.note_heartbeat(event.instance)
         if (sequence := self._sequences.serving(event.sequence_id)) is not None:
-            wrong = self._sequences.received(sequence, event.instance, event.tokens)
-            if wrong is not None:
-                self._retries.broken(sequence, ProtocolError(wrong))
+            problem = self._sequences.received(sequence, event.instance, event.tokens)
+            if problem is not None:
+                self._retries.broken(sequence, ProtocolError(problem))
 
     def _moved(self, event: ev.Moved) -> None:
         if (sequence := self._sequences.by_id.get(event.sequence_id)) is not None:
@@ -365,14 +370,16 @@ class RequestEvents:
         if step is None or event.instance not in step.undone:
             return
         instance = self._gangs.instances[event.instance]
-        computed, leaving = self._steps.done(step, instance, event.took_ns)
-        for sequence in leaving:
+        computed, retaining = self._steps.done(step, instance, event.took_ns)
+        for sequence in retaining:
             self._sequences.retain_prefilled(sequence)
         for sequence in computed:
             self._sequences.computed(sequence)
             if not sequence.over and sequence.first_token_ns is None:
-                # The rank that draws says so before it reports, so no token is on its way.
-                error = ProtocolError("a prefill step ended without its first token")
+                # The rank that samples sends the token before it reports, so none is under way.
+                error = ProtocolError(
+                    f"step {step.id} ended without the first token of sequence {sequence.id}"
+                )
                 self._retries.broken(sequence, error)
 
 

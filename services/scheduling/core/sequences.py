@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from csps.services.scheduling.deciding.decisions import DecodePlacement
 from csps.services.scheduling.events.commands import Cancel, MoveKv, PlacedSlice, SetGroup
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
@@ -11,6 +13,8 @@ from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import Ledger, coming_slots, decode_slots
 from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Gang, GangPair, PrefixRef, Request, Round, Sequence
+
+_log = logging.getLogger(__name__)
 
 
 class Sequences:
@@ -40,9 +44,9 @@ class Sequences:
         pair: GangPair,
         placement: DecodePlacement,
         slots: dict[InstanceId, int],
-        use: PrefixRef | None,
+        prefill_ref: PrefixRef | None,
         cached: int,
-        held: PrefixRef | None,
+        decode_ref: PrefixRef | None,
     ) -> Sequence:
         """Start a sequence: reserve the slots for the prompt's KV and for all tokens to come.
 
@@ -54,15 +58,15 @@ class Sequences:
         """
         unreceived = tokens_on(own(placement.slices))
         sequence = self._new(request, pair, placement, slots, unreceived)
-        sequence.decode_ref = held
-        return self._reusing(sequence, use, cached)
+        sequence.decode_ref = decode_ref
+        return self._reuse(sequence, prefill_ref, cached)
 
     def start_piggybacked(
         self,
         request: Request,
         placement: DecodePlacement,
         slots: dict[InstanceId, int],
-        use: PrefixRef | None,
+        prefill_ref: PrefixRef | None,
         cached: int,
     ) -> Sequence:
         """Start a sequence that joins decode at once; its gang owes tokens from now on."""
@@ -71,10 +75,10 @@ class Sequences:
         sequence = self._new(request, pair, placement, slots, {}, piggybacked=True)
         sequence.joined_ns = self._round.now_ns
         gang.owing[sequence.id] = self._round.now_ns
-        return self._reusing(sequence, use, cached)
+        return self._reuse(sequence, prefill_ref, cached)
 
-    def _reusing(self, sequence: Sequence, use: PrefixRef | None, cached: int) -> Sequence:
-        sequence.prefill_ref, sequence.cached = use, cached
+    def _reuse(self, sequence: Sequence, prefill_ref: PrefixRef | None, cached: int) -> Sequence:
+        sequence.prefill_ref, sequence.cached = prefill_ref, cached
         reused = sum(kv_slice.tokens for kv_slice in sequence.slices if kv_slice.source)
         retain = self._prefix.may_retain(sequence.request, reused)
         sequence.retain = bool(sequence.slices) and retain
@@ -123,7 +127,7 @@ class Sequences:
         expected = sequence.unreceived.get(instance)
         if tokens != expected:
             wanted = "none" if expected is None else expected
-            return f"KV of {tokens} tokens landed on a decode instance, not {wanted}"
+            return f"decode instance {instance} received KV of {tokens} tokens, expected {wanted}"
         del sequence.unreceived[instance]
         self._join(sequence)
         return None
@@ -147,7 +151,7 @@ class Sequences:
                 )
                 self._round.stale = True
 
-    # --- what is kept ---
+    # --- prefix cache ---
 
     def computed(self, sequence: Sequence) -> None:
         """Release the prefix of a sequence that no step computes any more."""
@@ -162,14 +166,14 @@ class Sequences:
         self._unref_prefill(sequence)
 
     def _unref_prefill(self, sequence: Sequence) -> None:
-        use, sequence.prefill_ref = sequence.prefill_ref, None
-        if use is not None:
-            self._prefix.unref(use)
+        ref, sequence.prefill_ref = sequence.prefill_ref, None
+        if ref is not None:
+            self._prefix.unref(ref)
 
     def _unref_decode(self, sequence: Sequence) -> None:
-        held, sequence.decode_ref = sequence.decode_ref, None
-        if held is not None:
-            self._prefix.unref(held)
+        ref, sequence.decode_ref = sequence.decode_ref, None
+        if ref is not None:
+            self._prefix.unref(ref)
 
     def _retain(self, sequence: Sequence, generated_tokens: int, hashes: tuple[bytes, ...]) -> None:
         """End a sequence and retain its KV where it was decoded.
@@ -183,19 +187,19 @@ class Sequences:
             PlacedSlice(sequence.master.id, prompt, prompt + generated_tokens),
         )
         slots = self.ledger.slots_of(sequence.id)
-        # What it has read stays until what follows upon it is kept as well.
+        # The prefix is released last: evicted before, it would take the new segments with it.
         if sequence.in_place:
-            use, sequence.prefill_ref = sequence.prefill_ref, None
+            ref, sequence.prefill_ref = sequence.prefill_ref, None
         else:
-            use, sequence.decode_ref = sequence.decode_ref, None
+            ref, sequence.decode_ref = sequence.decode_ref, None
         self._mark_over(sequence)
         for instance in list(sequence.unfreed):
             self.freed(sequence, instance)
         slices = (*own(sequence.slices), *to_come)
         whole = (prompt + generated_tokens - 1) // self._prefix.settings.block_tokens
         self._prefix.decoded(gang, sequence.id, hashes[:whole], slices, slots)
-        if use is not None:
-            self._prefix.unref(use)
+        if ref is not None:
+            self._prefix.unref(ref)
 
     # --- moving ---
 
@@ -216,13 +220,21 @@ class Sequences:
             answer=placement.answer,
         )
         sequence.unfreed.update(dict.fromkeys(slots))
+        _log.debug(
+            "sequence %d moves to master %d in step %d",
+            sequence.id,
+            placement.master,
+            sequence.moving.step_id,
+        )
         self._round.emit(sequence.moving)
 
     def moved(self, sequence: Sequence) -> None:
         """Let a sequence go on where it was moved to. It may have ended since, and some instances
         may have freed it."""
         placement = sequence.moving
-        assert placement is not None, "moved without being asked"
+        assert placement is not None, (
+            f"sequence {sequence.id} reports a move that was not commanded"
+        )
         slots = decode_slots(placement, 0)
         self._count_master(sequence, -1)
         for instance in [instance for instance in sequence.unfreed if instance not in slots]:
@@ -285,6 +297,7 @@ class Sequences:
         holders = dict.fromkeys(gang.id for gang in gangs if self._may_hold(sequence, gang))
         sequence.prefill_cancelled = sequence.prefill_cancelled or sequence.prefill.id in holders
         if holders:
+            _log.debug("cancelling sequence %d on gangs %s", sequence.id, list(holders))
             self._round.emit(Cancel(sequence_id=sequence.id, gangs=tuple(holders)))
         self._finalize(sequence)
 
@@ -299,9 +312,10 @@ class Sequences:
         if not self._gangs.lives(gang):
             return False
         if gang is sequence.prefill and sequence.retained_slices:
+            # Retained KV stays on the prefill gang once its transfer is complete.
             return sequence.computing > 0
-        on_its_way = gang is sequence.prefill and not sequence.piggybacked
-        return on_its_way or bool(sequence.unfreed)
+        in_transfer = gang is sequence.prefill and not sequence.piggybacked
+        return in_transfer or bool(sequence.unfreed)
 
     def _measure(self, sequence: Sequence, generated_tokens: int) -> None:
         """Average the time of an iteration and of an answer over answers."""

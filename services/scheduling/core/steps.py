@@ -52,7 +52,7 @@ class Steps:
                 instance.free_at_ns = begin_ns + step.predicted_ns
             instance.steps[step.id] = step
         step.begin_ns, step.end_ns = begin_ns, begin_ns + step.predicted_ns
-        if step.high_priority:  # it waits for other urgent ones at most
+        if step.high_priority:  # it waits for other high-priority steps at most
             return max(
                 min(instance.free_at_ns, self._round.now_ns + instance.high_priority_ns)
                 for instance in instances
@@ -93,17 +93,17 @@ class Steps:
         del self.by_id[step.id]
         for sequence in step.sequences:
             sequence.computing -= 1
-        leaving: list[Sequence] = []
+        retaining: list[Sequence] = []
         if not any(plan_step.undone for plan_step in step.plan_steps):
             self._free_plan(step)
-            leaving = [
+            retaining = [
                 sequence
                 for other in step.plan_steps
                 for sequence in other.sequences
                 if sequence.retained_slices
             ]
         computed = [sequence for sequence in step.sequences if not sequence.computing]
-        return computed, list(dict.fromkeys(leaving))
+        return computed, list(dict.fromkeys(retaining))
 
     def _free_plan(self, last: Step) -> None:
         """Free the slots of all chunks. They stay until the last one, which attends to them, is
@@ -130,7 +130,8 @@ class Steps:
                 any(other.high_priority or other.delayed_ns for other in self._of(step.gang))
                 or step.delayed_ns
             ):
-                # How urgent ones fall between long ones is not known: an instance counts its own.
+                # Nobody knows where high-priority steps fall between low-priority ones, so that
+                # each instance adds up its own steps.
                 left_ns = sum(other.predicted_ns for other in instance.steps.values())
                 instance.free_at_ns = now_ns + left_ns
             elif ended_ns != step.end_ns:
@@ -148,7 +149,7 @@ class Steps:
         """Return when the step was computed: the next one begins before it is done, while its KV is
         sent."""
         now_ns = self._round.now_ns
-        if step.behind or not took_ns:  # withdrawn
+        if step.behind or not took_ns:  # cancelled
             return now_ns
         return min(now_ns, step.begin_ns + took_ns)
 
@@ -159,10 +160,10 @@ class Steps:
         free_ns = {instance.id: now_ns for instance in gang.instances}
         for step in self._of(gang):
             if step.behind:
-                step.begin_ns = max([free_ns[instance] for instance in step.undone], default=now_ns)
+                step.begin_ns = max([free_ns[member] for member in step.undone], default=now_ns)
             step.end_ns = max(now_ns, step.begin_ns + step.predicted_ns)
-            for instance in step.undone:
-                free_ns[instance] = step.end_ns
+            for member in step.undone:
+                free_ns[member] = step.end_ns
         for instance in gang.instances:
             instance.free_at_ns = free_ns[instance.id]
 
@@ -179,11 +180,11 @@ class Steps:
             for sequence in step.sequences:
                 sequence.computing -= 1
 
-    # --- steps that are not sent yet -------------------------------------------------------
+    # --- unsent steps ---
 
     def defer(self, step: Step, command: RunStep) -> None:
         """Keep the command of a launched step to send it later."""
-        assert not step.high_priority, "held, and urgent"
+        assert not step.high_priority, f"step {step.id} has high priority and cannot be deferred"
         step.command = command
         self.unsent[step.id] = step
 
@@ -276,12 +277,12 @@ class UnsentSteps:
 
     def _send_at_ns(self, step: Step) -> int:
         plan = step.sequences[0].plan
-        assert plan is not None, "held without a plan"
+        assert plan is not None, f"step {step.id} is unsent but has no plan"
         return step.begin_ns - plan.ahead_ns
 
     def _send(self, step: Step) -> None:
         command, step.command = step.command, None
-        assert command is not None, "sent already"
+        assert command is not None, f"step {step.id} was sent already"
         del self._steps.unsent[step.id]
         step.launched_ns = self._round.now_ns
         self._round.emit(msgspec.structs.replace(command, ends_ns=step.end_ns))

@@ -168,13 +168,13 @@ class Policy(Protocol):
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether a prompt is computed at once and by the strategies of its class: what sparse
+        """True if a prompt is computed at once and by the strategies of its class: what sparse
         attention needs."""
         ...
 
     @property
     def regroups(self) -> bool:
-        """Whether it decides although nothing waits: where running sequences are decoded
+        """True if it decides although nothing waits: where running sequences are decoded
         (`MovePlan`)."""
         ...
 
@@ -211,7 +211,7 @@ class CapacityCheck:
 
     @property
     def known(self) -> bool:
-        """Whether there has been a pair of gangs."""
+        """True if there has been a pair of gangs."""
         return bool(self._pairs)
 
     @property

@@ -1,8 +1,8 @@
-"""What a policy decides on: the scheduler's state in one round.
+"""View of the scheduler's state in one round: all that a policy decides on.
 
 The view copies nothing, because a copy of ten thousand waiting requests costs 20 ms. All objects
 are the scheduler's own and are valid until `decide` returns. A policy reads them and changes none
-of them, which `test_policies_change_nothing.py` holds. A policy that tries things out keeps the
+of them, as `test_policies_change_nothing.py` checks. A policy that tries things out keeps the
 differences in overlays (`policies/rounds`).
 """
 

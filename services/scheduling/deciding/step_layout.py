@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import msgspec
 
 from csps.protocols.attention.plan import RINGS
 from csps.protocols.core.placement import RING_LAYOUTS, Span
 from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep, StartPlan
-from csps.services.scheduling.events.commands import PlacedSlice
+from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
 from csps.services.scheduling.events.events import InstanceId, RequestId
 from csps.services.scheduling.events.slices import laid_out, outside, own, within
 
@@ -19,36 +18,17 @@ Histories = tuple[tuple[PlacedSlice, ...], ...]
 """Placement of the KV before each chunk of a step."""
 
 
-class ChunkShape(Protocol):
-    """Chunk, planned or launched."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def rows(self) -> tuple[PlacedSlice, ...]: ...
-    @property
-    def placement(self) -> tuple[PlacedSlice, ...]: ...
+AnyChunk = PlannedChunk | Chunk
+AnyStep = PlannedStep | RunStep
+"""Step that is planned or launched."""
 
 
-class StepShape(Protocol):
-    """Step, planned or launched."""
-
-    @property
-    def group(self) -> tuple[InstanceId, ...]: ...
-    @property
-    def bounds(self) -> tuple[int, ...]: ...
-    @property
-    def chunks(self) -> tuple[ChunkShape, ...]: ...
-
-
-def span_of(chunk: ChunkShape) -> Span:
+def span_of(chunk: AnyChunk) -> Span:
     """Return the positions of a chunk."""
     return Span(chunk.start, chunk.start + chunk.length)
 
 
-def rows_of(step: StepShape) -> Iterator[tuple[PlacedSlice, ...]]:
+def rows_of(step: AnyStep) -> Iterator[tuple[PlacedSlice, ...]]:
     """Yield who computes what of each chunk, in the order of an instance's rows."""
     begin = 0
     for chunk in step.chunks:
@@ -56,7 +36,7 @@ def rows_of(step: StepShape) -> Iterator[tuple[PlacedSlice, ...]]:
         begin += chunk.length
 
 
-def _cut(step: StepShape, chunk: ChunkShape, begin: int) -> Iterator[PlacedSlice]:
+def _cut(step: AnyStep, chunk: AnyChunk, begin: int) -> Iterator[PlacedSlice]:
     """Cut a chunk at the step's bounds.
 
     Args:
@@ -69,21 +49,22 @@ def _cut(step: StepShape, chunk: ChunkShape, begin: int) -> Iterator[PlacedSlice
             yield PlacedSlice(instance, first + offset, last + offset)
 
 
-def cut_at_bounds(step: StepShape) -> bool:
+def cut_at_bounds(step: AnyStep) -> bool:
     """Return whether the bounds alone say who computes a row and stores its KV."""
     return not any(chunk.rows or chunk.placement for chunk in step.chunks)
 
 
-def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
+def slots_of(step: AnyStep, histories: Histories) -> dict[InstanceId, int]:
     """Return the slots that a step needs: for what an instance computes, and for what it receives
     to store."""
     if cut_at_bounds(step):
         parts = zip(step.group, pairwise(step.bounds), strict=True)
         return {instance: stop - start for instance, (start, stop) in parts if start < stop}
     slots: dict[InstanceId, int] = {}
-    for chunk, rows, history in zip(step.chunks, rows_of(step), histories, strict=True):
-        for share in (*rows, *_coming(chunk.placement, (*rows, *history))):
-            slots[share.instance] = slots.get(share.instance, 0) + share.tokens
+    chunks: Sequence[AnyChunk] = step.chunks
+    for chunk, rows, history in zip(chunks, rows_of(step), histories, strict=True):
+        for kv_slice in (*rows, *_coming(chunk.placement, (*rows, *history))):
+            slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + kv_slice.tokens
     return slots
 
 
@@ -91,13 +72,13 @@ def _coming(
     placement: tuple[PlacedSlice, ...], there: Sequence[PlacedSlice]
 ) -> Iterator[PlacedSlice]:
     """Yield what an instance is to store and does not have."""
-    having: dict[InstanceId, list[PlacedSlice]] = {}
+    resident_by_instance: dict[InstanceId, list[PlacedSlice]] = {}
     for kv_slice in there if placement else ():
-        having.setdefault(kv_slice.instance, []).append(kv_slice)
-    for share in placement:
-        held = having.get(share.instance, ())
-        if share not in held:
-            yield from outside([share], held)
+        resident_by_instance.setdefault(kv_slice.instance, []).append(kv_slice)
+    for kv_slice in placement:
+        resident = resident_by_instance.get(kv_slice.instance, ())
+        if kv_slice not in resident:
+            yield from outside([kv_slice], resident)
 
 
 Placements = dict[RequestId, tuple[PlacedSlice, ...]]
@@ -114,37 +95,40 @@ def histories_of(
         begun: KV of its requests that others have computed.
         in_place: whether KV lies where it is decoded.
     """
-    lying = dict(begun)
+    placements = dict(begun)
     placed = (
         {placement.request_id: placement.slices for placement in plan.decode} if in_place else {}
     )
     for step in plan.steps:
-        yield tuple([lying.get(chunk.request_id, ()) for chunk in step.chunks])
+        yield tuple([placements.get(chunk.request_id, ()) for chunk in step.chunks])
         if step is not plan.steps[-1]:
-            _extend(lying, step, placed)
+            _extend(placements, step, placed)
 
 
 def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]]) -> Placements:
     """Return where a plan for two gangs leaves what it computes."""
-    lying = dict(begun)
+    placements = dict(begun)
     for step in plan.steps:
-        _extend(lying, step, {})
-    return {request: tuple(own(slices)) for request, slices in lying.items()}
+        _extend(placements, step, {})
+    return {request: tuple(own(slices)) for request, slices in placements.items()}
 
 
 def _extend(
-    lying: Placements, step: PlannedStep, placed: Mapping[RequestId, tuple[PlacedSlice, ...]]
+    placements: Placements, step: PlannedStep, placed: Mapping[RequestId, tuple[PlacedSlice, ...]]
 ) -> None:
     """Add where a step leaves the KV of its chunks."""
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
-        before = lying.get(chunk.request_id, ())
+        before = placements.get(chunk.request_id, ())
         if chunk.request_id in placed:
-            lying[chunk.request_id] = (*before, *within(placed[chunk.request_id], span_of(chunk)))
+            placements[chunk.request_id] = (
+                *before,
+                *within(placed[chunk.request_id], span_of(chunk)),
+            )
         elif chunk.placement:
             moved = [kv_slice for kv_slice in chunk.placement if kv_slice.start < chunk.start]
-            lying[chunk.request_id] = (*outside(before, moved), *chunk.placement)
+            placements[chunk.request_id] = (*outside(before, moved), *chunk.placement)
         else:
-            lying[chunk.request_id] = (*before, *rows)
+            placements[chunk.request_id] = (*before, *rows)
 
 
 def in_zigzag(step: PlannedStep) -> PlannedStep:
@@ -168,7 +152,7 @@ def in_layout(step: PlannedStep, name: str) -> PlannedStep:
         return step
     chunks: list[PlannedChunk] = []
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
-        layout = RING_LAYOUTS[name]([share.tokens for share in rows])
-        laid = laid_out([share.instance for share in rows], layout, chunk.start)
+        layout = RING_LAYOUTS[name]([kv_slice.tokens for kv_slice in rows])
+        laid = laid_out([kv_slice.instance for kv_slice in rows], layout, chunk.start)
         chunks.append(msgspec.structs.replace(chunk, rows=laid))
     return msgspec.structs.replace(step, chunks=tuple(chunks))

@@ -70,7 +70,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Holders of the chunk's KV from this step on, and of earlier KV that moves. Empty: the
     instances that compute it, and nothing moves."""
     retain: bool = False
-    """Whether what the sequence computes stays after its transfer until `Evict` or `Cancel`; set in
+    """True if what the sequence computes stays after its transfer until `Evict` or `Cancel`; set in
     all chunks of a sequence or in none."""
 
 
@@ -91,14 +91,14 @@ class Reserve(Command, frozen=True, tag="reserve"):
     deadline_ns: int
     """Time by which the instances have to confirm."""
     piggybacked: bool = False
-    """Whether `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
+    """True if `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
     computes them."""
     answer: tuple[PlacedSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     cached: int = 0
     """First tokens of the prompt that nothing computes, because their KV is cached."""
     retain: bool = False
-    """Whether all KV stays when the answer ends, until `Retain` names what stays, or `Cancel`."""
+    """True if all KV stays when the answer ends, until `Retain` names what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
@@ -118,7 +118,7 @@ class RunStep(Command, frozen=True, tag="run_step"):
     """Request class of all chunks. The executor lowers levels and micro-partitions for this group.
     """
     high_priority: bool
-    """Whether the step may preempt a low-priority step."""
+    """True if the step may preempt a low-priority step."""
     ends_ns: int
     """Predicted end, at launch."""
 

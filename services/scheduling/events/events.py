@@ -68,7 +68,7 @@ class Event(
     """Base of all events: immutable, one array in the log."""
 
 
-# --- requests ------------------------------------------------------------------------------
+# --- requests ---
 
 
 class Submitted(Event, frozen=True, tag="submitted"):
@@ -94,7 +94,7 @@ class RequestCancelled(Event, frozen=True, tag="request_cancelled"):
     request_id: RequestId
 
 
-# --- sequences -----------------------------------------------------------------------------
+# --- sequences ---
 
 
 class FirstToken(Event, frozen=True, tag="first_token"):
@@ -150,7 +150,7 @@ class Failed(Event, frozen=True, tag="failed"):
     """Delivered tokens of the answer, over all sequences of the request; none follows."""
     error: WireError
     retryable: bool
-    """Whether the cluster is at fault and not the request."""
+    """True if the cluster is at fault and not the request."""
 
 
 class Progress(Event, frozen=True, tag="progress"):
@@ -161,7 +161,7 @@ class Progress(Event, frozen=True, tag="progress"):
     """Delivered tokens of each answer, over all sequences of the request."""
 
 
-# --- steps ---------------------------------------------------------------------------------
+# --- steps ---
 
 
 class StepDone(Event, frozen=True, tag="step_done"):
@@ -173,7 +173,7 @@ class StepDone(Event, frozen=True, tag="step_done"):
     """Time from the step's start to its end on this instance, without steps that preempted it."""
 
 
-# --- gangs ---------------------------------------------------------------------------------
+# --- gangs ---
 
 
 class InstanceUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -230,7 +230,7 @@ class Heartbeat(Event, frozen=True, tag="heartbeat"):
     instances: tuple[InstanceId, ...]
 
 
-# --- the scheduler's own -------------------------------------------------------------------
+# --- the scheduler's own ---
 
 
 class CostTableUpdated(Event, frozen=True, tag="cost_table_updated"):

@@ -21,21 +21,18 @@ def level_sizes(total: int, limits: Sequence[int]) -> list[int] | None:
     """
     if sum(limits) < total:
         return None
-    shares = [0] * len(limits)
+    sizes = [0] * len(limits)
     left = total
     ascending = sorted(range(len(limits)), key=limits.__getitem__)
     for holders_left, index in zip(range(len(limits), 0, -1), ascending, strict=True):
-        shares[index] = min(limits[index], -(-left // holders_left))
-        left -= shares[index]
-    return shares
+        sizes[index] = min(limits[index], -(-left // holders_left))
+        left -= sizes[index]
+    return sizes
 
 
-def bounds_of(shares: Sequence[int]) -> tuple[int, ...]:
+def bounds_of(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return where contiguous sizes begin and end: 0, s0, s0 + s1, ..., the total."""
-    return (0, *accumulate(shares))
-
-
-# --- in any layout -----------------------------------------------------------------------------
+    return (0, *accumulate(sizes))
 
 
 def laid_out(
@@ -50,56 +47,56 @@ def laid_out(
     )
 
 
-def tokens_on(shares: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
+def tokens_on(slices: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
     """Return the tokens of each instance, of whichever source."""
     tokens: dict[InstanceId, int] = {}
-    for share in shares:
-        tokens[share.instance] = tokens.get(share.instance, 0) + share.tokens
+    for kv_slice in slices:
+        tokens[kv_slice.instance] = tokens.get(kv_slice.instance, 0) + kv_slice.tokens
     return tokens
 
 
-def own(shares: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
+def own(slices: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
     """Yield the slices that need slots: those of other sequences have theirs."""
-    return (share for share in shares if not share.source)
+    return (kv_slice for kv_slice in slices if not kv_slice.source)
 
 
-def shifted(shares: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
+def shifted(slices: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
     """Return the slices so many tokens further on."""
-    return tuple(share.cut(share.span.shifted(tokens)) for share in shares)
+    return tuple(kv_slice.cut(kv_slice.span.shifted(tokens)) for kv_slice in slices)
 
 
-def within(shares: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
+def within(slices: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
     """Return the slices' positions that lie in the span."""
-    cuts = (share.cut(share.span.intersection(span)) for share in shares)
+    cuts = (kv_slice.cut(kv_slice.span.intersection(span)) for kv_slice in slices)
     return tuple(cut for cut in cuts if cut.tokens)
 
 
 def outside(
-    shares: Iterable[PlacedSlice], others: Iterable[PlacedSlice]
+    slices: Iterable[PlacedSlice], others: Iterable[PlacedSlice]
 ) -> tuple[PlacedSlice, ...]:
     """Return the slices' positions that none of the others has, on whichever instance."""
-    shares = list(shares)
-    rests = rests_of((share.span for share in shares), [other.span for other in others])
+    slices = list(slices)
+    rests = rests_of((kv_slice.span for kv_slice in slices), [other.span for other in others])
     return tuple(
-        kv_slice.cut(rest) for kv_slice, left in zip(shares, rests, strict=True) for rest in left
+        kv_slice.cut(rest) for kv_slice, left in zip(slices, rests, strict=True) for rest in left
     )
 
 
-def covers_once(span: Span, shares: Iterable[PlacedSlice]) -> bool:
+def covers_once(span: Span, slices: Iterable[PlacedSlice]) -> bool:
     """Return whether the slices have each position of a span once, and no others."""
     if span.step == 1:
-        return placed_once(span.start, span.stop, tuple(shares))
-    return span.partitioned_by([share.span for share in shares])
+        return placed_once(span.start, span.stop, tuple(slices))
+    return span.partitioned_by([kv_slice.span for kv_slice in slices])
 
 
-def placed_once(start: int, stop: int, shares: Sequence[PlacedSlice]) -> bool:
+def placed_once(start: int, stop: int, slices: Sequence[PlacedSlice]) -> bool:
     """Return whether the slices have each position in [start, stop) once, and no others."""
     position = start
     # Mostly one follows upon another, and a span takes microseconds to make.
-    for share in sorted(shares, key=attrgetter("start")):
-        if not (share.start == position < share.stop and share.step == 1):
-            return Span(start, stop).partitioned_by([share.span for share in shares])
-        position = share.stop
+    for kv_slice in sorted(slices, key=attrgetter("start")):
+        if not (kv_slice.start == position < kv_slice.stop and kv_slice.step == 1):
+            return Span(start, stop).partitioned_by([kv_slice.span for kv_slice in slices])
+        position = kv_slice.stop
     return position == stop
 
 
@@ -114,8 +111,8 @@ def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -
     )
 
 
-def _spans_of(shares: Iterable[PlacedSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
+def _spans_of(slices: Iterable[PlacedSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
     spans: dict[tuple[InstanceId, int], list[Span]] = {}
-    for share in shares:
-        spans.setdefault((share.instance, share.source), []).append(share.span)
+    for kv_slice in slices:
+        spans.setdefault((kv_slice.instance, kv_slice.source), []).append(kv_slice.span)
     return spans

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from csps.services.scheduling.events.commands import ResetGang
 from csps.services.scheduling.events.events import GangId, GangUp, InstanceId, make_id
 from csps.services.scheduling.state.state import Gang, GangPair, Instance, Round, new_gang
+
+_log = logging.getLogger(__name__)
 
 
 class Gangs:
@@ -59,6 +63,7 @@ class Gangs:
         """Reset a gang, once; nothing starts on it any more."""
         if not gang.resetting:
             gang.resetting = True
+            _log.info("resetting %s gang %d: %s", gang.role, gang.id, reason)
             self._round.emit(ResetGang(gang=gang.id, reason=reason))
             self._pair()
 

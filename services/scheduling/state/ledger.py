@@ -42,14 +42,14 @@ def decode_slots(placement: HasPlacement, output_tokens: int) -> dict[InstanceId
 
 def coming_slots(sequence: Sequence, placement: HasPlacement) -> dict[InstanceId, int]:
     """Return the slots for the KV that a decoded sequence does not have where it is to go."""
-    lies = (*sequence.slices, *sequence.answer)
+    present = (*sequence.slices, *sequence.answer)
     if not sequence.answer:
-        lies = (*lies, PlacedSlice(sequence.master_id, *sequence.answer_span))
+        present = (*present, PlacedSlice(sequence.master_id, *sequence.answer_span))
     coming: dict[InstanceId, int] = {}
-    for share in (*placement.slices, *placement.answer):
-        held = [ly.span for ly in lies if ly.instance == share.instance]
-        tokens = sum(rest.length for rest in rest_of(share.span, held))
-        coming[share.instance] = coming.get(share.instance, 0) + tokens
+    for kv_slice in (*placement.slices, *placement.answer):
+        resident = [other.span for other in present if other.instance == kv_slice.instance]
+        tokens = sum(rest.length for rest in rest_of(kv_slice.span, resident))
+        coming[kv_slice.instance] = coming.get(kv_slice.instance, 0) + tokens
     return coming
 
 
@@ -80,7 +80,7 @@ class Ledger:
     def reserve(self, owner: int, slots: dict[InstanceId, int]) -> None:
         """Give a new owner so many slots of each instance. The ledger keeps the dictionary, unless
         it is empty."""
-        assert owner not in self._slots, f"{owner} already holds slots"
+        assert owner not in self._slots, f"owner {owner} already has slots"
         self.extend(owner, slots)
 
     def extend(self, owner: int, slots: dict[InstanceId, int]) -> None:
@@ -90,9 +90,11 @@ class Ledger:
         instances = self._instances
         for instance, count in slots.items():
             entry = instances[instance]
-            assert 0 <= count <= entry.capacity - entry.used, f"no {count} slots free on {instance}"
+            assert 0 <= count <= entry.empty_slots, (
+                f"{count} slots reserved on {instance}, {entry.empty_slots} are empty"
+            )
         if owner in self._slots:
-            assert self._slots[owner].keys().isdisjoint(slots), f"{owner} already holds slots"
+            assert self._slots[owner].keys().isdisjoint(slots), f"owner {owner} already has slots"
             self._slots[owner].update(slots)
         else:
             self._slots[owner] = slots
@@ -101,22 +103,24 @@ class Ledger:
 
     def resize(self, owner: int, slots: dict[InstanceId, int]) -> None:
         """Give a present owner so many slots of each instance and no others."""
-        held, instances = self._slots[owner], self._instances
-        for instance, count in held.items():
+        before, instances = self._slots[owner], self._instances
+        for instance, count in before.items():
             instances[instance].used -= count
         for instance, count in slots.items():
             entry = instances[instance]
-            assert 0 <= count <= entry.capacity - entry.used, f"no {count} slots free on {instance}"
+            assert 0 <= count <= entry.empty_slots, (
+                f"{count} slots reserved on {instance}, {entry.empty_slots} are empty"
+            )
             entry.used += count
         self._slots[owner] = slots
 
     def free(self, owner: int, instance: InstanceId) -> None:
         """Free the owner's slots on an instance, if any."""
-        held = self._slots.get(owner)
-        if held is None:
+        slots = self._slots.get(owner)
+        if slots is None:
             return
-        self._instances[instance].used -= held.pop(instance, 0)
-        if not held:
+        self._instances[instance].used -= slots.pop(instance, 0)
+        if not slots:
             del self._slots[owner]
 
     def free_all(self, owner: int) -> None:
@@ -126,12 +130,12 @@ class Ledger:
 
     def shrink(self, owner: int, instance: InstanceId, count: int) -> None:
         """Free all but `count` of the owner's slots on an instance, if it has more."""
-        held = self._slots.get(owner, {}).get(instance, 0)
+        before = self._slots.get(owner, {}).get(instance, 0)
         if count <= 0:
             self.free(owner, instance)
-        elif count < held:
+        elif count < before:
             self._slots[owner][instance] = count
-            self._instances[instance].used -= held - count
+            self._instances[instance].used -= before - count
 
     def slots_of(self, owner: int) -> dict[InstanceId, int]:
         """Return the owner's slots by instance."""
@@ -141,7 +145,7 @@ class Ledger:
         """Drop all slots of a gang that is gone."""
         dead = {instance.id: None for instance in gang.instances}
         for owner in [
-            owner for owner, held in self._slots.items() if not dead.keys().isdisjoint(held)
+            owner for owner, slots in self._slots.items() if not dead.keys().isdisjoint(slots)
         ]:
             for instance in [slot for slot in self._slots[owner] if slot in dead]:
                 self.free(owner, instance)
@@ -151,8 +155,8 @@ class Ledger:
     def sums(self, instances: Iterable[Instance]) -> dict[InstanceId, int]:
         """Return the taken slots of each instance, added up entry by entry."""
         sums = {instance.id: 0 for instance in instances}
-        for held in self._slots.values():
-            assert held, "an owner of nothing"
-            for instance, count in held.items():
+        for slots in self._slots.values():
+            assert slots, "an owner without slots is in the ledger"
+            for instance, count in slots.items():
                 sums[instance] += count
         return sums

@@ -51,7 +51,7 @@ class PrefixCache:
             of: acks for of, acks in self._pending_acks.items() if of[0] != gang.id
         }
 
-    # --- reusing -------------------------------------------------------------------------------
+    # --- reuse ---
 
     def longest(self, request: Request, gang: GangId) -> Cached | None:
         """Return the longest reusable beginning of a waiting request's prompt on a gang; None if
@@ -59,7 +59,7 @@ class PrefixCache:
         if not request.hashes or request.attempts:
             return None
         version = self.trees[gang].version
-        known = request.cached_by_gang.get(gang)  # a policy asks several times in a round
+        known = request.cached_by_gang.get(gang)  # policies ask several times in a round
         if known is None or known[0] != version:
             found = self.beginning(request, gang, request.prompt_tokens - 1)
             known = request.cached_by_gang[gang] = version, found
@@ -90,7 +90,7 @@ class PrefixCache:
             self._count(ref.gang)
             self._round.stale = True
 
-    # --- keeping -------------------------------------------------------------------------------
+    # --- retention ---
 
     def may_retain(self, request: Request, cached: int) -> bool:
         """Return whether the prompt has whole blocks behind those that the request reuses."""
@@ -111,9 +111,9 @@ class PrefixCache:
             min(kv_slice.start for kv_slice in slices),
             max(kv_slice.stop for kv_slice in slices),
         )
-        kept = self._insert(gang, source, hashes, slices)
-        before, behind = range(start, kept.start), range(kept.stop, stop)
-        for rest in (before, behind) if kept else (range(start, stop),):
+        inserted = self._insert(gang, source, hashes, slices)
+        before, behind = range(start, inserted.start), range(inserted.stop, stop)
+        for rest in (before, behind) if inserted else (range(start, stop),):
             if rest:
                 self._command(Evict, gang, source, rest)
         self._update(gang)
@@ -154,21 +154,21 @@ class PrefixCache:
         """Note what an instance has left of a sequence."""
         source, instance = event.sequence_id, event.instance
         of = gang_of(instance), source
-        owed = self._pending_acks.get(of)
-        if owed is None or not owed.get(instance):
+        acks = self._pending_acks.get(of)
+        if acks is None or not acks.get(instance):
             return
-        owed[instance] -= 1
+        acks[instance] -= 1
         before = self.ledger.slots_of(source).get(instance, 0)
         self.ledger.shrink(source, instance, event.tokens)
         self._slots[instance] -= before - self.ledger.slots_of(source).get(instance, 0)
         gang = self._gangs.by_id[of[0]]
-        if not any(owed.values()):
+        if not any(acks.values()):
             del self._pending_acks[of]
             gang.owing.pop(source, None)
         self._count(gang)
         self._round.stale = True
 
-    # --- making room ---------------------------------------------------------------------------
+    # --- eviction ---
 
     def make_room(self, needed: Mapping[InstanceId, int]) -> bool:
         """Evict until so many slots are empty; return whether they are already."""
@@ -203,7 +203,7 @@ class PrefixCache:
             self._command(Evict, gang, source, positions)
         self._count(gang)
 
-    # --- books ---------------------------------------------------------------------------------
+    # --- invariants ---
 
     def _take(self, source: SequenceId, slots: dict[InstanceId, int]) -> None:
         self.ledger.extend(source, {instance: n for instance, n in slots.items() if n})
@@ -215,11 +215,11 @@ class PrefixCache:
     ) -> None:
         start, stop = positions.start, positions.stop
         self._round.emit(kind(gang=gang.id, sequence_id=source, start=start, stop=stop))
-        owed = self._pending_acks.setdefault(
+        acks = self._pending_acks.setdefault(
             (gang.id, source), {instance.id: 0 for instance in gang.instances}
         )
-        for instance in owed:
-            owed[instance] += 1
+        for instance in acks:
+            acks[instance] += 1
         gang.owing.setdefault(source, self._round.now_ns)
 
     def _update(self, gang: Gang) -> None:
@@ -237,31 +237,33 @@ class PrefixCache:
         for gang, (version, found) in request.cached_by_gang.items():
             if gang in self.trees and version == self.trees[gang].version:
                 most = request.prompt_tokens - 1
-                assert found == self.beginning(request, gang, most), "what is kept of a prompt"
+                assert found == self.beginning(request, gang, most), (
+                    f"request {request.id}: remembered prefix of gang {gang}"
+                )
 
-    def check(self, uses: Iterable[PrefixRef], instances: Iterable[Instance]) -> None:
+    def check(self, refs: Iterable[PrefixRef], instances: Iterable[Instance]) -> None:
         """Assert that trees, slots and pending acks agree."""
-        in_use = list(uses)
+        all_refs = list(refs)
         for gang_id, tree in self.trees.items():
-            tree.check([ref.segment for ref in in_use if ref.gang.id == gang_id])
+            tree.check([ref.segment for ref in all_refs if ref.gang.id == gang_id])
         sums = self.ledger.sums(instances)
-        assert sums == self._slots, "slots of kept KV"
-        kept: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
+        assert sums == self._slots, f"slots of retained KV: entries {sums}, counted {self._slots}"
+        retained: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
         for gang_id, tree in self.trees.items():
             for segment in tree:
-                mine = kept.setdefault((gang_id, segment.source), {})
-                for instance, tokens in tokens_on(segment.slices).items():
-                    mine[instance] = mine.get(instance, 0) + tokens
-        for of, tokens_of in kept.items():
+                tokens_by_instance = retained.setdefault((gang_id, segment.source), {})
+                for holder, tokens in tokens_on(segment.slices).items():
+                    tokens_by_instance[holder] = tokens_by_instance.get(holder, 0) + tokens
+        for of, tokens_of in retained.items():
             everywhere = self.ledger.slots_of(of[1]).items()
-            held = {instance: n for instance, n in everywhere if gang_of(instance) == of[0]}
-            assert all(held.get(instance, 0) >= n for instance, n in tokens_of.items()), (
-                "kept without slots"
+            slots = {instance: n for instance, n in everywhere if gang_of(instance) == of[0]}
+            assert all(slots.get(instance, 0) >= n for instance, n in tokens_of.items()), (
+                f"retained KV of {of} has no slots"
             )
-            assert of in self._pending_acks or held == tokens_of, "slots of what is gone"
+            assert of in self._pending_acks or slots == tokens_of, f"evicted KV of {of} has slots"
         for gang in self._gangs.by_id.values():
             for instance in gang.instances:
                 used = self.trees[gang.id].referenced_tokens.get(instance.id, 0)
                 assert instance.reclaimable == self._slots[instance.id] - used >= 0, (
-                    "reclaimable slots"
+                    f"reclaimable slots of {instance.id}"
                 )

@@ -67,7 +67,7 @@ class PrefixTree:
         """Return the position behind a segment."""
         return segment.start + len(segment.hashes) * self._block
 
-    # --- finding -------------------------------------------------------------------------------
+    # --- finding ---
 
     def match(self, hashes: Hashes) -> tuple[list[Segment], int]:
         """Return the segments that a prompt begins with, and how many of its blocks they have; of
@@ -87,10 +87,10 @@ class PrefixTree:
         """Return the placement of the first tokens of a path."""
         wanted = Span(0, tokens)
         return tuple(
-            share
+            kv_slice
             for segment in path
             if segment.start < tokens
-            for share in (
+            for kv_slice in (
                 segment.slices if self.stop(segment) <= tokens else within(segment.slices, wanted)
             )
         )
@@ -99,7 +99,7 @@ class PrefixTree:
         """Return the unreferenced tokens among the first of a path, by instance."""
         return tokens_on(self.slices([segment for segment in path if not segment.refs], tokens))
 
-    # --- using ---------------------------------------------------------------------------------
+    # --- references ---
 
     def ref(self, hashes: Hashes) -> Segment:
         """Protect these blocks, which are all here, from eviction until `unref`.
@@ -108,7 +108,7 @@ class PrefixTree:
             The segment of the last block.
         """
         path, matched = self.match(hashes)
-        assert matched == len(hashes) > 0, "KV is used that is not kept"
+        assert matched == len(hashes) > 0, "a prefix is referenced that the tree does not have"
         last = self._cut(path[-1], matched * self._block)
         self._add_ref(last, 1)
         self._touch(last)
@@ -130,7 +130,7 @@ class PrefixTree:
             self._recent.pop(upward, None)
             self._recent[upward] = None
 
-    # --- keeping -------------------------------------------------------------------------------
+    # --- inserting and evicting ---
 
     def insert(self, hashes: Hashes, start: int, slices: tuple[PlacedSlice, ...]) -> range:
         """Insert KV that a sequence has computed, under the source that its slices name.
@@ -145,7 +145,7 @@ class PrefixTree:
         """
         path, matched = self.match(hashes)
         stop, here = len(hashes) * self._block, matched * self._block
-        if here < start or here == stop:  # without what comes before it is worth nothing
+        if here < start or here == stop:  # KV without all before it is of no use
             if path:
                 self._touch(path[-1])
             return range(0)
@@ -176,7 +176,7 @@ class PrefixTree:
                 break
             if segment.refs or segment not in self._recent:
                 continue
-            if any(left.get(share.instance, 0) > 0 for share in segment.slices):
+            if any(left.get(kv_slice.instance, 0) > 0 for kv_slice in segment.slices):
                 for removed in self._remove(segment):
                     gone.append(removed)
                     for instance, tokens in tokens_on(removed.slices).items():
@@ -226,7 +226,7 @@ class PrefixTree:
         for instance, tokens in tokens_on(segment.slices).items():
             counts[instance] = counts.get(instance, 0) + sign * tokens
 
-    # --- books ---------------------------------------------------------------------------------
+    # --- invariants ---
 
     def check(self, refs: Sequence[Segment]) -> None:
         """Assert that the tree is whole and its sums are right.
@@ -240,13 +240,13 @@ class PrefixTree:
             covers = Span(segment.start, self.stop(segment)).partitioned_by(
                 [kv_slice.span for kv_slice in segment.slices]
             )
-            assert covers, "positions of a segment are not there once"
+            assert covers, "a segment does not have each of its positions once"
             assert all(kv_slice.source == segment.source for kv_slice in segment.slices), (
-                "of several origins"
+                "a segment has slices of several sources"
             )
             for first, child in segment.children.items():
-                assert child.parent is segment, "a child of somebody else"
-                assert child.hashes[0] == first, "a child by a wrong name"
+                assert child.parent is segment, "a child names another parent"
+                assert child.hashes[0] == first, "a child is filed under a wrong hash"
                 assert child.start == self.stop(segment), "a gap in a path"
                 found.append(child)
         assert set(found) == set(self._recent), "segments and their order"
@@ -259,12 +259,12 @@ class PrefixTree:
         for used in refs:
             for upward in _upwards(used):
                 expected[upward] += 1
-        assert all(segment.refs == count for segment, count in expected.items()), "users"
+        assert all(segment.refs == count for segment, count in expected.items()), "references"
         for counts, of in (
             (self.cached_tokens, found),
             (self.referenced_tokens, [segment for segment in found if segment.refs]),
         ):
-            sums = tokens_on(share for segment in of for share in segment.slices)
+            sums = tokens_on(kv_slice for segment in of for kv_slice in segment.slices)
             assert {instance: n for instance, n in counts.items() if n} == sums, (
                 "tokens by instance"
             )
@@ -272,7 +272,7 @@ class PrefixTree:
 
 def _common(of: Hashes, hashes: Hashes, at: int) -> int:
     """Return how many blocks of a segment the prompt has from `at` on."""
-    if of == hashes[at : at + len(of)]:  # at once, where it is all
+    if of == hashes[at : at + len(of)]:  # the common case, compared at once
         return len(of)
     pairs = zip(of, hashes[at:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -9,7 +9,6 @@ Times are integer nanoseconds, sizes tokens; one token occupies one KV slot of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -33,7 +32,6 @@ from csps.services.scheduling.events.events import (
     GangId,
     GangUp,
     InstanceId,
-    InstanceUp,
     RequestId,
     SequenceId,
     StepId,
@@ -111,6 +109,8 @@ class Gang(Live, kw_only=True, eq=False):
     """KV slots of the instance that has most."""
     capacity: int = 0
     """KV slots of all instances."""
+    slots_by_order: tuple[int, ...] = ()
+    """KV slots of the instances in the order of their locations."""
     mastered: int = 0
     """Sequences that its instances sample."""
     iteration_ns: int = 0
@@ -123,7 +123,7 @@ class Gang(Live, kw_only=True, eq=False):
     owing: dict[SequenceId, int] = msgspec.field(default_factory=dict)
     """Sequences for which it owes tokens or slots, and since when; in that order."""
     resetting: bool = False
-    """Whether `ResetGang` was sent: nothing starts here any more."""
+    """True if `ResetGang` was sent: nothing starts here any more."""
 
     @property
     def role(self) -> str:
@@ -135,9 +135,9 @@ class Gang(Live, kw_only=True, eq=False):
     def largest_group(self, size: int) -> int:
         """Return the KV slots of the largest of the groups of `size` neighbors, or of all
         instances if there are fewer. Groups do not overlap; instances left over belong to none."""
-        instances = sorted(self.instances, key=lambda instance: instance.order)
-        slots = [instance.capacity for instance in instances]
-        size = min(size, len(slots))
+        slots = self.slots_by_order
+        if size >= len(slots):
+            return self.capacity
         return max(sum(slots[at : at + size]) for at in range(0, len(slots) - size + 1, size))
 
 
@@ -149,7 +149,7 @@ class GangPair(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def in_place(self) -> bool:
-        """Whether KV is decoded where it is computed, in the slots reserved for it."""
+        """True if KV is decoded where it is computed, in the slots reserved for it."""
         return self.prefill is self.decode
 
     @property
@@ -200,7 +200,7 @@ class Request(Live, kw_only=True, eq=False):
     lone_losses: int = 0
     """Gangs that died while nobody but this request was in them."""
     waiting: bool = True
-    """Whether it is in the queue, or pauses before another attempt."""
+    """True if it is in the queue, or pauses before another attempt."""
     sequence: Sequence | None = None
     """Running attempt; None while the request waits."""
 
@@ -255,7 +255,7 @@ class Sequence(Live, kw_only=True, eq=False):
     generated_before: int
     """Tokens of the answer that earlier attempts delivered."""
     piggybacked: bool = False
-    """Whether decode iterations compute its prompt; `prefill` is `decode` then."""
+    """True if decode iterations compute its prompt; `prefill` is `decode` then."""
     computing: int = 0
     """Steps that are not done on all their instances."""
     unreceived: dict[InstanceId, int]
@@ -272,7 +272,7 @@ class Sequence(Live, kw_only=True, eq=False):
     slots_stop: int = 0
     """First position without a slot."""
     over: bool = False
-    """Whether it no longer serves its request."""
+    """True if it no longer serves its request."""
     cached: int = 0
     """First tokens of the prompt whose retained KV is reused where it is computed."""
     prefill_ref: PrefixRef | None = None
@@ -281,17 +281,17 @@ class Sequence(Live, kw_only=True, eq=False):
     """Reference to retained KV where it is decoded, while it has slots there. If it is computed
     there as well, `prefill_ref` covers both."""
     retain: bool = False
-    """Whether its KV is to be retained where it is decoded."""
+    """True if its KV is to be retained where it is decoded."""
     retained_slices: tuple[PlacedSlice, ...] = ()
     """Placement of what its steps compute, if it is retained there and decoded elsewhere."""
     plan: StepPlan | None = None
     """Plan of its steps, if they are sent one by one."""
     prefill_cancelled: bool = False
-    """Whether the prefill gang was sent `Cancel`."""
+    """True if the prefill gang was sent `Cancel`."""
 
     @property
     def in_place(self) -> bool:
-        """Whether it is decoded where it is computed."""
+        """True if it is decoded where it is computed."""
         return self.prefill is self.decode
 
     @property
@@ -311,7 +311,7 @@ class Sequence(Live, kw_only=True, eq=False):
 
     @property
     def is_moving(self) -> bool:
-        """Whether its KV is in transfer to other instances of the gang."""
+        """True if its KV is in transfer to other instances of the gang."""
         return self.moving is not None
 
     @property
@@ -323,7 +323,7 @@ class Sequence(Live, kw_only=True, eq=False):
 
     @property
     def received(self) -> bool:
-        """Whether its first token was sampled and all its KV is where it is decoded."""
+        """True if its first token was sampled and all its KV is where it is decoded."""
         return self.first_token_ns is not None and not self.unreceived
 
 
@@ -360,7 +360,7 @@ class Step(Live, kw_only=True, eq=False):
 
     @property
     def unsent(self) -> bool:
-        """Whether the ranks do not know it yet."""
+        """True if the ranks do not know it yet."""
         return self.command is not None
 
 
@@ -374,12 +374,7 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
         max_positions=event.max_positions,
         kv_bytes_per_token=event.kv_bytes_per_token,
     )
-    _populate(gang, event.instances, now_ns)
-    return gang
-
-
-def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
-    places = [Location.parse(instance.location) for instance in instances]
+    places = [Location.parse(instance.location) for instance in event.instances]
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
     gang.instances = tuple(
         Instance(
@@ -392,10 +387,12 @@ def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
             stepped_ns=now_ns,
             last_heartbeat_ns=now_ns,
         )
-        for index, instance in enumerate(instances)
+        for index, instance in enumerate(event.instances)
     )
-    gang.largest = max((instance.capacity for instance in gang.instances), default=0)
-    gang.capacity = sum(instance.capacity for instance in gang.instances)
+    gang.slots_by_order = tuple(event.instances[index].kv_slots for index in order)
+    gang.capacity = sum(gang.slots_by_order)
+    gang.largest = max(gang.slots_by_order, default=0)
+    return gang
 
 
 @dataclass(slots=True)
@@ -405,7 +402,7 @@ class Round:
     now_ns: int = 0
     commands: list[AnyCommand] = field(default_factory=list)
     stale: bool = False
-    """Whether state that decisions depend on has changed since the policy was asked."""
+    """True if state that decisions depend on has changed since the policy was asked."""
     wake_ns: int | None = None
     """Time at which the policy asked to decide again even if nothing changes."""
 
@@ -415,16 +412,16 @@ class Round:
 
     def discard(self, gang: GangId) -> None:
         """Drop the commands for a gang that went down later in the round."""
-        kept: list[AnyCommand] = []
+        left: list[AnyCommand] = []
         for command in self.commands:
             if isinstance(command, Cancel) and gang in command.gangs:
-                left = tuple(other for other in command.gangs if other != gang)
-                kept += [Cancel(sequence_id=command.sequence_id, gangs=left)] if left else []
+                gangs = tuple(other for other in command.gangs if other != gang)
+                left += [Cancel(sequence_id=command.sequence_id, gangs=gangs)] if gangs else []
             elif not (
                 isinstance(command, ResetGang | SetGroup | Retain | Evict) and command.gang == gang
             ):
-                kept.append(command)
-        self.commands = kept
+                left.append(command)
+        self.commands = left
 
 
 def wire_error(error: Exception) -> WireError:

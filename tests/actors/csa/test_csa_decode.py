@@ -163,8 +163,8 @@ async def answers(cell: ThreadCell, requests: Sequence[Request], plan: CsaPlan) 
     for request in requests:
         await cell.reserve(request)
     chunks = [request.chunk() for request in requests]
-    job = job_of(chunks, range(len(plan.locations)), strategy="csa", csa=plan)
-    cell.submit(job, np.concatenate([request.prompt for request in requests]))
+    step = job_of(chunks, range(len(plan.locations)), strategy="csa", csa=plan)
+    cell.submit(step, np.concatenate([request.prompt for request in requests]))
     await cell.answer(*requests)
     await cell.freed(*(request.sequence_id for request in requests))
     await cell.prefilled(*cell.jobs)
@@ -226,7 +226,7 @@ async def check(model: Path, shape: Shape, plan: CsaPlan, *, lengths: Sequence[i
         decode_tp=shape.decode_tp,
     ) as cell:
         await answers(cell, requests, plan)
-        sampled = [cell.draws(request.sequence_id) for request in requests]
+        sampled = [cell.samples(request.sequence_id) for request in requests]
     expected = logprobs_by_brute_force(model, plan, requests, sampled)
     for tokens, logprobs in zip(sampled, expected, strict=True):
         assert [token.logprob for token in tokens] == pytest.approx(logprobs, abs=2e-4)
@@ -257,7 +257,7 @@ async def test_the_tests_would_notice_a_decode_that_sees_all(model: Path) -> Non
     plan, (request,) = plan_of(2, 2, kept_only=False), requests_of(LONG, instances=[0])
     async with thread_cell(model, prefill=2, decode=1) as cell:
         await answers(cell, [request], plan)
-        sampled = cell.draws(request.sequence_id)
+        sampled = cell.samples(request.sequence_id)
     (exact,) = logprobs_by_brute_force(model, plan, [request], [sampled])
     assert [token.logprob for token in sampled] == pytest.approx(exact, abs=2e-4)
     dense = DenseDecode(load_network(model), replace(plan, decode_kept_only=True), _halves())
@@ -303,8 +303,8 @@ async def test_a_request_reserved_for_all_tokens_fails_with_kept_ones_only(model
     async with thread_cell(model, prefill=2, decode=1) as cell:
         cell.failures_expected = True
         await cell.reserve(request)
-        job = job_of([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
-        cell.submit(job, request.prompt)
+        step = job_of([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
+        cell.submit(step, request.prompt)
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=request.sequence_id))
         assert {failed.code for failed in cell.about(RequestFailed)} == {"TransferError"}
         cell.cancel(request.sequence_id)

@@ -39,8 +39,8 @@ async def prefill(cell: Cell, requests: Sequence[Request], csa: CsaPlan) -> None
         await cell.reserve(request)
     chunks = [request.chunk() for request in requests]
     group = range(len(csa.locations))
-    job = job_of(chunks, group, strategy="csa", csa=csa)
-    cell.submit(job, np.concatenate([request.prompt for request in requests]))
+    step = job_of(chunks, group, strategy="csa", csa=csa)
+    cell.submit(step, np.concatenate([request.prompt for request in requests]))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,9 @@ async def test_high_priority_steps_of_one_rank_run_inside_a_layer(
             cell.submit(job_of([request.chunk()], [rank], high_priority=True), request.prompt)
         await cell.prefill.stats()  # all have arrived
         doors.second.set()
-        await cell.until(lambda: all(cell.draws(request.sequence_id) for request in high_priority))
+        await cell.until(
+            lambda: all(cell.samples(request.sequence_id) for request in high_priority)
+        )
         doors.seventh.set()
         answers = await cell.answer(long, *high_priority)
         assert answers == [

@@ -55,7 +55,7 @@ def layer_traffic(shape: AttentionShape, plan: CsaPlan, spts: Sequence[int], lay
     """Return the traffic of one layer, which is not the last."""
     drops, scores, _ = _content(shape, plan, layer)
     dropping = layer if drops else None
-    return _layer(shape, plan, tp=1, spts=spts, dropping=dropping, judges=scores)
+    return _layer(shape, plan, tp=1, spts=spts, dropping=dropping, scores=scores)
 
 
 def spts_of(case: CsaCase) -> list[int]:

@@ -109,9 +109,9 @@ def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
         )
         return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
 
-    job = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
-    sparse, exact_short = brute_force(gang, plan), gang.forwards(job)[1]
-    gang.check(job, gang.run(job, csa), [sparse, exact_short])
+    step = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
+    sparse, exact_short = brute_force(gang, plan), gang.forwards(step)[1]
+    gang.check(step, gang.run(step, csa), [sparse, exact_short])
     return sparse
 
 

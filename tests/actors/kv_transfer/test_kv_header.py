@@ -1,4 +1,4 @@
-"""What announces KV."""
+"""Headers of KV messages survive the wire, and other words are refused."""
 
 from __future__ import annotations
 

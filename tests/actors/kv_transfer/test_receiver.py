@@ -1,4 +1,4 @@
-"""KV over a real connection: what was promised lands, and anything else is an error."""
+"""KV over a real connection: promised KV is stored, and anything else is an error."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def divides(spec: ModelSpec, tp: int) -> bool:
 def test_every_decode_rank_gets_its_tokens_and_heads(
     spec: ModelSpec, shape: Shape, keep: float | None, window: int
 ) -> None:
-    """All of them, or in layer 1 those that are kept of each head, be they none; in one message or
-    token by token."""
+    """Layer 1 sends only the tokens that each head keeps, if any; in one message or token by
+    token."""
     model = replace(spec, heads=8, kv_heads=2)
     k, v = (torch.randn(LAYERS, shape.length, model.kv_heads, HEAD_DIM) for _ in range(2))
     kept_ht = None if keep is None else torch.rand(model.kv_heads, shape.length) < keep
@@ -110,9 +110,9 @@ def test_every_decode_rank_gets_its_tokens_and_heads(
             source.send(layer, kept_ht if layer else None)
     for receiver in receivers:
         if receiver.spans:
-            landed = receiver.report()
-            assert isinstance(landed, RankKvReceived)
-            assert landed.tokens == sum(span.length for span in receiver.spans)
+            received_messages = receiver.report()
+            assert isinstance(received_messages, RankKvReceived)
+            assert received_messages.tokens == sum(span.length for span in receiver.spans)
             check_pool(receiver, k, v, kept_ht)
         assert receiver.reports.empty()
     for source in sources:
@@ -136,7 +136,7 @@ def check_pool(receiver: Receiver, k: Tensor, v: Tensor, kept_ht: Tensor | None)
 
 
 def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor) -> None:
-    """Layer 1 has of each head what it keeps of the rank's spans, in whichever order."""
+    """Check that layer 1 has, of each head, the kept tokens of the rank's spans, in any order."""
     mine = torch.zeros_like(kept_ht)
     for span in receiver.spans:
         mine[:, span.start : span.stop] = kept_ht[:, span.start : span.stop]
@@ -165,17 +165,17 @@ def send(connection: KvConnection, announced: KvHeader, message: KvBody | None =
     sending.wait()
 
 
-def send_share(connection: KvConnection, spec: ModelSpec, sequence_id: int) -> None:
+def send_slice(connection: KvConnection, spec: ModelSpec, sequence_id: int) -> None:
     for layer in range(LAYERS):
         send(connection, header(sequence_id=sequence_id, layer=layer, heads=range(spec.kv_heads)))
 
 
-def check_next_lands(connection: KvConnection, receiver: Receiver, spec: ModelSpec) -> None:
-    """And nothing else was reported."""
-    send_share(connection, spec, NEXT_RID)
-    landed = receiver.report()
-    assert isinstance(landed, RankKvReceived)
-    assert landed.sequence_id == NEXT_RID
+def check_next_stored(connection: KvConnection, receiver: Receiver, spec: ModelSpec) -> None:
+    """Check that the next KV is stored and nothing else was reported."""
+    send_slice(connection, spec, NEXT_RID)
+    received_messages = receiver.report()
+    assert isinstance(received_messages, RankKvReceived)
+    assert received_messages.sequence_id == NEXT_RID
     assert receiver.reports.empty()
 
 
@@ -192,14 +192,14 @@ def check_next_lands(connection: KvConnection, receiver: Receiver, spec: ModelSp
 def test_wrong_kv_fails_its_request_and_is_not_stored(
     spec: ModelSpec, wrong: dict[str, Any]
 ) -> None:
-    """The stream goes on behind it: the bad message was received to its end."""
+    """The channel goes on afterwards: the bad message was received to its end."""
     with pair(spec) as (connection, receiver):
         send(connection, header(heads=range(spec.kv_heads), **wrong))
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
         assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
-        send_share(connection, spec, SEQUENCE_ID)
-        check_next_lands(connection, receiver, spec)
+        send_slice(connection, spec, SEQUENCE_ID)
+        check_next_stored(connection, receiver, spec)
 
 
 def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> None:
@@ -216,7 +216,7 @@ def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> 
         assert isinstance(failed, RequestFailed)
         assert (failed.sequence_id, failed.code) == (SEQUENCE_ID, "TransferError")
         assert "a mask of" in failed.message
-        check_next_lands(connection, receiver, spec)
+        check_next_stored(connection, receiver, spec)
 
 
 def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
@@ -224,14 +224,14 @@ def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
         for _ in range(2):
             send(connection, header(heads=range(spec.kv_heads)))
         assert isinstance(receiver.report(), RequestFailed)
-        check_next_lands(connection, receiver, spec)
+        check_next_stored(connection, receiver, spec)
 
 
 def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         del receiver.reservations[SEQUENCE_ID]
-        send_share(connection, spec, SEQUENCE_ID)
-        check_next_lands(connection, receiver, spec)
+        send_slice(connection, spec, SEQUENCE_ID)
+        check_next_stored(connection, receiver, spec)
 
 
 def test_a_message_larger_than_the_credit_breaks_the_rank(spec: ModelSpec) -> None:
@@ -249,7 +249,7 @@ def test_a_message_larger_than_the_credit_breaks_the_rank(spec: ModelSpec) -> No
 def test_a_sender_lost_or_stalled_inside_a_message_is_reported(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
-    """What it announced will never come."""
+    """The announced rest will never come."""
     with pair(spec) as (connection, receiver):
         monkeypatch.setattr(connection_module, "MESSAGE_DEADLINE", timedelta(milliseconds=50))
         announced = header(heads=range(spec.kv_heads))
@@ -262,7 +262,8 @@ def test_a_sender_lost_or_stalled_inside_a_message_is_reported(
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole: bool) -> None:
-    """If it carries a checksum; nothing of the request lands any more, and other requests' does."""
+    """Only messages with a checksum show it. No more KV of the request is stored; other requests'
+    is."""
     with pair(spec) as (connection, receiver):
         receiver.reservations[SEQUENCE_ID] = reservation(
             (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=not whole
@@ -286,8 +287,8 @@ def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole
         assert "was changed on its way" in failed.message
         assert not receiver.pool.narrowed(0, SEQUENCE_ID)
         assert receiver.pool.k.isnan().all()
-        send_share(connection, spec, SEQUENCE_ID)
-        check_next_lands(connection, receiver, spec)
+        send_slice(connection, spec, SEQUENCE_ID)
+        check_next_stored(connection, receiver, spec)
 
 
 def test_a_channel_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
@@ -305,7 +306,7 @@ def test_a_channel_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
     ["csps.actors.kv_transfer.message.torch.empty", "csps.actors.kv_cache.kv_pool.KvPool.write"],
 )
 def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails: str) -> None:
-    """Torch says with one class that memory ran out and that a peer is gone."""
+    """Torch raises one class of errors for a lack of memory and for a lost peer."""
     out_of_memory = RuntimeError("out of memory")
 
     def fail(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was promised is counted, and nothing else."""
+"""A reservation counts promised KV, and nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kv_that_was_not_promised_is_refused(wrong: dict[str, Any]) -> None:
 def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> None:
     reserved = reservation((Span(start=0, stop=10),))
     reserved.accept(header())
-    with pytest.raises(TransferError, match="arrived before"):
+    with pytest.raises(TransferError, match="repeats KV that was received before"):
         reserved.accept(header(**again))
 
 
@@ -69,7 +69,7 @@ def test_a_span_is_counted_exactly_if_none_of_its_positions_has_arrived(
             reserved.accept(header(span=span))
             arrived.update(span.positions)
         else:
-            with pytest.raises(TransferError, match="arrived before"):
+            with pytest.raises(TransferError, match="repeats KV that was received before"):
                 reserved.accept(header(span=span))
     assert reserved.missing == 2 * (45 - len(arrived))
 
@@ -80,7 +80,7 @@ def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> N
     reserved = reservation((Span(start=0, stop=10),), kept_only=True)
     reserved.accept(header(heads=range(2, 3), kept=kept))
     reserved.accept(header(layer=1, kept=None if kept else 5))
-    with pytest.raises(TransferError, match="other tokens"):
+    with pytest.raises(TransferError, match="which the sequence does not expect there"):
         reserved.accept(header(heads=range(3, 4), kept=None if kept else 5))
     reserved.accept(header(heads=range(3, 4), kept=kept))
     assert reserved.missing == 0

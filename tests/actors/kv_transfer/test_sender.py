@@ -60,7 +60,7 @@ TWO = Shape(
         KvSlice(instance=1, span=Span(start=4, stop=TOKENS)),
     ),
 )
-"""Of ten tokens, the first decode rank is to have four."""
+"""Slices of ten tokens, of which the first decode rank gets four."""
 
 
 def random_kv(spec: ModelSpec) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def random_kv(spec: ModelSpec) -> tuple[Tensor, Tensor]:
 def sending(
     spec: ModelSpec, shape: Shape = PAIR, **options: Any
 ) -> Iterator[tuple[Source, list[KvConnection]]]:
-    """One prefill rank with a step of ten tokens, and the decode ranks' ends."""
+    """Return one prefill rank with a step of ten tokens, and the decode ranks' ends."""
     (start,), ends = connections(shape)
     chunk = PrefillChunk(
         sequence_id=SEQUENCE_ID, start=0, length=TOKENS, destinations=shape.destinations
@@ -88,7 +88,7 @@ def sending(
 
 
 class SlowReceiver:
-    """Takes messages one by one and says when it likes that they have landed."""
+    """Takes messages one by one and acknowledges them when it likes."""
 
     def __init__(self, end: KvConnection, window: int | None = None) -> None:
         self.end = end
@@ -107,18 +107,20 @@ class SlowReceiver:
 
     @property
     def owed(self) -> int:
-        """Bytes that are still under way, for the sender."""
+        """Return the bytes that are still under way, for the sender."""
         return sum(self._owed)
 
-    def hear(self, *, wanted: bool = True) -> KvHeader | TransferRequested | TransferEnded | None:
-        """The next word of the sender; if it asks for its turn, that has come."""
+    def receive_next(
+        self, *, wanted: bool = True
+    ) -> KvHeader | TransferRequested | TransferEnded | None:
+        """Receive the sender's next message; a request for a transfer slot is granted."""
         word = self.end.next_message(PREFILL)
         if isinstance(word, TransferRequested):
             self.tell(Credit(self.window, self.acknowledged, word.transfer_slot, wanted))
         return word
 
     def take(self) -> KvHeader:
-        while not isinstance(header := self.hear(), KvHeader):
+        while not isinstance(header := self.receive_next(), KvHeader):
             pass
         self._owed.append(header.charge(HEAD_DIM))
         staging = Staging(torch.device("cpu"))
@@ -150,8 +152,8 @@ class SlowReceiver:
 def test_no_more_is_read_or_sent_than_the_credit_allows(
     spec: ModelSpec, window: int, own: int, lags: Sequence[int]
 ) -> None:
-    """Read out of the pool means held in memory. The receiver stays behind by so many messages, as
-    long as the sender can go on without its word."""
+    """KV that is read from the pool takes memory. The receiver stays as many messages behind as the
+    sender can go on without an acknowledgment."""
     limit, excess = min(window, own), []
     with sending(spec, in_flight_bytes=own) as (source, (end,)):
         receiver = SlowReceiver(end)
@@ -185,7 +187,7 @@ def test_no_more_is_read_or_sent_than_the_credit_allows(
 
 
 def check_messages(receiver: SlowReceiver, source: Source) -> None:
-    """Every row of every layer has come once, and with the right numbers."""
+    """Check that every row of every layer has come once, with the right numbers."""
     seen = torch.zeros(LAYERS, TOKENS, dtype=torch.int64)
     for header, body in receiver.messages:
         rows = slice(header.span.start, header.span.stop)
@@ -197,7 +199,7 @@ def check_messages(receiver: SlowReceiver, source: Source) -> None:
 
 
 def test_contiguous_kv_is_sent_without_a_copy(spec: ModelSpec) -> None:
-    """The pool's own memory is handed to the connection, unless it has to be gathered."""
+    """The connection gets the pool's own memory, unless it has to be gathered."""
     with sending(spec) as (source, (end,)):
         handed: list[KvBody] = []
         send = source.sender.connection.send
@@ -225,7 +227,7 @@ def in_pool(source: Source, tensor: Tensor) -> bool:
 
 
 def test_posting_never_blocks(spec: ModelSpec) -> None:
-    """The receiver has not even said how much it takes."""
+    """The receiver has not even sent its first credit."""
     with sending(spec) as (source, (end,)):
         for layer in range(LAYERS):
             source.send(layer)
@@ -277,7 +279,7 @@ def test_a_credit_smaller_than_a_token_is_a_configuration_error(spec: ModelSpec)
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, 65)
         source.send(0)
-        assert isinstance(receiver.hear(), TransferRequested)
+        assert isinstance(receiver.receive_next(), TransferRequested)
         broken = source.broken.get(timeout=WAIT_S)
         assert isinstance(broken, ConfigError)
         assert source.sent() is broken
@@ -297,7 +299,7 @@ def test_more_acknowledged_than_was_sent_breaks_the_rank(spec: ModelSpec) -> Non
 
 
 def test_cancelled_kv_is_not_sent(spec: ModelSpec) -> None:
-    """But for what is under way; the slots come back when that has landed."""
+    """KV under way is still sent; its slots are free when it was received."""
     half = 5 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, half)
@@ -316,7 +318,7 @@ def test_cancelled_kv_is_not_sent(spec: ModelSpec) -> None:
 def test_a_receiver_that_dies_fails_what_it_did_not_acknowledge(
     spec: ModelSpec,
 ) -> None:
-    """All slots come back, and what is posted later fails as well."""
+    """All slots are freed, and KV that is posted later fails as well."""
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, 200)
         source.send(0)
@@ -343,7 +345,7 @@ def test_closing_fails_unacknowledged_kv_and_reports_no_lost_peer(spec: ModelSpe
 def test_unreadable_kv_fails_its_step_and_the_queue_goes_on(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it was announced."""
+    """The unreadable KV was not announced."""
     out_of_memory = RuntimeError("out of memory")
 
     def fail(*_: Any) -> None:
@@ -356,7 +358,7 @@ def test_unreadable_kv_fails_its_step_and_the_queue_goes_on(
             patch.setattr(source.tracker, "given_up", lambda _: failed.set())
             patch.setattr(Staging, "to_host", fail)
             source.send(0)
-            assert isinstance(receiver.hear(), TransferRequested)
+            assert isinstance(receiver.receive_next(), TransferRequested)
             assert failed.wait(WAIT_S)
         source.tracker.given_up(out_of_memory)
         source.send(1)
@@ -368,7 +370,7 @@ def test_unreadable_kv_fails_its_step_and_the_queue_goes_on(
 # --- beats ---------------------------------------------------------------------------------
 
 
-def heard(end: KvConnection) -> int:
+def message_received(end: KvConnection) -> int:
     words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
     end._recv(words, PREFILL, KvTag.HEADER).wait(timedelta(seconds=WAIT_S))
     return int(words[0])
@@ -381,23 +383,23 @@ def test_an_idle_sender_sends_heartbeats(spec: ModelSpec, monkeypatch: pytest.Mo
     monkeypatch.setattr(sender_module, "launched_so_far", lambda _: device)
     with sending(spec) as (source, (end,)):
         receiver = SlowReceiver(end, IN_FLIGHT)
-        beats = [heard(end) for _ in range(3)]
+        beats = [message_received(end) for _ in range(3)]
         source.send(0)
-        while not isinstance(receiver.hear(), TransferRequested):
+        while not isinstance(receiver.receive_next(), TransferRequested):
             pass
-        beats += [heard(end) for _ in range(3)]
+        beats += [message_received(end) for _ in range(3)]
         assert source.sender.connection.bytes_sent == 0
         device.done = True
         receiver.take()
         receiver.acknowledge_all()
-        beats += [heard(end) for _ in range(3)]
+        beats += [message_received(end) for _ in range(3)]
         assert len(set(beats)) == 1
         end.close()
         assert source.lost.get(timeout=WAIT_S).startswith("decode rank 0: ")
 
 
 class Device:
-    """Stands in for a GPU that has or has not done what it was told."""
+    """Stands in for a GPU that has or has not finished its work."""
 
     done = False
 
@@ -408,12 +410,12 @@ class Device:
 # --- checksums -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "checked"), [(0.0, 0), (0.25, 5), (0.5, 10), (1.0, 20)])
+@pytest.mark.parametrize(("fraction", "checked"), [(0.0, 0), (0.25, 5), (0.5, 10), (1.0, 20)])
 def test_so_many_messages_carry_a_checksum_of_their_bytes(
-    spec: ModelSpec, share: float, checked: int
+    spec: ModelSpec, fraction: float, checked: int
 ) -> None:
     window = 2 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
-    with sending(spec, checked=share) as (source, (end,)):
+    with sending(spec, checked=fraction) as (source, (end,)):
         receiver = SlowReceiver(end, window)
         for layer in range(LAYERS):
             source.send(layer)

@@ -1,4 +1,4 @@
-"""Gangs between which KV goes token by token: the same answers, and no step waits for it."""
+"""Gangs between which KV is sent token by token: the same answers, and no step waits for it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ async def test_answers_are_the_same_with_small_credits(
 
 
 async def test_steps_go_on_while_a_receiver_stores_nothing(tiny_llama: Path) -> None:
-    """A decode rank cannot store what arrives; what waits behind it is computed all the same. When
-    it can again, what was cancelled meanwhile is not sent any more, and the rest lands."""
+    """A decode rank cannot store what arrives; KV that waits behind it is computed all the same.
+    When it can store again, KV cancelled meanwhile is not sent, and the rest is."""
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
         stuck, *others = (request(sequence_id, 2) for sequence_id in range(4))
         for sequence in (stuck, *others):
@@ -72,7 +72,7 @@ async def test_steps_go_on_while_a_receiver_stores_nothing(tiny_llama: Path) -> 
             await cell.until(
                 lambda: all(cell.tokens(request.sequence_id) for request in (stuck, *others))
             )
-            await cell.told(1, RankKvReceived, sequence_id=stuck.sequence_id, rank=0)
+            await cell.until_received(1, RankKvReceived, sequence_id=stuck.sequence_id, rank=0)
             assert not cell.about(PrefillDone, step_id=1, rank=1)
             cell.cancel(stuck.sequence_id)
             await cell.prefill.stats()  # answered after the cancellation
@@ -90,16 +90,16 @@ async def test_requests_are_cancelled_during_their_transfer(tiny_llama: Path, se
     rng = np.random.default_rng(seed)
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_in_flight_bytes=IN_FLIGHT) as cell:
         requests = [request(sequence_id, 2) for sequence_id in range(8)]
-        unwanted = {int(sequence_id) for sequence_id in rng.choice(8, 4, replace=False)}
+        cancelled = {int(sequence_id) for sequence_id in rng.choice(8, 4, replace=False)}
         for sequence in requests:
             await cell.reserve(sequence)
         for sequence in requests:
             cell.submit(job_of([sequence.chunk()], rng.permutation(2).tolist()), sequence.prompt)
-            if sequence.sequence_id in unwanted and rng.random() < 0.7:
+            if sequence.sequence_id in cancelled and rng.random() < 0.7:
                 await cell.until(lambda sequence_id=sequence.sequence_id: cell.tokens(sequence_id))  # type: ignore[misc]
-            if sequence.sequence_id in unwanted:
+            if sequence.sequence_id in cancelled:
                 cell.cancel(sequence.sequence_id)
-        kept = [sequence for sequence in requests if sequence.sequence_id not in unwanted]
+        kept = [sequence for sequence in requests if sequence.sequence_id not in cancelled]
         assert await cell.answer(*kept) == expected(tiny_llama, kept)
         await cell.prefilled(*cell.jobs)
         await cell.freed(*range(8))

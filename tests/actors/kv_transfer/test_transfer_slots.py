@@ -1,5 +1,5 @@
-"""Senders take turns where what receives KV is short: ranks in chunks on growing groups, with one
-backend on each decode rank; what is cancelled gives its turn back."""
+"""Senders take turns when receivers are few: prompts in chunks on growing groups, with one backend
+on each decode rank; a cancelled sequence frees its slot."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def request(sequence_id: int, decode: int = 2) -> Request:
 
 
 def begin(cell: ThreadCell, request: Request) -> int:
-    """Its first chunk, on one of two ranks."""
+    """Submit the first chunk of a request, on one of two ranks."""
     return cell.submit(
         job_of([request.chunk(0, FIRST)], [request.sequence_id % 2]), request.prompt[:FIRST]
     )
 
 
 def go_on(cell: ThreadCell, request: Request) -> int:
-    """The second one, on both."""
+    """Submit the second chunk of a request, on both ranks."""
     history = (KvSlice(instance=request.sequence_id % 2, span=Span(start=0, stop=FIRST)),)
     chunk = request.chunk(FIRST, LENGTH, history=history)
     return cell.submit(job_of([chunk], [0, 1]), request.prompt[FIRST:])
@@ -52,15 +52,15 @@ def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
 
 
 async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> None:
-    """All of them are answered, and nothing is left."""
+    """Check that all requests are answered and nothing is left."""
     assert await cell.answer(*requests) == expected(model, requests)
     await cell.freed(*(request.sequence_id for request in requests))
     await cell.prefilled(*cell.jobs)
     cell.check_idle()
 
 
-def turns(cell: ThreadCell) -> list[TransferSlots]:
-    """Of both decode ranks."""
+def slots_of_ranks(cell: ThreadCell) -> list[TransferSlots]:
+    """Return the transfer slots of both decode ranks."""
     receivers = [rank._kv_link._receiver for rank in cell.decode_gang.ranks]
     return [receiver.transfer_slots for receiver in receivers if receiver is not None]
 
@@ -71,9 +71,9 @@ def turns(cell: ThreadCell) -> list[TransferSlots]:
 async def test_one_backend_serves_many_requests_in_chunks(
     tiny_llama: Path, decode_tp: int, processes: Sequence[int]
 ) -> None:
-    """Whichever chunk is computed first: second chunks are in line behind others' first ones, and
-    both ranks of a group want the one turn that there is. Small instances prefill, and larger ones
-    may decode; the second rank of each gang may be a process."""
+    """The order of chunks is random: second chunks wait behind others' first ones, and both ranks
+    of a group want the one slot. Small instances prefill, and larger ones may decode; the second
+    rank of each gang may be a process."""
     rng, decode = random.Random(0), 2 // decode_tp
     async with thread_cell(
         tiny_llama,
@@ -97,18 +97,18 @@ async def test_one_backend_serves_many_requests_in_chunks(
 async def test_a_sequence_cancelled_between_chunks_frees_its_slot(
     tiny_llama: Path,
 ) -> None:
-    """No step waits for it: both are computed while one holds the backends of both ranks."""
+    """No step waits for it: both are computed while one has the backends of both ranks."""
     async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
         holder, other = request(0), request(1)
         for sequence in (holder, other):
             await cell.reserve(sequence)
         begin(cell, holder)
-        await eventually(lambda: not turns(cell)[0]._backends.free)
+        await eventually(lambda: not slots_of_ranks(cell)[0]._backends.free)
         await cell.prefilled(*cell.jobs)
         begin(cell, other)
         go_on(cell, other)
         await cell.until(lambda: cell.tokens(other.sequence_id))
-        await cell.told(
+        await cell.until_received(
             1, RankKvReceived, sequence_id=other.sequence_id, rank=1
         )  # nothing of the first one goes there
         assert not cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
@@ -127,7 +127,7 @@ def told() -> list[tuple[int, TransferSlot, bool]]:
 def expecting(
     told: list[tuple[int, TransferSlot, bool]],
 ) -> tuple[TransferSlots, dict[int, object]]:
-    """One backend, and the requests that are expected."""
+    """Return slots with one backend, and the requests that are expected."""
     found: dict[int, object] = {
         sequence_id: SimpleNamespace(closed=False, waited=0.0, release_transfer_slots=None)
         for sequence_id in (1, 2)
@@ -149,7 +149,7 @@ def test_an_unknown_sequence_gets_no_slot(
 def test_a_sender_waiting_for_a_sequence_that_left_is_notified(
     expecting: tuple[TransferSlots, dict[int, object]], told: list[tuple[int, TransferSlot, bool]]
 ) -> None:
-    """And whoever is next has the turn."""
+    """The next sender gets the slot."""
     made, found = expecting
     for peer, sequence_id in ((0, 1), (1, 1), (2, 2)):
         made.ask(peer, TransferSlot(sequence_id, 7))

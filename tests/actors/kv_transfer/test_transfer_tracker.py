@@ -1,4 +1,4 @@
-"""A step is told once of all that it sends, when the last of it has landed or failed."""
+"""A step's transfer is reported once, when the last of its KV was received or has failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_end_is_reported_once_with_the_first_failure(
     tracker.pin(1, Span(start=0, stop=2))
     tracker.pin(1, Span(start=0, stop=2))
     tracker.pin(1, Span(start=1, stop=4))
-    slots.free_request(1)
+    slots.free_sequence(1)
     for _ in ends:
         tracker.posted()
     if unposted:

@@ -44,14 +44,14 @@ def cluster(
     instances: int = 4,
     decode: int = 1,
     step: StepCost | None = None,
-    line: LinearDecodeCost | None = None,
+    regime: LinearDecodeCost | None = None,
     kv_slots: int = 1 << 40,
     **options: Any,
 ) -> ClusterModel:
     """Prefill on one server, decode on another; one nanosecond a token unless said otherwise."""
     cost = step or StepCost.of_seconds(0.0, 1e-9, 0.0, 0.0)
-    line = line or LinearDecodeCost.of_seconds(1e-6, 0.0, 0.0)
-    decode_cost = DecodeCost(small=line, large=line, tipping_batch=1)
+    regime = regime or LinearDecodeCost.of_seconds(1e-6, 0.0, 0.0)
+    decode_cost = DecodeCost(small=regime, large=regime, tipping_batch=1)
     return ClusterModel(
         name="test",
         prefill=_gang(instances, "0-0", kv_slots),
@@ -84,7 +84,7 @@ class SingleGroupScheduler:
     Args:
         sp: instances of the group, the first ones.
         choose: another group for a request: its first instance and its size.
-        urgent: whether a request's step is.
+        high_priority: returns whether a request's step has high priority.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class SingleGroupScheduler:
         high_priority: Callable[[Submitted], bool] = lambda _: False,
     ) -> None:
         self._choose = choose or (lambda _: (0, sp))
-        self._urgent = high_priority
+        self._high_priority = high_priority
         self._prefill = self._decode = self._decoders = 0
         self._open: dict[int, Submitted] = {}
         self._sequence_of: dict[int, int] = {}
-        self._unlanded: dict[int, set[int]] = {}
+        self._missing: dict[int, set[int]] = {}
         self._first: set[int] = set()
         self._joined: set[int] = set()
         self._numbers = 0
@@ -107,7 +107,9 @@ class SingleGroupScheduler:
     def handle(
         self, events: Sequence[AnyEvent], now_ns: int
     ) -> tuple[Sequence[AnyCommand], int | None]:
-        """Start what can start, join what has landed, start again what a gang took with it."""
+        """Start what can start, join sequences whose KV was received, and restart those of a dead
+        gang.
+        """
         commands: list[AnyCommand] = []
         for event in events:
             if isinstance(event, GangUp):
@@ -122,7 +124,7 @@ class SingleGroupScheduler:
                 self._first.add(event.sequence_id)
                 commands += self._join(event.sequence_id)
             elif isinstance(event, KvReceived):
-                self._unlanded[event.sequence_id].discard(event.instance)
+                self._missing[event.sequence_id].discard(event.instance)
                 commands += self._join(event.sequence_id)
             elif isinstance(event, Finished):
                 commands += self._finished(event.sequence_id)
@@ -179,7 +181,7 @@ class SingleGroupScheduler:
             for index, (start, stop) in cuts
             if stop > start
         )
-        self._unlanded[number] = {share.instance for share in slices}
+        self._missing[number] = {kv_slice.instance for kv_slice in slices}
         return [
             Reserve(
                 request_id=request,
@@ -198,13 +200,13 @@ class SingleGroupScheduler:
                 history=((),),
                 strategy="ring_kv",
                 cls=submitted.cls,
-                high_priority=self._urgent(submitted),
+                high_priority=self._high_priority(submitted),
                 ends_ns=0,
             ),
         ]
 
     def _join(self, sequence: int) -> list[AnyCommand]:
-        if sequence not in self._first or self._unlanded[sequence]:
+        if sequence not in self._first or self._missing[sequence]:
             return []
         self._joined.add(sequence)
         return [SetGroup(gang=self._decode, joined=(sequence,))]

@@ -69,7 +69,9 @@ def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
         ({"max_positions": 0}, "max_positions"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], message: str) -> None:
+def test_an_invalid_cluster_file_is_rejected_with_its_key(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         parse_cluster({**SMALL, **change}, name="small")
     assert message in str(error.value)

@@ -15,7 +15,7 @@ INSTANCES = 6
 
 
 def gang(*cores: int | None, tp: int = 1) -> GangModel:
-    """Instances one after the other over servers with so many cores."""
+    """Return instances one after the other over servers with so many cores."""
     kinds = len(cores)
     instances = tuple(
         InstanceModel(location=f"0-{index % kinds}-{index}", kv_slots=1, cores=cores[index % kinds])
@@ -25,7 +25,7 @@ def gang(*cores: int | None, tp: int = 1) -> GangModel:
 
 
 def ends(model: GangModel, *jobs: tuple[int, tuple[int, ...], int]) -> list[int]:
-    """When each (start, group, what it takes alone) has ended."""
+    """Return the end of each (start, group, time alone)."""
     clock, found = EventTimeline(), [-1] * len(jobs)
     cores = Cores(clock, model)
 
@@ -51,7 +51,7 @@ def test_as_many_ranks_as_cores_do_not_slow_each_other_and_more_do() -> None:
     assert (two, three) == ([30 * MS] * 2, [45 * MS] * 3)
 
 
-def test_who_had_less_than_a_core_in_its_profile_loses_less() -> None:
+def test_a_group_profiled_with_less_than_a_core_slows_down_less() -> None:
     # Four ranks had half a core each; beside a fifth they have 2/5, which itself had a whole one.
     assert ends(gang(2), (0, (0, 1, 2, 3), 40 * MS), (0, (4,), 16 * MS)) == [48 * MS, 40 * MS]
 

@@ -122,8 +122,7 @@ def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
 
 
 def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
-    """Constant lengths: whoever chooses the shorter queue is served in order of arrival by the
-    server that is free first, M/D/2."""
+    """With constant lengths, choosing the shorter queue serves requests in order of arrival."""
     rng = random.Random(11)
     times, work = poisson(rng, 2000, 600), 1000
     free = [0, 0]
@@ -147,7 +146,7 @@ def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
 
 
 def test_the_log_of_a_run_does_not_know_the_future() -> None:
-    """Cutting the trace, or changing outputs that are not drawn yet, changes no earlier turn."""
+    """Cutting the trace, or changing tokens that are not sampled yet, changes no earlier round."""
     rng = random.Random(3)
     arrivals = [
         Arrival(at_ns=at, prompt_tokens=rng.randint(1, 2000), output_tokens=20, max_tokens=64)
@@ -155,7 +154,7 @@ def test_the_log_of_a_run_does_not_know_the_future() -> None:
     ]
     cut_ns = arrivals[30].at_ns
 
-    def turns(changed: Sequence[Arrival]) -> list[str]:
+    def rounds(changed: Sequence[Arrival]) -> list[str]:
         seen: list[str] = []
 
         def observe(now_ns: int, events: object, commands: object) -> None:
@@ -165,7 +164,7 @@ def test_the_log_of_a_run_does_not_know_the_future() -> None:
         Simulator(SingleGroupScheduler(sp=4), cluster(decode=2), changed, observer=observe).run()
         return seen
 
-    whole = turns(arrivals)
+    whole = rounds(arrivals)
     outcomes = Simulator(SingleGroupScheduler(sp=4), cluster(decode=2), arrivals).run().outcomes
     later = [
         Arrival(
@@ -176,8 +175,8 @@ def test_the_log_of_a_run_does_not_know_the_future() -> None:
         )
         for arrival, outcome in zip(arrivals, outcomes, strict=True)
     ]
-    assert whole == turns(arrivals[:30])
-    assert whole == turns(later)
+    assert whole == rounds(arrivals[:30])
+    assert whole == rounds(later)
     assert len(whole) > 30
 
 
@@ -231,7 +230,7 @@ def test_kv_takes_its_time_and_leaves_while_a_step_computes(layers: int, landed_
 
 
 @pytest.mark.parametrize(("backends", "ends_ns"), [(None, (2005, 2105)), (1, (1105, 2110))])
-def test_transfers_take_turns(backends: int | None, ends_ns: tuple[int, int]) -> None:
+def test_transfers_wait_for_slots(backends: int | None, ends_ns: tuple[int, int]) -> None:
     """The second prompt is computed when the first one's 1,000 bytes have been under way for 100
     ns: they share the link, or the first one has all of it until it is there."""
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=2)] * 2
@@ -259,7 +258,7 @@ def test_gaps_and_messages_take_their_time() -> None:
     assert outcome.token_ns == [first_ns, begin_ns + 1050, begin_ns + 2100]
 
 
-def test_what_lies_before_the_scheduler_makes_everything_later() -> None:
+def test_the_front_delay_shifts_all_times() -> None:
     arrivals = chats(random.Random(7), 50, mean_gap_ns=20_000)
     at_once, later = run(arrivals), run(arrivals, front_ns=900)
     for before, after in zip(at_once.outcomes, later.outcomes, strict=True):
@@ -267,7 +266,7 @@ def test_what_lies_before_the_scheduler_makes_everything_later() -> None:
         assert after.token_ns == [stamp + 900 for stamp in before.token_ns]
 
 
-def test_a_client_that_leaves_draws_nothing_more() -> None:
+def test_a_cancelled_request_generates_nothing_more() -> None:
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=50)]
     gone = [Abandoned(at_ns=10_500, request=1)]
     simulator = Simulator(SingleGroupScheduler(sp=4), cluster(), arrivals, abandoned=gone)
@@ -276,11 +275,11 @@ def test_a_client_that_leaves_draws_nothing_more() -> None:
     assert (outcome.error, outcome.ended_ns) == ("Cancelled", 10_500)
 
 
-def test_a_run_that_cannot_end_says_so() -> None:
+def test_a_run_that_cannot_end_raises() -> None:
     class Deaf:
         def handle(self, events: object, now_ns: int) -> tuple[tuple[()], None]:
             return (), None
 
     arrivals = [Arrival(at_ns=5, prompt_tokens=1, output_tokens=1)]
-    with pytest.raises(RuntimeError, match="1 requests wait"):
+    with pytest.raises(RuntimeError, match="1 requests are waiting and no event is left"):
         Simulator(Deaf(), cluster(), arrivals).run()

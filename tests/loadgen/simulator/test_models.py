@@ -61,7 +61,7 @@ def test_a_shared_link_ends_transfers_when_an_exact_one_does(
 
 
 def processor_sharing(sends: list[tuple[int, int]], rate: int) -> list[Fraction]:
-    """Ends in rational arithmetic, from one change to the next."""
+    """Return the ends in rational arithmetic, from one change to the next."""
     left = {index: Fraction(size) for index, (_, size) in enumerate(sends)}
     ends = [Fraction(0)] * len(sends)
     now = Fraction(0)
@@ -274,13 +274,14 @@ def iterated(
     cost: DecodeCost,
     gap_ns: int,
 ) -> tuple[dict[int, int], int]:
-    """One iteration at a time. Parts of a nanosecond are kept for as long as the batch stays the
-    same, as a jump keeps them."""
+    """Iterate one by one; fractions of a nanosecond persist while the batch is the same, as in a
+    jump.
+    """
     ended: dict[int, int] = {}
     rows: dict[int, tuple[int, int]] = {}
     coming = dict(enumerate(requests))
     leaves = {leaver: leave_ns} if leaver >= 0 else {}
-    now, part, drawn = 0, 0, 0
+    now, part, generated = 0, 0, 0
     before: tuple[int, ...] = ()
     while coming or rows or leaves:
         if not rows:
@@ -304,13 +305,13 @@ def iterated(
             part, before = 0, tuple(rows)
         if not rows:
             continue
-        line = cost.small if len(rows) <= cost.tipping_batch else cost.large
-        part += line.a + line.b * sum(row[0] for row in rows.values()) + line.c * len(rows)
+        regime = cost.small if len(rows) <= cost.tipping_batch else cost.large
+        part += regime.a + regime.b * sum(row[0] for row in rows.values()) + regime.c * len(rows)
         now, part = now + gap_ns + (part >> 48), part & ((1 << 48) - 1)
-        drawn += len(rows)
+        generated += len(rows)
         rows = {number: (context + 1, left - 1) for number, (context, left) in rows.items()}
         for number, (_, left) in list(rows.items()):
             if not left:
                 del rows[number]
                 ended.setdefault(number, now)
-    return ended, drawn
+    return ended, generated

@@ -1,7 +1,8 @@
-"""Requests that ride: against closed forms, a queue, and Sarathi-Serve's loop with times.
+"""Piggybacked prefill against closed forms, a queue, and Sarathi-Serve's loop with times.
 
-On a pair, whose decode gang has nothing else to do, a rider is in the next iteration. On an elastic
-gang it waits for leases that the conductor has given, as on real ranks: times there are bounded.
+On a pair, whose decode gang has nothing else to do, a piggybacked prompt is in the next iteration.
+On an elastic gang it waits for grants that the sequencer has given, as on real ranks, so times
+there are bounded.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(
 
 
 def alone_ns(prompt: int) -> int:
-    """A prompt that has all iterations to itself."""
+    """Return the time of a prompt that has all iterations to itself."""
     starts = range(0, prompt, BUDGET)
     return sum(
         HYBRID.predict_ns([[(min(BUDGET, prompt - start), start)]], 0, 0) for start in starts
@@ -72,10 +73,10 @@ def alone_ns(prompt: int) -> int:
 
 @pytest.mark.parametrize("prompt", [1, BUDGET, BUDGET + 1, 10 * BUDGET])
 @pytest.mark.parametrize("instances", [1, 4])
-def test_a_prompt_alone_costs_one_more_constant_for_each_further_piece(
+def test_a_prompt_alone_costs_one_more_constant_for_each_further_chunk(
     prompt: int, instances: int
 ) -> None:
-    """With c = 2d, n pieces take T(L) + (n - 1) a, but for what is rounded down."""
+    """With c = 2d, n chunks take T(L) + (n - 1) a, except for rounding."""
     arrivals = [Arrival(at_ns=0, prompt_tokens=prompt, output_tokens=3)]
     (outcome,) = run(arrivals, elastic(instances)).outcomes
     chunks = -(-prompt // BUDGET)
@@ -87,8 +88,8 @@ def test_a_prompt_alone_costs_one_more_constant_for_each_further_piece(
     assert abs(third - second - LINE.predict_ns(1, prompt + 2)) <= 1
 
 
-def test_a_row_that_decodes_waits_for_no_more_than_a_piece() -> None:
-    """An iteration costs the larger constant once, the piece, and the row."""
+def test_a_decoding_sequence_waits_for_at_most_one_chunk() -> None:
+    """An iteration costs the larger constant once, the chunk, and the decoding sequence."""
     arrivals = [
         Arrival(at_ns=0, prompt_tokens=10, output_tokens=200),
         Arrival(at_ns=1_000_000, prompt_tokens=40 * BUDGET, output_tokens=2),
@@ -98,12 +99,12 @@ def test_a_row_that_decodes_waits_for_no_more_than_a_piece() -> None:
         stamp for stamp in first.token_ns if arrivals[1].at_ns <= stamp <= second.first_token_ns
     ]
     gaps = [stop - start for start, stop in pairwise(between)]
-    drawn = first.token_ns.index(between[1])
+    sampled = first.token_ns.index(between[1])
     chunk, past = BUDGET - 1, 0
     expected = []
     for number in range(len(gaps)):
         length = min(chunk, 40 * BUDGET - past)
-        expected.append(HYBRID.predict_ns([[(length, past)]], 1, 10 + drawn + number))
+        expected.append(HYBRID.predict_ns([[(length, past)]], 1, 10 + sampled + number))
         past += length
     assert gaps == expected
     assert past == 40 * BUDGET
@@ -130,15 +131,16 @@ def test_one_at_a_time_is_lindleys_recursion_bit_for_bit() -> None:
     found = run(arrivals, elastic(), max_batch=1)
     assert [outcome.ended_ns for outcome in found.outcomes] == expected
     waits = sum(outcome.started_ns > outcome.arrival.at_ns for outcome in found.outcomes)
-    assert waits > 100, "nobody had to wait"
+    assert waits > 100, "no request had to wait"
 
 
 # --- Sarathi-Serve ---------------------------------------------------------------------------
 
 
 def sarathi(arrivals: list[Arrival], max_batch: int) -> list[list[int]]:
-    """Alg. 3 with the times of its iterations: when each request's tokens are drawn. Who gets the
-    place of one that has just left misses the iteration that begins at that moment."""
+    """Return the token times of Alg. 3 with the times of its iterations. Who gets the place of one
+    that has just left misses the iteration that begins at that moment.
+    """
     coming = deque(enumerate(arrivals))
     batch: list[int] = []
     late: list[int] = []
@@ -197,10 +199,12 @@ def sarathi(arrivals: list[Arrival], max_batch: int) -> list[list[int]]:
     ),
     st.integers(1, 6),
 )
-def test_tokens_come_when_sarathi_draws_them(
+def test_tokens_come_at_the_times_of_sarathis_loop(
     sizes: list[tuple[int, int, int]], max_batch: int
 ) -> None:
-    """To a nanosecond for each iteration: a jump rounds once, and iterating every time."""
+    """Times agree to a nanosecond for each iteration: a jump rounds once, and iterating every
+    time.
+    """
     at_ns, arrivals = 0, []
     for gap_ns, prompt, output in sizes:
         at_ns += gap_ns
@@ -209,11 +213,11 @@ def test_tokens_come_when_sarathi_draws_them(
     expected = sarathi(arrivals, max_batch)
     # An arrival within the rounding of an iteration's end may be an iteration earlier or later.
     starts = {arrival.at_ns for arrival in arrivals}
-    near = any(abs(stamp - at) < 200 for drawn in expected for stamp in drawn for at in starts)
+    near = any(abs(stamp - at) < 200 for sampled in expected for stamp in sampled for at in starts)
     if not near:
-        for outcome, drawn in zip(found.outcomes, expected, strict=True):
-            assert len(outcome.token_ns) == len(drawn)
-            for ours, theirs in zip(outcome.token_ns, drawn, strict=True):
+        for outcome, sampled in zip(found.outcomes, expected, strict=True):
+            assert len(outcome.token_ns) == len(sampled)
+            for ours, theirs in zip(outcome.token_ns, sampled, strict=True):
                 assert abs(ours - theirs) < 200
 
 
@@ -284,7 +288,9 @@ def test_riders_outlive_their_gang_and_clients_may_leave() -> None:
 
 
 @pytest.mark.parametrize("model", [pair(2), elastic(2)], ids=["pair", "elastic"])
-def test_who_leaves_while_commands_are_on_their_way_never_rides(model: ClusterModel) -> None:
+def test_a_request_cancelled_during_the_message_delay_is_never_piggybacked(
+    model: ClusterModel,
+) -> None:
     late = replace(model, notice_ns=1_000_000)
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=5) for _ in range(2)]
     found = run(arrivals, late, abandoned=[Abandoned(at_ns=500_000, request=1)])
@@ -305,8 +311,8 @@ def _compare(whole: SimulationResult, part: SimulationResult, cut_ns: int) -> No
         assert early == other.token_ns[: len(early)]
 
 
-def test_on_an_elastic_gang_a_rider_waits_for_two_leases_at_most() -> None:
-    """Against the next iteration of a pair, with nobody else but one row that decodes."""
+def test_on_an_elastic_gang_piggybacked_prefill_waits_for_at_most_two_grants() -> None:
+    """The times are compared with the next iteration of a pair, beside one decoding sequence."""
     arrivals = [
         Arrival(at_ns=0, prompt_tokens=10, output_tokens=400),
         Arrival(at_ns=9_000_000, prompt_tokens=BUDGET, output_tokens=5),

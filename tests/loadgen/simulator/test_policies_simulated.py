@@ -24,7 +24,7 @@ from csps.loadgen.simulator.simulate import main, scheduler_of
 from csps.protocols.core.errors import ConfigError
 
 UNBOUNDED = {"max_batch": 1 << 30}
-"""Nothing but prefill holds a request up."""
+"""A batch limit that never delays a request."""
 
 
 def run(
@@ -55,7 +55,7 @@ def prompts(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
 
 def chats(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
     return [
-        replace(prompt, output_tokens=(drawn := rng.randint(1, 120)), max_tokens=max(drawn, 64))
+        replace(prompt, output_tokens=(tokens := rng.randint(1, 120)), max_tokens=max(tokens, 64))
         for prompt in prompts(rng, requests, rate)
     ]
 
@@ -118,7 +118,7 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
     ]
     cut_ns = arrivals[40].at_ns
 
-    def turns(changed: Sequence[Arrival]) -> list[str]:
+    def rounds(changed: Sequence[Arrival]) -> list[str]:
         seen: list[str] = []
 
         def observe(now_ns: int, events: object, commands: object) -> None:
@@ -128,7 +128,7 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
         Simulator(scheduler_of(cluster, policy, {}), cluster, changed, observer=observe).run()
         return seen
 
-    whole = turns(arrivals)
+    whole = rounds(arrivals)
     outcomes = run(cluster, policy, {}, arrivals).outcomes
     later = [
         arrival if outcome.ended_ns < cut_ns else replace(arrival, output_tokens=200)
@@ -136,9 +136,9 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
     ]
     assert later != arrivals
     assert len(whole) > 40
-    assert whole == turns(later)
-    # Of a trace that ends there, nobody asks again after its last request.
-    assert whole[: len(turns(arrivals[:40]))] == turns(arrivals[:40])
+    assert whole == rounds(later)
+    # A trace that ends there has no round after its last request.
+    assert whole[: len(rounds(arrivals[:40]))] == rounds(arrivals[:40])
 
 
 def test_a_slower_machine_with_fewer_requests_takes_its_times() -> None:
@@ -166,7 +166,7 @@ def _times(cost: StepCost, k: int) -> StepCost:
 
 @pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
 def test_requests_go_on_when_gangs_die(policy: str) -> None:
-    """Every answer is whole, every slot comes back, and clients that left get nothing more."""
+    """Every answer is whole, every slot is freed, and cancelled requests get nothing more."""
     cluster = load_cluster("tetris-16")
     arrivals = chats(random.Random(6), 120, 2.0)
     faults = [
@@ -193,7 +193,7 @@ def test_requests_go_on_when_gangs_die(policy: str) -> None:
 
 
 def test_requests_that_find_no_slots_wait_for_them() -> None:
-    """Slots that are short hold up whoever comes first, and so all, but lose none."""
+    """A lack of slots delays the first request and thereby all, but loses none."""
     cluster = load_cluster("tetris-16")
     small = replace(
         cluster,

@@ -42,7 +42,7 @@ def model(elastic: bool, kv_slots: int = 40_000) -> ClusterModel:
 
 
 def conversations(seed: int, count: int = 8, turns: int = 4) -> list[Arrival]:
-    """Turns half a second apart, each of which begins with all of the one before."""
+    """Return turns half a second apart, each of which begins with all of the one before."""
     rng = random.Random(seed)
     arrivals = []
     for number in range(count):
@@ -64,13 +64,16 @@ def run(
     elastic: bool,
     *,
     kv_slots: int = 40_000,
-    rides: int = 0,
+    piggyback_tokens: int = 0,
     notice_ns: int = 0,
     **more: Any,
 ) -> SimulationResult:
     at = replace(model(elastic, kv_slots), notice_ns=notice_ns)
     reuse = ReuseSettings(enabled=True, block_tokens=BLOCK)
-    options = {**POLICIES[policy], **({"prefill_tokens_max": rides} if rides else {})}
+    options = {
+        **POLICIES[policy],
+        **({"prefill_tokens_max": piggyback_tokens} if piggyback_tokens else {}),
+    }
     scheduler = scheduler_of(at, policy, options, reuse)
     simulator = Simulator(scheduler, at, arrivals, **more)
     found = simulator.run()
@@ -91,10 +94,10 @@ def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool
         assert outcome.cached in ((0, expected) if policy == "loongserve" else (expected,))
         known[hashes[0]] = len(hashes)
     again = run([replace(arrival, hashes=()) for arrival in arrivals], policy, elastic)
-    kept, all_computed = (
-        sum(outcome.ttft_ns for outcome in each.outcomes) for each in (found, again)
+    reused, all_computed = (
+        sum(outcome.ttft_ns for outcome in result.outcomes) for result in (found, again)
     )
-    assert kept < all_computed
+    assert reused < all_computed
 
 
 @pytest.mark.parametrize(("policy", "elastic"), CELLS)
@@ -122,7 +125,7 @@ def test_nothing_is_lost_where_room_is_short_and_gangs_die(
 
 
 @pytest.mark.parametrize("policy", ["csps", "context_parallel"])
-def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
+def test_ends_of_prompts_are_piggybacked_on_the_decode_gang(policy: str) -> None:
     """The gang that prefills dies between two turns, with all that it has kept; the other one has
     kept as much."""
     arrivals = conversations(1)
@@ -134,24 +137,24 @@ def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
             outcome.arrival.at_ns: outcome.cached
             for outcome in run(arrivals, policy, False, **more).outcomes
         }
-        for more in ({"rides": 448, "faults": faults}, {"faults": faults})
+        for more in ({"piggyback_tokens": 448, "faults": faults}, {"faults": faults})
     )
     second = [arrival for arrival in arrivals if 500 * MS <= arrival.at_ns < 1000 * MS]
     assert not any(without[arrival.at_ns] for arrival in second)
     assert all(found[arrival.at_ns] for arrival in second)
 
 
-def test_a_cluster_without_times_of_what_rides_is_refused_before_the_run() -> None:
-    """Its decode instances have eight GPUs, with which no prompt was computed."""
+def test_a_cluster_without_hybrid_costs_is_rejected_before_the_run() -> None:
+    """The decode instances have eight GPUs, on which no prompt was measured."""
     published = load_cluster("tetris-16")
     scheduler_of(published, "csps", {})
-    kept = ReuseSettings(enabled=True)
+    reuse = ReuseSettings(enabled=True)
     with pytest.raises(ConfigError, match=r"no latencies of .* with tp=8"):
-        scheduler_of(published, "csps", {"prefill_tokens_max": 64}, kept)
+        scheduler_of(published, "csps", {"prefill_tokens_max": 64}, reuse)
 
 
-def test_no_end_of_a_prompt_can_ride_where_nothing_is_kept() -> None:
-    with pytest.raises(ConfigError, match=r"without --kv-reuse; try `--kv-reuse 0.5`"):
+def test_piggybacked_prefill_without_a_prefix_cache_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"needs --kv-reuse: .*; try `--kv-reuse 0.5`"):
         scheduler_of(load_cluster("local"), "csps", {"prefill_tokens_max": 64})
 
 
@@ -160,12 +163,16 @@ def test_nothing_is_lost_where_room_is_short_and_the_gang_that_decodes_dies(seed
     faults = [
         GangFault(at_ns=at * MS, role="decode", up=up) for at, up in ((600, False), (800, True))
     ]
-    found = run(conversations(seed), "csps", False, rides=256, kv_slots=1800, faults=faults)
+    found = run(
+        conversations(seed), "csps", False, piggyback_tokens=256, kv_slots=1800, faults=faults
+    )
     assert all(outcome.ended_ns >= 0 for outcome in found.outcomes)
 
 
-def test_a_turn_may_begin_with_what_is_about_to_be_kept() -> None:
-    """An iteration is under way when the gang is told to keep it, and to begin the next turn."""
+def test_a_turn_may_reuse_kv_that_is_about_to_be_retained() -> None:
+    """An iteration is under way when the gang is told to retain the KV and to begin the next
+    turn.
+    """
     beside = Arrival(at_ns=0, prompt_tokens=20_000, output_tokens=2000)
     first = Arrival(at_ns=0, prompt_tokens=200, output_tokens=5, hashes=chained([1, 2, 3]))
     alone = run([beside, first], "csps", False, notice_ns=MS)

@@ -1,4 +1,4 @@
-"""Steps and rows on the same ranks, in the order of a conductor."""
+"""Steps and a decode batch on the same ranks, in the order of a sequencer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Ranks:
         )
 
     def _note(self, book: dict[int, int], key: int) -> None:
-        assert key not in book, "told twice"
+        assert key not in book, "reported twice"
         book[key] = self.clock.now_ns
 
     def _sampled(self, batch_members: list[SimulatedMember]) -> None:
@@ -159,7 +159,7 @@ def test_a_step_that_nobody_wants_ends_early_or_never_begins() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_in_random_worlds_everything_ends_once(seed: int) -> None:
-    """Steps, rows and riders that come and are given up at any time."""
+    """Steps, decoding and piggybacked sequences come and are cancelled at any time."""
     chance = random.Random(seed)
     ranks = Ranks(instances := chance.randint(1, 4))
     tasks: dict[int, SimulatedStep] = {}
@@ -229,7 +229,7 @@ def test_an_elastic_gang_prefills_and_decodes() -> None:
     assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
 
 
-def test_what_an_elastic_gang_did_is_done_again_when_it_dies() -> None:
+def test_requests_are_recomputed_after_their_elastic_gang_dies() -> None:
     faults = [
         GangFault(at_ns=900 * MS, role="elastic"),
         GangFault(at_ns=1500 * MS, role="elastic", up=True),

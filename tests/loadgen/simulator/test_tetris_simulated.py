@@ -28,17 +28,18 @@ IDENTITY = Identity(weights="w", dtype="f", device="d", cores=1, torch="2", rank
 
 
 def simulated(trace: str, load: float, policy: str, requests: int, **options: object) -> list[int]:
-    """TTFTs in nanoseconds; KV arrives at once, answers have one token."""
+    """Return TTFTs in nanoseconds; KV arrives at once, answers have one token."""
     size = Size(positions=CLUSTER.max_positions, longest_output=1)
-    drawn = generate(workload(trace), requests, arrivals=Arrivals(rate=load), seed=7, size=size)
-    run = simulate(CLUSTER, policy, {**UNLIMITED, **options}, drawn)
+    fitted = generate(workload(trace), requests, arrivals=Arrivals(rate=load), seed=7, size=size)
+    run = simulate(CLUSTER, policy, {**UNLIMITED, **options}, fitted)
     return [outcome.ttft_ns for outcome in run.outcomes]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_plans_come_true(rate: float) -> None:
-    """What the profile finds by planning alone is what scheduler and ranks do, to a microsecond of
-    rounding for each chunk that was before."""
+    """Planned times of the profile equal those of scheduler and ranks, up to a microsecond of
+    rounding for each earlier chunk.
+    """
     planner = planner_of(CLUSTER, 512)
     prompts = sampler_of(workload("tetris-medium"), CLUSTER, requests=150, seed=7)(3.0)
     found = simulated("tetris-medium", 3.0, "tetris", 150, improvement_rate=rate)
@@ -56,7 +57,7 @@ def test_chunks_gain_at_the_same_rate() -> None:
     ("trace", "load"), [("tetris-short", 4.6), ("tetris-medium", 3.3), ("tetris-long", 2.0)]
 )
 def test_the_order_of_policies(trace: str, load: float) -> None:
-    """Where Fixed-SP 8 can just not follow any more."""
+    """The load is slightly too high for Fixed-SP 8."""
     medians = [
         statistics.median(simulated(trace, load, policy, 300, **options))
         for policy, options in (
@@ -72,8 +73,8 @@ def test_the_order_of_policies(trace: str, load: float) -> None:
 
 def test_the_best_rate_grows_with_the_load() -> None:
     """Within noise."""
-    drawn = sampler_of(workload("tetris-long"), CLUSTER, requests=150)
-    records = profile(planner_of(CLUSTER, 512), drawn, rates=(0.05, 0.25, 0.5, 0.75))
+    sampler = sampler_of(workload("tetris-long"), CLUSTER, requests=150)
+    records = profile(planner_of(CLUSTER, 512), sampler, rates=(0.05, 0.25, 0.5, 0.75))
     loads, rates = zip(*records, strict=True)
     assert loads == tuple(0.5 * (index + 1) for index in range(len(loads)))
     assert rates[0] <= 0.25 < max(rates)
@@ -83,7 +84,7 @@ def test_the_best_rate_grows_with_the_load() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("trace", ["tetris-short", "tetris-medium", "tetris-long"])
 def test_the_table_beats_every_fixed_rate_on_fresh_seeds(trace: str) -> None:
-    """To within 5 %, over all loads that can be sustained, each counting as much as any other."""
+    """The margin is 5 %, over all loads that can be sustained, each with equal weight."""
     planner, rates = planner_of(CLUSTER, 512), (0.05, 0.2, 0.35, 0.5, 0.65, 0.75)
     profiled = sampler_of(workload(trace), CLUSTER, requests=400, seed=0)
     records = profile(planner, profiled, rates=rates)[:-1]
@@ -91,7 +92,7 @@ def test_the_table_beats_every_fixed_rate_on_fresh_seeds(trace: str) -> None:
     fresh = [sampler_of(workload(trace), CLUSTER, requests=400, seed=seed) for seed in (1, 2, 3)]
     means = {
         (load, rate): statistics.fmean(
-            ttft for drawn in fresh for ttft in ttfts_ns(planner, drawn(load), rate)
+            ttft for sampler in fresh for ttft in ttfts_ns(planner, sampler(load), rate)
         )
         for load, _ in records
         for rate in rates
@@ -111,7 +112,7 @@ def test_the_command_prints_and_keeps_them(
     lines = [{"timestamp": 100 * n, "input_length": 30_000, "output_length": 1} for n in range(6)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     main(["--cluster", "tetris-16", "--trace", str(trace), "--sib", str(path)])
-    printed = capsys.readouterr().out.removesuffix(f"kept in {path}\n")
+    printed = capsys.readouterr().out.removesuffix(f"stored in {path}\n")
     records = yaml.safe_load(printed)["improvement_rates"]
     make_policy("tetris", {"improvement_rates": records})
     with ScalingInformationBase.create(path, IDENTITY) as base:

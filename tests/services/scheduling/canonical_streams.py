@@ -1,12 +1,11 @@
-"""Recorded streams of the scheduler: events and commands in one vocabulary, that of the recording.
+"""Recorded streams of the scheduler: events and commands in the vocabulary of the recording.
 
-The recording names structures by their tags and values by their fields, never by their places. Code
-whose names have changed since then lists them in `RENAMED` and still reads and writes the same
-lines.
+A recording names structures by their tags and values by their fields, never by their places. Code
+whose names have changed since lists them in `RENAMED` and still reads and writes the same lines.
 
-A file is gzip-compressed JSON, one value a line: the sizes, then every turn (its events, the wake
-time that the scheduler answered with, and how many commands), then the first commands in full, then
-a SHA-256 of every `BLOCK` commands behind them.
+A file is gzip-compressed JSON, one value a line: the sizes, every round (its events, the wake time
+that the scheduler answered, and how many commands), the first commands in full, and a SHA-256 of
+every `BLOCK` commands behind them.
 """
 
 from __future__ import annotations
@@ -51,11 +50,19 @@ RENAMED: dict[str, str] = {
     "Chunk.retain": "stays",
     "reserve.retain": "stays",
 }
-"""What a tag or a field is called now, and what the recording calls it. `"reserve.prompt": "..."`
-concerns one structure, named by its present tag, or by its class where it has no tag; `"prompt"`
-concerns all others. A field that the recording lacks is renamed to "" and left out."""
+"""Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
+structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all
+others. A field that the recording lacks is renamed to "" and left out."""
 
-REWORDED: dict[str, str] = {}
+REWORDED: dict[str, str] = {
+    r"^decode instance \d+ received KV of (\d+) tokens, expected (\w+)$": (
+        r"KV of \1 tokens landed on a decode instance, not \2"
+    ),
+    r"^step \d+ ended without the first token of sequence \d+$": (
+        "a prefill step ended without its first token"
+    ),
+    r"\bKV transfer\b": "KV landing",
+}
 """Regular expressions that turn the present texts of commands (reasons, error codes and messages)
 into the recorded ones, as `re.sub` takes them."""
 
@@ -63,7 +70,7 @@ BLOCK = 100
 """Commands that share a digest."""
 
 Canonical = dict[str, Any]
-"""A structure: its tag under "event" or "command", and its fields by name."""
+"""Structure as data: its tag under "event" or "command", and its fields by name."""
 
 
 # --- structures ----------------------------------------------------------------------------------
@@ -131,9 +138,9 @@ def _plain(value: Any, text: Callable[[str], str]) -> Any:
     if isinstance(value, msgspec.Struct):
         return _fields(value, text)
     if isinstance(value, dict):
-        return {key: _plain(it, text) for key, it in value.items()}
+        return {key: _plain(entry, text) for key, entry in value.items()}
     assert isinstance(value, list | tuple), f"{value!r} has no canonical form"
-    return [_plain(it, text) for it in value]
+    return [_plain(entry, text) for entry in value]
 
 
 def _reworded(text: str) -> str:
@@ -153,11 +160,13 @@ def _value(kind: Any, data: Any) -> Any:
         return None
     source, inner = typing.get_origin(kind), typing.get_args(kind)
     if source in (typing.Union, types.UnionType):
-        (kind,) = [it for it in inner if it is not types.NoneType]
+        (kind,) = [other for other in inner if other is not types.NoneType]
         return _value(kind, data)
     if source is tuple:
         kinds = inner[:1] * len(data) if inner[-1] is Ellipsis else inner
-        return tuple(_value(it, value) for it, value in zip(kinds, data, strict=True))
+        return tuple(
+            _value(element_kind, value) for element_kind, value in zip(kinds, data, strict=True)
+        )
     if kind is bytes:
         return bytes.fromhex(data)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -169,23 +178,23 @@ def _value(kind: Any, data: Any) -> Any:
 
 
 class Turn(NamedTuple):
-    """One call of the scheduler."""
+    """Recorded round."""
 
     now_ns: int
     events: list[Canonical]
     wake_at_ns: int | None
     commands: int
-    """How many it has answered with."""
+    """Number of its commands."""
 
 
 class Stream(NamedTuple):
-    """What a scheduler was told, and what it wanted done."""
+    """Events that a scheduler got, and the commands that it answered."""
 
     turns: list[Turn]
     commands: list[tuple[int, Canonical]]
-    """The first ones, each with the number of its turn."""
+    """First commands, each with the number of its round."""
     digests: list[str]
-    """Of the rest."""
+    """Digests of the other commands."""
 
 
 def line_of(turn: int, command: Canonical) -> bytes:
@@ -230,11 +239,11 @@ def read_stream(path: Path) -> Stream:
 
 
 class Follower:
-    """Compares what a scheduler does with a stream, turn by turn, up to the first difference.
+    """Compares a scheduler with a stream, round by round, up to the first difference.
 
     Args:
         name: of the stream, for messages.
-        stream: what it did when it was recorded.
+        stream: recorded events and commands.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
@@ -242,11 +251,11 @@ class Follower:
         self._turn = self._commands = 0
         self._block: list[tuple[int, Canonical]] = []
         self._begin = len(stream.commands)
-        """The block's first command."""
+        """Number of the block's first command."""
         self._digests = iter(stream.digests)
 
     def events(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
-        """Compare what the scheduler is told in the next turn: for those who feed it themselves."""
+        """Compare the events of the next round, for executors that make them themselves."""
         if self._turn == len(self._stream.turns):
             self._fail("the recording ends before it")
         turn = self._stream.turns[self._turn]
@@ -257,7 +266,7 @@ class Follower:
             self._fail("other events", _differing(turn.events, present))
 
     def commands(self, commands: Sequence[AnyCommand], wake_at_ns: int | None) -> None:
-        """Compare what it answers, and go on to the next turn."""
+        """Compare the scheduler's commands, and go on to the next round."""
         turn = self._stream.turns[self._turn]
         first = self._commands
         for index, command in enumerate(commands):
@@ -269,7 +278,7 @@ class Follower:
         self._turn += 1
 
     def end(self) -> None:
-        """See that nothing is left of the recording."""
+        """Assert that nothing is left of the recording."""
         if self._turn < len(self._stream.turns):
             self._fail(f"the run ends, the recording has {len(self._stream.turns)} turns")
         self._check_block()
@@ -295,14 +304,14 @@ class Follower:
         if present > recorded:
             self._fail(f"{present} commands, recorded {recorded}")
         known = self._stream.commands[first + present : first + recorded]
-        named = [f"missing: {_shown(it)}" for _, it in known]
+        named = [f"missing: {_shown(command)}" for _, command in known]
         self._fail(f"command {first + present} is missing", named or ["kept as a digest only"])
 
     def _check_block(self) -> None:
         """Commands of a block are recorded as a digest: one of them differs, or none."""
         if not self._block:
             return
-        if digest_of([line_of(*it) for it in self._block]) != next(self._digests, None):
+        if digest_of([line_of(*command) for command in self._block]) != next(self._digests, None):
             (since, _), (until, _) = self._block[0], self._block[-1]
             count, begin = len(self._block), self._begin
             self._fail(
@@ -314,7 +323,7 @@ class Follower:
 
     @property
     def place(self) -> str:
-        """The stream and its turn that comes next, for messages."""
+        """Stream and next round, for messages."""
         at = ""
         if self._turn < len(self._stream.turns):
             turn = self._stream.turns[self._turn]
@@ -333,16 +342,19 @@ def _shown(value: Any) -> str:
 def _differing(recorded: Any, present: Any, place: str = "") -> list[str]:
     """Name the places where two values differ, at most a few."""
     if isinstance(recorded, dict) and isinstance(present, dict):
-        names = [*recorded, *(it for it in present if it not in recorded)]
-        both = [(f".{it}", recorded.get(it, "nothing"), present.get(it, "nothing")) for it in names]
+        names = [*recorded, *(name for name in present if name not in recorded)]
+        both = [
+            (f".{name}", recorded.get(name, "nothing"), present.get(name, "nothing"))
+            for name in names
+        ]
     elif isinstance(recorded, list) and isinstance(present, list):
         if len(recorded) != len(present):
             return [f"{place}: {_shown(recorded)}, now {_shown(present)}"]
         pairs = zip(recorded, present, strict=True)
-        both = [(f"[{index}]", one, other) for index, (one, other) in enumerate(pairs)]
+        both = [(f"[{index}]", old, other) for index, (old, other) in enumerate(pairs)]
     else:
         both = []
         if recorded != present:
             return [f"{place}: {_shown(recorded)}, now {_shown(present)}"]
-    found = [line for name, one, other in both for line in _differing(one, other, place + name)]
+    found = [line for name, old, other in both for line in _differing(old, other, place + name)]
     return found[:5]

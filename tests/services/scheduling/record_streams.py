@@ -4,9 +4,9 @@
         python tests/services/scheduling/record_streams.py [NAME ...]
 
 It runs every workload of `recorded_workloads.py`, in the simulator or among random gangs that also
-break links, fail, fall silent and are calibrated, and writes recorded_streams/NAME.jsonl.gz. Then it
-prints what the streams of every policy contain. A commit that is meant to change decisions records
-the streams that it changes, and says so; no other commit does.
+break links, fail, fall silent and get new cost tables, and writes recorded_streams/NAME.jsonl.gz.
+Then it prints what the streams of every policy contain. A commit that is meant to change decisions
+records the streams that it changes, and says so; no other commit does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CROWDED, CALIBRATED, DRAINED = 40, 150, 550
 
 
 class Recorder:
-    """A scheduler whose turns are noted as they are handed over."""
+    """Scheduler whose rounds are recorded."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class Watched:
-    """A policy whose decisions are counted by kind."""
+    """Policy whose decisions are counted by kind."""
 
     def __init__(self, policy: Policy, counts: Counter[str]) -> None:
         self._policy, self._counts = policy, counts

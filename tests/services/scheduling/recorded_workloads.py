@@ -28,12 +28,12 @@ MS = 1_000_000
 SECOND = 1000 * MS
 BLOCK_TOKENS = 64
 LATER = "later"
-"""The digest under which a scheduler finds the cost table that `Calibrated` puts in force."""
+"""Digest under which a scheduler finds the cost table that `CostTableUpdated` puts in force."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What the simulator plays."""
+    """Cluster, arrivals and faults that the simulator plays."""
 
     cluster: ClusterModel
     arrivals: Sequence[Arrival]
@@ -55,7 +55,7 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A scheduler with all that its commands depend on besides the events."""
+    """Scheduler with all inputs, besides the events, on which its commands depend."""
 
     policy: str
     options: dict[str, Any]
@@ -65,9 +65,9 @@ class Workload:
     deadlines: DeadlineSettings = field(default_factory=DeadlineSettings)
     reuse: ReuseSettings = field(default_factory=ReuseSettings)
     simulation: Callable[[], Simulation] | None = None
-    """Where its events come from; None: from random cells, which only `record.py` knows."""
+    """Source of its events; None: random gangs, which only `record_streams.py` makes."""
 
-    def scheduler(self, watched: Callable[[Policy], Policy] = lambda it: it) -> Scheduler:
+    def scheduler(self, watched: Callable[[Policy], Policy] = lambda policy: policy) -> Scheduler:
         """Make a new one."""
         return Scheduler(
             watched(make_policy(self.policy, self.options)),
@@ -158,7 +158,7 @@ def conversations(seed: int, *, count: int = 12, turns: int = 6) -> list[Arrival
         blocks = 0
         for turn in range(turns):
             blocks += rng.randint(1, 6)
-            names = [1000 * number + it for it in range(blocks)]
+            names = [1000 * number + block for block in range(blocks)]
             if turn and rng.random() < 0.2:
                 names = names[: blocks // 2] + [1000 * number + 500 + name for name in names]
             arrivals.append(
@@ -169,7 +169,7 @@ def conversations(seed: int, *, count: int = 12, turns: int = 6) -> list[Arrival
                     hashes=tuple(chained(names[:blocks])),
                 )
             )
-    return sorted(arrivals, key=lambda it: it.at_ns)
+    return sorted(arrivals, key=lambda arrival: arrival.at_ns)
 
 
 def _faults(*roles: str, since_ns: int, down_ns: int = 400 * MS) -> list[GangFault]:
@@ -189,7 +189,7 @@ def _gone(arrivals: Sequence[Arrival], every: int, after_ns: int = 150 * MS) -> 
         Abandoned(at_ns=arrivals[index].at_ns + after_ns, request=index + 1)
         for index in range(every - 1, len(arrivals), every)
     ]
-    return sorted(gone, key=lambda it: it.at_ns)
+    return sorted(gone, key=lambda arrival: arrival.at_ns)
 
 
 def _mixed(cluster: ClusterModel, seed: int, **options: Any) -> Simulation:
@@ -245,7 +245,7 @@ def _published(cluster: ClusterModel, seed: int, rate: float, requests: int = 40
 
 UNMEASURED = CostTable(latencies=Unmeasured())
 FASTER = CostTable(latencies=Unmeasured(step_ns=9_000_000, token_ns=60_000))
-SHAPES = [GroupShape(it) for it in ((1,), (2,), (1, 1), (1, 2), (2, 1), (2, 2))]
+SHAPES = [GroupShape(shape) for shape in ((1,), (2,), (1, 1), (1, 2), (2, 1), (2, 2))]
 _SPEEDS = RingSpeeds(flops=1e14, bytes_per_s=1e10)
 RINGS = RingRules(
     model=RingModel(heads=32, kv_heads=8, element_bytes=2),
@@ -278,7 +278,7 @@ def _with_options(table: CostTable) -> CostTable:
 
 
 def _scaled(cost: StepCost, share: float) -> StepCost:
-    a, b, c, d = (round(it * share) for it in (cost.a, cost.b, cost.c, cost.d))
+    a, b, c, d = (round(coefficient * share) for coefficient in (cost.a, cost.b, cost.c, cost.d))
     return StepCost(a=a, b=b, c=c, d=d)
 
 
@@ -287,7 +287,7 @@ def _predicted(cluster: ClusterModel, share: float = 1.0) -> CostTable:
     table = cluster.table
     if share == 1.0:
         return CostTable(latencies=table)
-    steps = tuple((key, _scaled(it, share)) for key, it in table.steps)
+    steps = tuple((key, _scaled(size, share)) for key, size in table.steps)
     return CostTable(latencies=replace(table, steps=steps))
 
 
@@ -554,4 +554,4 @@ WORKLOADS: dict[str, Workload] = {
     "fixed_sp-storm": _storm("fixed_sp", {"sp": 2}),
     "fixed_sp-keeping": _keeping("fixed_sp", {"sp": 2}),
 }
-"""By the names of their streams: the policy, and what happens to it."""
+"""Workloads by the names of their streams."""

@@ -1,4 +1,4 @@
-"""What a policy says fits is what it starts on idle gangs."""
+"""Capacity check: what fits, by a policy's `fits`, is what its `decide` starts on idle gangs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, gang, group, numbers, plans, sizes, waiting
 from property_examples import examples
 from random_executor import gang_up
-from scheduler_harness import Desk, only
+from scheduler_harness import SchedulerHarness, only
 
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
@@ -254,11 +254,11 @@ def test_on_one_gang_kv_stays_where_it_was_computed() -> None:
 def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
     slots: list[int], short: int, requests: list[tuple[int, int]]
 ) -> None:
-    desk = Desk(make_policy("context_parallel", {"short_tokens": short}))
-    desk.turn(gang_up(1, slots, prefill=True, decode=True, max_positions=300))
+    harness = SchedulerHarness(make_policy("context_parallel", {"short_tokens": short}))
+    harness.turn(gang_up(1, slots, prefill=True, decode=True, max_positions=300))
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output)
-        commands = desk.turn(desk.submit(prompt, output))
+        refusal = harness.scheduler.refusal(prompt, output)
+        commands = harness.turn(harness.submit(prompt, output))
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:
             (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
@@ -268,12 +268,14 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
             ]
             holders = decode_slots(reserve, output)
             assert sum(holders.values()) == prompt + output
-            desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
+            harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
             freed = [
                 ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders
             ]
-            desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed)
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+            harness.turn(
+                ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed
+            )
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 # --- settings --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from policy_view import Busy, Picture, waiting
 from random_executor import gang_up
-from scheduler_harness import LINK, MS, SECOND, Desk, only
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
 
 from csps.protocols.core.errors import ConfigError
 from csps.services.scheduling.deciding.decisions import Blocked, Decision, PiggybackPlan
@@ -18,15 +18,15 @@ from csps.services.scheduling.policies.registry import make_policy
 GANG = 1
 
 
-def riding(**options: object) -> Desk:
+def riding(**options: object) -> SchedulerHarness:
     """An elastic gang of two instances."""
-    desk = Desk(make_policy("chunked_prefill", {"spread_tokens": 1000, **options}))
-    desk.turn(gang_up(GANG, [4000, 4000], prefill=True, decode=True))
-    return desk
+    harness = SchedulerHarness(make_policy("chunked_prefill", {"spread_tokens": 1000, **options}))
+    harness.turn(gang_up(GANG, [4000, 4000], prefill=True, decode=True))
+    return harness
 
 
-def rides(desk: Desk, prompt: int = 500, output: int = 10) -> cmd.Reserve:
-    commands = desk.turn(desk.submit(prompt, output))
+def rides(harness: SchedulerHarness, prompt: int = 500, output: int = 10) -> cmd.Reserve:
+    commands = harness.turn(harness.submit(prompt, output))
     (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.Piggyback)
     assert commands == [reserve, ride], "and nothing else"
     assert ride == cmd.Piggyback(gang=GANG, sequence_id=reserve.sequence_id, budget=128)
@@ -86,108 +86,112 @@ def test_a_budget_that_rows_use_up_is_refused() -> None:
 
 
 def test_a_rider_is_reserved_with_its_prompt_and_joins_at_once() -> None:
-    desk = riding()
-    reserve = rides(desk, 1500)
+    harness = riding()
+    reserve = rides(harness, 1500)
     assert reserve.piggybacked
     assert [kv_slice.stop - kv_slice.start for kv_slice in reserve.slices] == [750, 750]
-    assert desk.scheduler.counts.decode_kv == (1500 + 10) / 8000
-    assert desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id)) == []
-    assert desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10)) == []
-    assert desk.scheduler.counts.decode_kv > 0
-    desk.turn(*freed(reserve))
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+    assert harness.scheduler.counts.decode_kv == (1500 + 10) / 8000
+    assert harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id)) == []
+    assert harness.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10)) == []
+    assert harness.scheduler.counts.decode_kv > 0
+    harness.turn(*freed(reserve))
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 def test_a_rider_on_a_pair_needs_only_the_gang_that_decodes() -> None:
-    desk = Desk(make_policy("chunked_prefill"))
-    desk.turn(desk.prefill(), desk.decode(), LINK)
-    (reserve,) = only(desk.turn(desk.submit()), cmd.Reserve)
-    assert desk.turn(ev.GangDown(gang=1, reason="died")) == []
-    desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
-    desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), *freed(reserve))
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+    harness = SchedulerHarness(make_policy("chunked_prefill"))
+    harness.turn(harness.prefill(), harness.decode(), LINK)
+    (reserve,) = only(harness.turn(harness.submit()), cmd.Reserve)
+    assert harness.turn(ev.GangDown(gang=1, reason="died")) == []
+    harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
+    harness.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), *freed(reserve))
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_a_cancelled_rider_is_cancelled_on_its_gang(drawn: int) -> None:
-    desk = riding()
-    reserve = rides(desk)
+    harness = riding()
+    reserve = rides(harness)
     if drawn:
-        desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
-    assert desk.turn(ev.RequestCancelled(request_id=reserve.request_id)) == [
+        harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
+    assert harness.turn(ev.RequestCancelled(request_id=reserve.request_id)) == [
         cmd.Cancel(sequence_id=reserve.sequence_id, gangs=(GANG,))
     ]
-    desk.turn(*freed(reserve))
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+    harness.turn(*freed(reserve))
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
-    desk = riding()
-    drawing, computing = rides(desk), rides(desk)
-    desk.turn(ev.FirstToken(sequence_id=drawing.sequence_id))
+    harness = riding()
+    drawing, computing = rides(harness), rides(harness)
+    harness.turn(ev.FirstToken(sequence_id=drawing.sequence_id))
     progress = ev.Progress(generated_tokens=((drawing.sequence_id, 4), (computing.sequence_id, 0)))
-    commands = desk.turn(progress, ev.GangDown(gang=GANG, reason="died"))
+    commands = harness.turn(progress, ev.GangDown(gang=GANG, reason="died"))
     assert [it.sequence_id for it in only(commands, cmd.Restart)] == [
         drawing.sequence_id,
         computing.sequence_id,
     ]
-    commands = desk.turn(gang_up(2, [4000], prefill=True, decode=True))
+    commands = harness.turn(gang_up(2, [4000], prefill=True, decode=True))
     again = only(commands, cmd.Reserve)
     assert [(it.prompt_tokens, it.output_tokens) for it in again] == [(504, 6), (500, 10)]
     assert [it.gang for it in only(commands, cmd.Piggyback)] == [2, 2]
 
 
 def test_a_rider_alone_in_two_dying_gangs_fails() -> None:
-    desk = riding()
-    reserve = rides(desk)
-    desk.turn(ev.GangDown(gang=GANG, reason="died"))
-    desk.turn(gang_up(2, [4000], prefill=True, decode=True))
-    (fail,) = only(desk.turn(ev.GangDown(gang=2, reason="died")), cmd.Fail)
+    harness = riding()
+    reserve = rides(harness)
+    harness.turn(ev.GangDown(gang=GANG, reason="died"))
+    harness.turn(gang_up(2, [4000], prefill=True, decode=True))
+    (fail,) = only(harness.turn(ev.GangDown(gang=2, reason="died")), cmd.Fail)
     assert fail.request_id == reserve.request_id
 
 
 def test_a_refused_rider_is_tried_again() -> None:
-    desk = Desk(make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(retry_pause_ns=SECOND))
-    desk.turn(gang_up(GANG, [4000], prefill=True, decode=True))
-    (reserve,) = only(desk.turn(desk.submit()), cmd.Reserve)
+    harness = SchedulerHarness(
+        make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(retry_pause_ns=SECOND)
+    )
+    harness.turn(gang_up(GANG, [4000], prefill=True, decode=True))
+    (reserve,) = only(harness.turn(harness.submit()), cmd.Reserve)
     error = ev.WireError("OutOfSlots", "full")
     failed = ev.Failed(
         sequence_id=reserve.sequence_id, generated_tokens=0, error=error, retryable=True
     )
     free = ev.Freed(sequence_id=reserve.sequence_id, instance=instance_id(GANG, 0))
-    desk.turn(free, failed)
-    (again,) = only(desk.wait(until_ns=desk.now_ns + 2 * SECOND), cmd.Piggyback)
+    harness.turn(free, failed)
+    (again,) = only(harness.wait(until_ns=harness.now_ns + 2 * SECOND), cmd.Piggyback)
     assert again.sequence_id != reserve.sequence_id
 
 
 def test_a_gang_that_owes_a_rider_its_token_and_is_silent_is_reset() -> None:
-    desk = Desk(
+    harness = SchedulerHarness(
         make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(decode_liveness_ns=3 * SECOND)
     )
-    desk.turn(gang_up(GANG, [4000], prefill=True, decode=True))
-    desk.turn(desk.submit())
-    assert desk.wait(until_ns=desk.now_ns + 2 * SECOND) == []
-    desk.turn(ev.Heartbeat(instances=(instance_id(GANG, 0),)))
-    assert desk.wait(until_ns=desk.now_ns + 2 * SECOND) == []
-    (reset,) = only(desk.wait(until_ns=desk.now_ns + 3 * SECOND), cmd.ResetGang)
+    harness.turn(gang_up(GANG, [4000], prefill=True, decode=True))
+    harness.turn(harness.submit())
+    assert harness.wait(until_ns=harness.now_ns + 2 * SECOND) == []
+    harness.turn(ev.Heartbeat(instances=(instance_id(GANG, 0),)))
+    assert harness.wait(until_ns=harness.now_ns + 2 * SECOND) == []
+    (reset,) = only(harness.wait(until_ns=harness.now_ns + 3 * SECOND), cmd.ResetGang)
     assert reset.gang == GANG
 
 
 def test_what_an_iteration_takes_is_measured_from_the_first_token_on() -> None:
-    desk = riding()
-    reserve = rides(desk)
-    desk.turn(ev.FirstToken(sequence_id=reserve.sequence_id), after_ns=SECOND)
-    desk.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), after_ns=90 * MS)
-    (pair,) = desk.scheduler._gangs.pairs
+    harness = riding()
+    reserve = rides(harness)
+    harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), after_ns=SECOND)
+    harness.turn(
+        ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), after_ns=90 * MS
+    )
+    (pair,) = harness.scheduler._gangs.pairs
     assert pair.decode.iteration_ns == 10 * MS
 
 
 def test_the_line_moves_when_a_rider_has_left() -> None:
-    desk = riding(max_batch=1)
-    first = rides(desk)
-    second = desk.submit()
-    assert desk.turn(second) == []
-    commands = desk.turn(
+    harness = riding(max_batch=1)
+    first = rides(harness)
+    second = harness.submit()
+    assert harness.turn(second) == []
+    commands = harness.turn(
         ev.FirstToken(sequence_id=first.sequence_id),
         ev.Finished(sequence_id=first.sequence_id, generated_tokens=10),
         *freed(first),

@@ -72,7 +72,7 @@ def _structs(value: Any) -> Iterator[msgspec.Struct]:
 
 
 class Unchanged:
-    """A policy that may not change what it is given."""
+    """Policy that may not change what it is given."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -114,7 +114,7 @@ def test_policy_that_decides_leaves_the_state_as_it_is(name: str) -> None:
 
 
 class Meddling:
-    """A policy that writes what only the scheduler may write."""
+    """Policy that writes what only the scheduler may write."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -1,4 +1,4 @@
-"""The scheduler does what it did when its streams were recorded, command by command."""
+"""Recorded streams: the scheduler answers recorded events with the recorded commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from csps.services.scheduling.events.events import (
 
 STREAMS = Path(__file__).parent / "recorded_streams"
 SIMULATED = ("csps-riding", "loongserve-static", "tetris-replanning")
-"""Those that are also played from end to end: their events follow from the commands again."""
+"""Streams that are also simulated from end to end: their events follow from the commands again."""
 
 
 def stream_of(name: str) -> Stream:
@@ -74,7 +74,7 @@ def replay(name: str, stream: Stream, scheduler: Scheduler) -> None:
 
 
 class Following:
-    """A scheduler whose executor takes it along a recorded stream."""
+    """Scheduler whose executor takes it along a recorded stream."""
 
     def __init__(self, name: str) -> None:
         self._scheduler = WORKLOADS[name].scheduler()
@@ -106,7 +106,7 @@ STEP = RunStep(
 
 
 def follower_of(tmp_path: Path, commands: Sequence[AnyCommand], full: int) -> Follower:
-    """A recording of one turn with these commands and one without any."""
+    """Record one round with these commands and one without any."""
     turns = [
         canonical_streams.Turn(10, [{"event": "wake"}], 50, len(commands)),
         canonical_streams.Turn(50, [], None, 0),

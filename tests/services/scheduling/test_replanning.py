@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from random_executor import RandomCell
-from scheduler_harness import LINK, MS, SECOND, Desk, only
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
 from scripted_policies import Scripted
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
@@ -69,7 +69,7 @@ class Seeing(Scripted):
         return super().decide(view)
 
 
-class Line(Desk):
+class Line(SchedulerHarness):
     """With a policy that does as it is told."""
 
     def __init__(self, *decisions: Decision) -> None:
@@ -193,12 +193,12 @@ def test_who_was_told_nothing_is_not_silent() -> None:
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"version": 1}, "another plan"),
+    ({"version": 1}, "replan of version 1, present is 0"),
     ({"steps": (step((P0, P1), 100, 300),)}, "not the whole prompt"),
     ({"steps": (step((P0, P1), 0, 500),)}, "out of order"),
     ({"steps": (step((P1,), 100, 400),)}, "outside of the group"),
     ({"steps": (step((P0, D0), 100, 400),)}, "another gang"),
-    ({"steps": (step((P0, P1), 100, 400, 2),)}, "another request's"),
+    ({"steps": (step((P0, P1), 100, 400, 2),)}, "chunks of other requests than 1"),
 ]
 
 

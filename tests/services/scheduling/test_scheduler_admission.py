@@ -1,4 +1,4 @@
-"""Who may join the line; and whoever may is placed when nothing else is in the way."""
+"""Admission: refused requests, and admitted ones that start on idle gangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from random_executor import gang_up
-from scheduler_harness import LINK, SECOND, Desk, only, sent
+from scheduler_harness import LINK, SECOND, SchedulerHarness, only, sent
 
 from csps.protocols.core.errors import ContextLengthExceeded, QueueFull, from_wire
 from csps.services.scheduling.events import commands as cmd
@@ -29,82 +29,82 @@ def raised(error: ev.WireError | None) -> Exception:
     return from_wire({"code": error.code, "message": error.message, "data": error.data})
 
 
-def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
-    desk = Desk(limits=QueueLimits(max_waiting=2))
-    first, second, third = (desk.submit() for _ in range(3))
-    assert desk.turn(first, second) == []
-    (refuse,) = desk.turn(third)
+def test_full_queue_refuses_with_a_retry_time() -> None:
+    harness = SchedulerHarness(limits=QueueLimits(max_waiting=2))
+    first, second, third = (harness.submit() for _ in range(3))
+    assert harness.turn(first, second) == []
+    (refuse,) = harness.turn(third)
     assert isinstance(refuse, cmd.Refuse)
     error = raised(refuse.error)
     assert isinstance(error, QueueFull)
     assert str(error) == "2 requests are waiting"
     assert 1 <= error.retry_after_s <= 60
-    for refusal in (desk.scheduler.refusal(500, 10), desk.scheduler.refusal_unread()):
+    for refusal in (harness.scheduler.refusal(500, 10), harness.scheduler.refusal_unread()):
         assert refusal == refuse.error
-    desk.turn(ev.RequestCancelled(request_id=first.request_id))
-    assert desk.scheduler.refusal_unread() is None
+    harness.turn(ev.RequestCancelled(request_id=first.request_id))
+    assert harness.scheduler.refusal_unread() is None
 
 
-def test_the_time_to_come_back_follows_the_recent_pace() -> None:
+def test_retry_time_follows_the_recent_pace() -> None:
     """Half of the line, at the pace of the last starts."""
-    desk = Desk(limits=QueueLimits(max_waiting=4))
-    desk.turn(desk.prefill(), desk.decode(2, 520), LINK)
-    plan = desk.start()
-    desk.turn(*[desk.submit() for _ in range(4)])
+    harness = SchedulerHarness(limits=QueueLimits(max_waiting=4))
+    harness.turn(harness.prefill(), harness.decode(2, 520), LINK)
+    plan = harness.start()
+    harness.turn(*[harness.submit() for _ in range(4)])
     for _ in range(3):
-        desk.turn(*plan.joined(), plan.finished())
-        plan = sent(desk.turn(*plan.freed(), after_ns=6 * SECOND))
-        desk.turn(desk.submit())
-    desk.turn(after_ns=6 * SECOND)
-    error = raised(desk.scheduler.refusal_unread())
+        harness.turn(*plan.joined(), plan.finished())
+        plan = sent(harness.turn(*plan.freed(), after_ns=6 * SECOND))
+        harness.turn(harness.submit())
+    harness.turn(after_ns=6 * SECOND)
+    error = raised(harness.scheduler.refusal_unread())
     assert isinstance(error, QueueFull)
     assert error.retry_after_s == pytest.approx(12, abs=0.1)
 
 
-def test_a_long_line_of_tokens_is_full_as_well() -> None:
-    desk = Desk(limits=QueueLimits(max_waiting_tokens=1000))
-    desk.turn(desk.submit(5000, 10))  # an empty line takes everyone
-    (refuse,) = desk.turn(desk.submit(10, 1))
+def test_queue_with_too_many_tokens_is_full() -> None:
+    harness = SchedulerHarness(limits=QueueLimits(max_waiting_tokens=1000))
+    harness.turn(harness.submit(5000, 10))  # an empty line takes everyone
+    (refuse,) = harness.turn(harness.submit(10, 1))
     assert isinstance(refuse, cmd.Refuse)
     assert refuse.error.message == "5010 tokens are waiting"
 
 
-def test_a_server_that_shuts_down_refuses_and_lets_the_others_finish() -> None:
-    desk = Desk().ready()
-    plan = desk.start()
-    desk.turn(ev.Drain())
-    (refuse,) = desk.turn(desk.submit())
+def test_draining_scheduler_refuses_new_requests_and_finishes_others() -> None:
+    harness = SchedulerHarness().ready()
+    plan = harness.start()
+    harness.turn(ev.Drain())
+    (refuse,) = harness.turn(harness.submit())
     assert isinstance(refuse, cmd.Refuse)
     assert refuse.error.message == "the server is shutting down"
-    assert desk.scheduler.refusal_unread() == refuse.error
-    assert desk.turn(*plan.joined()) == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
+    assert harness.scheduler.refusal_unread() == refuse.error
+    assert harness.turn(*plan.joined()) == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
 
 
-def capacity_desk() -> Desk:
-    desk = Desk()
-    desk.turn(
-        desk.prefill(1, 100, 100), gang_up(2, [150, 60], decode=True, max_positions=205), LINK
+def capacity_desk() -> SchedulerHarness:
+    harness = SchedulerHarness()
+    harness.turn(
+        harness.prefill(1, 100, 100), gang_up(2, [150, 60], decode=True, max_positions=205), LINK
     )
-    return desk
+    return harness
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(1, 150), (200, 5), (55, 150), (100, 105)])
-def test_what_an_idle_cluster_can_hold_fits(prompt: int, output: int) -> None:
-    desk = capacity_desk()
-    assert desk.scheduler.refusal(prompt, output) is None
-    assert desk.scheduler.capacity.longest_answer(prompt) >= output
-    assert sent(desk.turn(desk.submit(prompt, output)))
+def test_request_that_idle_gangs_can_hold_fits(prompt: int, output: int) -> None:
+    harness = capacity_desk()
+    assert harness.scheduler.refusal(prompt, output) is None
+    assert harness.scheduler.capacity.longest_answer(prompt) >= output
+    assert sent(harness.turn(harness.submit(prompt, output)))
 
 
 @pytest.mark.parametrize(
     ("prompt", "output", "limit"),
     [(1, 151, 151), (201, 1, 200), (200, 6, 205), (56, 150, 205), (300, 1, 200), (205, 1, 200)],
 )
-def test_what_it_cannot_hold_is_refused_with_both_numbers(
+def test_request_that_idle_gangs_cannot_hold_is_refused_with_both_sizes(
     prompt: int, output: int, limit: int
 ) -> None:
-    desk = capacity_desk()
-    (refuse,) = desk.turn(desk.submit(prompt, output))
+    harness = capacity_desk()
+    (refuse,) = harness.turn(harness.submit(prompt, output))
     assert isinstance(refuse, cmd.Refuse)
     error = raised(refuse.error)
     assert isinstance(error, ContextLengthExceeded)
@@ -112,59 +112,69 @@ def test_what_it_cannot_hold_is_refused_with_both_numbers(
     assert f"{prompt + output} tokens" in str(error)
 
 
-def test_what_http_needs_to_know_of_the_room() -> None:
+def test_capacity_check_answers_what_http_asks() -> None:
     capacity = capacity_desk().scheduler.capacity
     assert capacity.promised == 200
-    assert [capacity.longest_answer(it) for it in (1, 55, 56, 100, 200)] == [150, 150, 149, 105, 5]
+    assert [capacity.longest_answer(tokens) for tokens in (1, 55, 56, 100, 200)] == [
+        150,
+        150,
+        149,
+        105,
+        5,
+    ]
     assert capacity.longest_answer(201) <= 0
 
 
-def test_requests_may_come_before_the_gangs() -> None:
-    desk = Desk()
-    assert not desk.scheduler.ready
-    assert not desk.scheduler.capacity.known
-    request = desk.submit()
-    assert desk.turn(request) == []
-    assert sent(desk.turn(desk.prefill(), desk.decode(), LINK)).request == request.request_id
-    assert desk.scheduler.ready
+def test_request_before_the_gangs_is_admitted() -> None:
+    harness = SchedulerHarness()
+    assert not harness.scheduler.ready
+    assert not harness.scheduler.capacity.known
+    request = harness.submit()
+    assert harness.turn(request) == []
+    assert (
+        sent(harness.turn(harness.prefill(), harness.decode(), LINK)).request == request.request_id
+    )
+    assert harness.scheduler.ready
 
 
-def test_whoever_waits_and_is_too_large_for_the_gangs_that_come_fails() -> None:
-    desk = Desk()
-    large, small = desk.submit(5000, 10), desk.submit(100, 10)
-    desk.turn(large, small)
-    commands = desk.turn(desk.prefill(1, 1000), desk.decode(), LINK)
+def test_waiting_request_that_is_too_large_for_new_gangs_fails() -> None:
+    harness = SchedulerHarness()
+    large, small = harness.submit(5000, 10), harness.submit(100, 10)
+    harness.turn(large, small)
+    commands = harness.turn(harness.prefill(1, 1000), harness.decode(), LINK)
     (fail,) = only(commands, cmd.Fail)
     assert fail.request_id == large.request_id
     error = raised(fail.error)
     assert isinstance(error, ContextLengthExceeded)
     assert (error.prompt_tokens, error.output_tokens, error.limit) == (5000, 10, 1000)
-    assert [it.request_id for it in only(commands, cmd.Reserve)] == [small.request_id]
+    assert [reserve.request_id for reserve in only(commands, cmd.Reserve)] == [small.request_id]
 
 
-def test_gangs_that_are_replaced_by_smaller_ones_while_a_request_pauses() -> None:
-    desk = Desk(deadlines=SchedulerDeadlines(retry_pause_ns=SECOND)).ready()
-    plan = desk.start(3000)
-    desk.turn(plan.failed())
-    desk.turn(ev.GangDown(gang=1, reason="died"))
-    desk.turn(desk.prefill(3, 1000), ev.LinkUp(prefill=3, decode=2))
-    (fail,) = desk.wait(until_ns=desk.now_ns + 2 * SECOND)
+def test_pausing_request_that_is_too_large_for_new_gangs_fails() -> None:
+    harness = SchedulerHarness(deadlines=SchedulerDeadlines(retry_pause_ns=SECOND)).ready()
+    plan = harness.start(3000)
+    harness.turn(plan.failed())
+    harness.turn(ev.GangDown(gang=1, reason="died"))
+    harness.turn(harness.prefill(3, 1000), ev.LinkUp(prefill=3, decode=2))
+    (fail,) = harness.wait(until_ns=harness.now_ns + 2 * SECOND)
     assert isinstance(fail, cmd.Fail)
     assert fail.error.code == "ContextLengthExceeded"
 
 
-def test_a_short_prompt_that_fits_no_single_instance_is_spread_and_blocks_nobody() -> None:
-    desk = Desk(make_policy("csps", {"spt_tokens": 50, "short_tokens": 100, "spread_tokens": 500}))
-    desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK)
-    plan = sent(desk.turn(desk.submit(90)))
+def test_short_prompt_that_fits_no_single_instance_is_spread_and_blocks_nobody() -> None:
+    harness = SchedulerHarness(
+        make_policy("csps", {"spt_tokens": 50, "short_tokens": 100, "spread_tokens": 500})
+    )
+    harness.turn(harness.prefill(1, 60, 60), harness.decode(), LINK)
+    plan = sent(harness.turn(harness.submit(90)))
     assert len(plan.step.group) == 2
     assert not plan.step.high_priority
 
 
-def test_whether_a_waiting_prompt_is_urgent_is_decided_again_when_gangs_come() -> None:
-    desk = Desk()
-    desk.turn(desk.submit(90))
-    plan = sent(desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK))
+def test_priority_of_a_waiting_prompt_is_decided_again_when_gangs_come() -> None:
+    harness = SchedulerHarness()
+    harness.turn(harness.submit(90))
+    plan = sent(harness.turn(harness.prefill(1, 60, 60), harness.decode(), LINK))
     assert not plan.step.high_priority
 
 
@@ -174,7 +184,7 @@ def test_whether_a_waiting_prompt_is_urgent_is_decided_again_when_gangs_come() -
 SLOTS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 PLACES = st.lists(
     st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 7)).map(
-        lambda it: "-".join(map(str, it))
+        lambda place: "-".join(map(str, place))
     ),
     min_size=6,
     max_size=6,
@@ -219,23 +229,23 @@ CHUNKED = st.fixed_dictionaries({"token_budget": st.integers(4, 40), **DECODE_OP
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=8),
 )
 @PATIENT
-def test_whatever_is_admitted_is_placed_in_an_idle_cluster(
+def test_admitted_request_starts_on_idle_gangs(
     policy: object, prefill: list[int], decode: list[int], places: list[str],
     requests: list[tuple[int, int]],
 ) -> None:  # fmt: skip
-    """One after the other, each alone: it is refused, or it starts at once."""
-    desk = Desk(policy)  # type: ignore[arg-type]
+    """One after the other, each alone, it is refused or starts at once."""
+    harness = SchedulerHarness(policy)  # type: ignore[arg-type]
     up = gang_up(1, prefill, prefill=True, places=places[: len(prefill)])
-    desk.turn(up, gang_up(2, decode, decode=True, max_positions=300), LINK)
+    harness.turn(up, gang_up(2, decode, decode=True, max_positions=300), LINK)
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output)
-        commands = desk.turn(desk.submit(prompt, output))
+        refusal = harness.scheduler.refusal(prompt, output)
+        commands = harness.turn(harness.submit(prompt, output))
         if refusal is not None:
-            assert [it.error for it in only(commands, cmd.Refuse)] == [refusal]
+            assert [refuse.error for refuse in only(commands, cmd.Refuse)] == [refusal]
             continue
         plan = sent(commands)
-        desk.turn(*plan.joined(), plan.finished(output), *plan.freed())
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+        harness.turn(*plan.joined(), plan.finished(output), *plan.freed())
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 @given(
@@ -245,25 +255,25 @@ def test_whatever_is_admitted_is_placed_in_an_idle_cluster(
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=8),
 )
 @PATIENT
-def test_whoever_is_admitted_rides_in_an_idle_gang(
+def test_admitted_request_is_piggybacked_on_an_idle_gang(
     policy: object, slots: list[int], elastic: bool, requests: list[tuple[int, int]]
 ) -> None:
-    """As above, on an elastic gang, and on a pair where the decode gang counts alone."""
-    desk = Desk(policy)  # type: ignore[arg-type]
+    """The gangs are an elastic one, or a pair of which the decode gang counts alone."""
+    harness = SchedulerHarness(policy)  # type: ignore[arg-type]
     if elastic:
-        desk.turn(gang_up(2, slots, prefill=True, decode=True, max_positions=300))
+        harness.turn(gang_up(2, slots, prefill=True, decode=True, max_positions=300))
     else:
         small = gang_up(1, [1], prefill=True)
-        desk.turn(small, gang_up(2, slots, decode=True, max_positions=300), LINK)
+        harness.turn(small, gang_up(2, slots, decode=True, max_positions=300), LINK)
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output)
-        commands = desk.turn(desk.submit(prompt, output))
+        refusal = harness.scheduler.refusal(prompt, output)
+        commands = harness.turn(harness.submit(prompt, output))
         assert (refusal is None) == (
             prompt + output <= min(300, sum(slots)) and output <= max(slots)
         )
         if refusal is None:
-            desk.turn(*_ridden(*only(commands, cmd.Reserve)))
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+            harness.turn(*_ridden(*only(commands, cmd.Reserve)))
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
@@ -283,16 +293,18 @@ def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
     st.randoms(use_true_random=False),
 )
 @PATIENT
-def test_whatever_is_admitted_is_served_at_last(
+def test_admitted_request_is_served_in_the_end(
     policy: object, prefill: list[int], decode: list[int],
     requests: list[tuple[int, int]], random: object,
 ) -> None:  # fmt: skip
     """All at once, before there are gangs, and played to the end in any order."""
-    desk = Desk(policy)  # type: ignore[arg-type]
-    desk.turn(*[desk.submit(*request) for request in requests])
-    commands = desk.turn(gang_up(1, prefill, prefill=True), gang_up(2, decode, decode=True), LINK)
-    assert _play(desk, commands, random) == len(requests)
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+    harness = SchedulerHarness(policy)  # type: ignore[arg-type]
+    harness.turn(*[harness.submit(*request) for request in requests])
+    commands = harness.turn(
+        gang_up(1, prefill, prefill=True), gang_up(2, decode, decode=True), LINK
+    )
+    assert _play(harness, commands, random) == len(requests)
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 LIMITED = st.lists(
@@ -308,14 +320,14 @@ LIMITED = st.lists(
     st.randoms(use_true_random=False),
 )
 @PATIENT
-def test_nothing_is_placed_where_it_has_more_tokens_than_positions(
+def test_request_with_more_tokens_than_positions_is_not_placed(
     policy: object,
     pairs: list[tuple[list[int], list[int], int, int]],
     requests: list[tuple[int, int]],
     random: object,
 ) -> None:
     """Not even where another pair may serve it, and this one has the slots."""
-    desk = Desk(policy)  # type: ignore[arg-type]
+    harness = SchedulerHarness(policy)  # type: ignore[arg-type]
     longest: dict[int, int] = {}
     up: list[ev.AnyEvent] = []
     for number, (prefill, decode, *limits) in enumerate(pairs):
@@ -324,18 +336,18 @@ def test_nothing_is_placed_where_it_has_more_tokens_than_positions(
         up.append(gang_up(second, decode, decode=True, max_positions=limits[1]))
         up.append(ev.LinkUp(prefill=first, decode=second))
         longest[second] = min(limits)
-    commands = desk.turn(*up, *[desk.submit(*request) for request in requests])
+    commands = harness.turn(*up, *[harness.submit(*request) for request in requests])
     refused = len(only(commands, cmd.Refuse))
 
     def check(reserve: cmd.Reserve) -> None:
         total = reserve.prompt_tokens + reserve.output_tokens
         assert total <= longest[gang_of(reserve.master)]
 
-    assert refused + _play(desk, commands, random, check) == len(requests)
+    assert refused + _play(harness, commands, random, check) == len(requests)
 
 
 def _play(
-    desk: Desk,
+    harness: SchedulerHarness,
     commands: list[cmd.AnyCommand],
     random: object,
     check: Callable[[cmd.Reserve], None] = lambda reserve: None,
@@ -352,12 +364,12 @@ def _play(
             )
             running.append((reserve, _life(reserve, step)))
         if not running:
-            if desk.wake_at_ns != desk.now_ns:
+            if harness.wake_at_ns != harness.now_ns:
                 return served
-            commands = desk.turn(ev.Wake())
+            commands = harness.turn(ev.Wake())
             continue
         reserve, events = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
-        commands = desk.turn(*events)
+        commands = harness.turn(*events)
         served += 1
 
 

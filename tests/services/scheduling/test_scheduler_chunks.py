@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_harness import Desk, only
+from scheduler_harness import SchedulerHarness, only
 from scripted_policies import Scripted
 
 from csps.services.scheduling.deciding.decisions import (
@@ -41,20 +41,20 @@ CHUNKS = StartPlan(
 )
 
 
-def desk(*decisions: Decision) -> Desk:
-    made = Desk(Scripted(*decisions))  # type: ignore[arg-type]
+def scripted(*decisions: Decision) -> SchedulerHarness:
+    made = SchedulerHarness(Scripted(*decisions))  # type: ignore[arg-type]
     made.ready()
     return made
 
 
-def submitted(made: Desk) -> list[cmd.AnyCommand]:
+def submitted(made: SchedulerHarness) -> list[cmd.AnyCommand]:
     return made.turn(made.submit(500, 10), made.submit(100, 10))
 
 
 def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
-    commands = submitted(desk(CHUNKS))
+    commands = submitted(scripted(CHUNKS))
     first, second, third = only(commands, cmd.RunStep)
-    one, two = (it.sequence_id for it in only(commands, cmd.Reserve))
+    first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
     assert first.history == ((),)
     assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
     history = (
@@ -63,11 +63,11 @@ def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
         cmd.PlacedSlice(P0, 250, 400),
     )
     assert third.history == (history, ())
-    assert third.chunks == (cmd.Chunk(one, 400, 100), cmd.Chunk(two, 0, 100))
+    assert third.chunks == (cmd.Chunk(first_id, 400, 100), cmd.Chunk(two, 0, 100))
     assert [type(command) for command in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
-def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> None:
+def test_kv_with_another_holder_is_history_there_and_takes_slots_there() -> None:
     """Striped rows that the second instance keeps, then all of it kept by turns."""
     striped = (cmd.PlacedSlice(P0, 0, 99, 2), cmd.PlacedSlice(P1, 1, 100, 2))
     turns = (cmd.PlacedSlice(P0, 0, 499, 2), cmd.PlacedSlice(P1, 1, 500, 2))
@@ -79,7 +79,7 @@ def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> No
         ),
         decode=(DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0),),
     )
-    made = desk(plan)
+    made = scripted(plan)
     first, second = only(made.turn(made.submit(500, 10)), cmd.RunStep)
     assert first.chunks[0].rows == striped
     assert second.history == ((cmd.PlacedSlice(P1, 0, 100),),)
@@ -88,8 +88,8 @@ def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> No
     assert made.scheduler.counts.prefill_kv == (50 + 100 + 400 + 50 + 200) / 8000
 
 
-def test_keepers_of_an_answer_have_its_slots() -> None:
-    made = Desk(
+def test_holders_of_an_answer_have_its_slots() -> None:
+    made = SchedulerHarness(
         Scripted(
             changed(answer=(cmd.PlacedSlice(D0, 500, 509, 2), cmd.PlacedSlice(D1, 501, 510, 2)))
         )
@@ -97,7 +97,7 @@ def test_keepers_of_an_answer_have_its_slots() -> None:
     made.ready()
     (reserve,) = only(made.turn(made.submit(500, 10)), cmd.Reserve)
     assert reserve.answer[1] == cmd.PlacedSlice(D1, 501, 510, 2)
-    freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=it) for it in (D0, D1)]
+    freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=instance) for instance in (D0, D1)]
     made.turn(ev.RequestCancelled(request_id=1))
     made.turn(freed[0])
     assert made.scheduler.counts.decode_kv == 5 / 18_000
@@ -105,11 +105,11 @@ def test_keepers_of_an_answer_have_its_slots() -> None:
     assert made.scheduler.counts.decode_kv == 0
 
 
-def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
-    made = desk(CHUNKS)
+def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
+    made = scripted(CHUNKS)
     commands = submitted(made)
     steps = only(commands, cmd.RunStep)
-    one, two = (it.sequence_id for it in only(commands, cmd.Reserve))
+    first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
         for step in steps
@@ -118,12 +118,12 @@ def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
     for event in done[:-1]:
         assert made.turn(event) == []
         assert made.scheduler.counts.prefill_kv == 600 / 8000
-    made.turn(ev.FirstToken(sequence_id=one), ev.FirstToken(sequence_id=two), done[-1])
+    made.turn(ev.FirstToken(sequence_id=first_id), ev.FirstToken(sequence_id=two), done[-1])
     assert made.scheduler.counts.prefill_kv == 0
 
 
-def test_a_request_in_chunks_lacks_its_first_token_only_after_the_last() -> None:
-    made = desk(CHUNKS)
+def test_missing_first_token_is_an_error_only_after_the_last_chunk() -> None:
+    made = scripted(CHUNKS)
     steps = only(submitted(made), cmd.RunStep)
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
@@ -134,8 +134,8 @@ def test_a_request_in_chunks_lacks_its_first_token_only_after_the_last() -> None
     assert len(only(made.turn(done[-1]), cmd.Restart)) == 2
 
 
-def test_a_gang_that_dies_between_chunks_gives_everything_back() -> None:
-    made = desk(CHUNKS)
+def test_gang_that_dies_between_chunks_frees_all_slots() -> None:
+    made = scripted(CHUNKS)
     commands = submitted(made)
     first = only(commands, cmd.RunStep)[0]
     made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=10))
@@ -148,7 +148,7 @@ def test_a_gang_that_dies_between_chunks_gives_everything_back() -> None:
 
 
 def changed(**changes: object) -> StartPlan:
-    """A plan of one step for request 1, with something wrong."""
+    """Make a plan of one step for request 1, with something wrong."""
     sound = {
         "group": (P0, P1),
         "bounds": (0, 250, 500),
@@ -178,7 +178,7 @@ def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
         (changed(bounds=(0, 500)), "group and bounds"),
         (changed(bounds=(1, 250, 500)), "first token"),
         (changed(bounds=(0, 250, 499)), "bounds miss tokens"),
-        (changed(bounds=(0, 0, 500)), "an empty part"),
+        (changed(bounds=(0, 0, 500)), "computes and stores nothing"),
         (changed(group=(P0, D0)), "another gang"),
         (changed(group=(D0,), bounds=(0, 500)), "no pair"),
         (changed(master=P0), "no pair"),
@@ -198,8 +198,8 @@ def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
             with_rows(cmd.PlacedSlice(P0, 0, 250), cmd.PlacedSlice(D0, 250, 500)),
             "outside of the group",
         ),
-        (keeping(cmd.PlacedSlice(P0, 0, 499)), "is not kept once"),
-        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P1, 499, 500)), "is not kept once"),
+        (keeping(cmd.PlacedSlice(P0, 0, 499)), "is not placed once"),
+        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P1, 499, 500)), "is not placed once"),
         (keeping(cmd.PlacedSlice(D0, 0, 500)), "outside of the group"),
         (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P0, 500, 501)), "not earlier KV"),
         (changed(answer=(cmd.PlacedSlice(D0, 500, 509),)), "answer's KV is not placed once"),
@@ -216,37 +216,37 @@ def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
         ),
     ],
 )
-def test_a_decision_that_is_not_sound_changes_nothing(plan: StartPlan, message: str) -> None:
-    made = desk(plan)
+def test_unsound_decision_changes_nothing(plan: StartPlan, message: str) -> None:
+    made = scripted(plan)
     with pytest.raises(AssertionError, match=message):
         made.turn(made.submit(500, 10), made.submit(100, 10), made.submit(100, 10, cls="fast"))
     made.scheduler.check_invariants()
     assert made.scheduler.counts == (0, 3, 0.0, 0.0)
 
 
-def test_a_good_plan_is_not_applied_when_another_is_bad() -> None:
+def test_sound_plan_beside_an_unsound_one_is_not_applied() -> None:
     twice = changed()
-    made = desk(twice, twice)
+    made = scripted(twice, twice)
     with pytest.raises(AssertionError, match="is started twice"):
         made.turn(made.submit(500, 10))
     assert made.scheduler.counts == (0, 1, 0.0, 0.0)
 
 
 def test_plans_together_must_fit_the_free_slots() -> None:
-    """Each of them would fit alone."""
+    """Each plan would fit alone."""
     whole = changed(group=(P0,), bounds=(0, 3000), chunks=(PlannedChunk(1, 0, 3000),),
                     slices=(cmd.PlacedSlice(D0, 0, 3000),))  # fmt: skip
-    (one,), (placement,) = whole.steps, whole.decode
+    (planned,), (placement,) = whole.steps, whole.decode
     other = StartPlan(
-        steps=(msgspec.structs.replace(one, chunks=(PlannedChunk(2, 0, 3000),)),),
+        steps=(msgspec.structs.replace(planned, chunks=(PlannedChunk(2, 0, 3000),)),),
         decode=(msgspec.structs.replace(placement, request_id=2),),
     )
-    made = desk(whole, other)
-    with pytest.raises(AssertionError, match="6000 slots of 4000"):
+    made = scripted(whole, other)
+    with pytest.raises(AssertionError, match="6000 slots of 4000 free ones"):
         made.turn(made.submit(3000, 10), made.submit(3000, 10))
 
 
-def test_requests_of_several_classes_share_no_step() -> None:
+def test_requests_of_several_classes_in_a_step_are_refused() -> None:
     plan = StartPlan(
         steps=(step((P0,), (0, 200), PlannedChunk(1, 0, 100), PlannedChunk(2, 0, 100)),),
         decode=(
@@ -254,14 +254,14 @@ def test_requests_of_several_classes_share_no_step() -> None:
             DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 100),), D0),
         ),
     )
-    made = desk(plan)
+    made = scripted(plan)
     with pytest.raises(AssertionError, match="several classes"):
         made.turn(made.submit(100, 10), made.submit(100, 10, cls="fast"))
 
 
-def test_a_policy_may_ask_to_be_asked_again() -> None:
+def test_policy_that_names_a_time_decides_again_then() -> None:
     policy = Scripted(WakeAt(at_ns=5_000_000_000))
-    made = Desk(policy).ready()  # type: ignore[arg-type]
+    made = SchedulerHarness(policy).ready()  # type: ignore[arg-type]
     made.turn(made.submit(500, 10))
     assert made.wake_at_ns == 5_000_000_000
     policy.decisions = (changed(),)
@@ -269,9 +269,9 @@ def test_a_policy_may_ask_to_be_asked_again() -> None:
     assert made.wake_at_ns != 5_000_000_000
 
 
-def test_a_wake_that_nobody_needs_any_more_is_not_asked_for_again() -> None:
+def test_wake_that_no_policy_needs_any_more_is_dropped() -> None:
     policy = Scripted(WakeAt(at_ns=5_000_000_000))
-    made = Desk(policy).ready()  # type: ignore[arg-type]
+    made = SchedulerHarness(policy).ready()  # type: ignore[arg-type]
     made.turn(made.submit(500, 10))
     made.turn(ev.RequestCancelled(request_id=1))
     made.wait()

@@ -53,7 +53,7 @@ MOVES = st.lists(
 
 @PATIENT
 @given(MOVES, st.booleans())
-def test_any_moves_agree_with_a_list_of_holdings(
+def test_ledger_agrees_with_a_list_of_owners(
     moves: list[tuple[str, int, int, list[int]]], dies: bool
 ) -> None:
     """Two ledgers, one for steps and one for sequences, share the instances."""
@@ -96,7 +96,7 @@ LINES: list[Priority] = ["high", "low"]
 
 @PATIENT
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove"]), st.integers(0, 30)), max_size=80))
-def test_the_line_is_always_in_order_of_admission(moves: list[tuple[str, int]]) -> None:
+def test_queue_stays_in_order_of_admission(moves: list[tuple[str, int]]) -> None:
     queue, expected = Queue(), set[int]()
     requests = {number: waiting(number, 10) for number in range(31)}
     for number, request in requests.items():
@@ -112,9 +112,9 @@ def test_the_line_is_always_in_order_of_admission(moves: list[tuple[str, int]]) 
         assert (request in queue) == (number in expected)
         assert len(queue) == len(expected)
         for parity, line in enumerate(LINES):
-            numbers = [it.id for it in queue.by_priority[line]]
-            assert numbers == sorted(it for it in expected if it % 2 == parity)
-    assert {it.id for it in queue.everyone()} == expected
+            numbers = [request.id for request in queue.by_priority[line]]
+            assert numbers == sorted(number for number in expected if number % 2 == parity)
+    assert {request.id for request in queue.everyone()} == expected
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_the_line_is_always_in_order_of_admission(moves: list[tuple[str, int]]) 
         st.tuples(st.sampled_from(["at", "at", "off", "run"]), st.integers(0, 100)), max_size=300
     )
 )
-def test_timers_run_in_order_unless_they_were_called_off(moves: list[tuple[str, int]]) -> None:
+def test_timers_run_in_order_unless_cancelled(moves: list[tuple[str, int]]) -> None:
     timers, made, ran = Timers(), list[tuple[int, Timer]](), list[int]()
     on: dict[int, int] = {}
     now_ns = 0
@@ -141,24 +141,27 @@ def test_timers_run_in_order_unless_they_were_called_off(moves: list[tuple[str, 
             on.pop(number, None)
         elif move == "run":
             now_ns += value
-            due = sorted((it for it in on if on[it] <= now_ns), key=lambda it: (on[it], it))
+            due = sorted(
+                (number for number in on if on[number] <= now_ns),
+                key=lambda number: (on[number], number),
+            )
             ran.clear()
             timers.run_due(now_ns)
             assert ran == due
-            for it in due:
-                del on[it]
+            for number in due:
+                del on[number]
         assert len(timers) == len(on)
         assert timers.next_ns == min(on.values(), default=None)
 
 
-def test_timers_that_are_off_do_not_pile_up() -> None:
+def test_cancelled_timers_do_not_pile_up() -> None:
     timers = Timers()
     for number in range(10_000):
         timers.cancel(timers.at(10**15 + number, lambda: None))
     assert len(timers._heap) <= 2 * Timers.MINORITY
 
 
-def test_a_timer_may_set_another_that_is_due_at_once() -> None:
+def test_timer_that_sets_a_due_timer_runs_it() -> None:
     timers, ran = Timers(), list[str]()
 
     def again() -> None:
@@ -183,8 +186,10 @@ def test_a_timer_may_set_another_that_is_due_at_once() -> None:
     ),
     st.data(),
 )
-def test_near_rooms_chooses_as_near_places(places: list[Location], data: st.DataObject) -> None:
-    """Also after some of the instances were given something to do."""
+def test_locality_allocator_chooses_the_nearest_places(
+    places: list[Location], data: st.DataObject
+) -> None:
+    """Some instances may have been given something to do."""
     count, most = len(places), data.draw(st.integers(1, 60))
     free = data.draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
     gang = new_gang(gang_up(1, free, prefill=True, places=[str(place) for place in places]), 0)
@@ -197,12 +202,16 @@ def test_near_rooms_chooses_as_near_places(places: list[Location], data: st.Data
         rooms.update(spot)
     wanted = data.draw(st.integers(1, 500))
     open_spots = [candidate for candidate in overlay.candidates if candidate.low_priority_steps < 2]
-    freest = sorted(open_spots, key=lambda it: (-it.free, it.free_at_ns, it.place))
-    expected = near_places({it.place: min(most, it.free) for it in freest}, wanted)
+    freest = sorted(
+        open_spots, key=lambda candidate: (-candidate.free, candidate.free_at_ns, candidate.place)
+    )
+    expected = near_places(
+        {candidate.place: min(most, candidate.free) for candidate in freest}, wanted
+    )
     chosen = rooms.nearest(wanted)
     assert (chosen is None) == (expected is None)
     if chosen is not None and expected is not None:
-        assert [it.place for it in chosen] == sorted(expected)
+        assert [candidate.place for candidate in chosen] == sorted(expected)
 
 
 # --- costs -----------------------------------------------------------------------------------
@@ -251,7 +260,7 @@ def test_a_strategy_may_be_cheaper_than_its_latency_model_says() -> None:
     assert (choice.strategy, choice.time_ns) == ("ring_kv", 90_000)
 
 
-def test_a_cold_bucket_answers_exact_and_is_remembered_once() -> None:
+def test_cache_miss_answers_exact_and_is_remembered_once() -> None:
     costs = Costs(planted(Allowed("ring_kv")))
     for length in (2000, 2047):
         assert costs.best("fast", TWO, 0, length).strategy == "ulysses"
@@ -281,7 +290,7 @@ def bounded(**bounds: Any) -> str:
 
 
 def with_bounds() -> CostTable:
-    """Of 1000 tokens: exactly in 2.25 ms, or in a half or a quarter of it."""
+    """Make a table where 1000 tokens take 2.25 ms exactly, or a half or a quarter of it."""
     options = (
         Allowed("ulysses"),
         Allowed(DROPS, permille=500, loss_ppm=10_000),
@@ -324,29 +333,29 @@ def test_bounds_choose_among_the_options_and_waiting_uses_them_up(
         ({"kind": "accuracy", "max_ttft_ms": 2.0}, DROPS),
     ],
 )
-def test_what_is_predicted_to_lose_nothing_is_taken_for_time_and_not_for_accuracy(
+def test_option_predicted_to_lose_nothing_is_chosen_by_time(
     bounds: dict[str, Any], chosen: str
 ) -> None:
     table = with_bounds()
-    options = {it: (of[0], of[1]._replace(loss_ppm=0)) for it, of in table.buckets.items()}
+    options = {bucket: (of[0], of[1]._replace(loss_ppm=0)) for bucket, of in table.buckets.items()}
     table = replace(table, buckets=options)
     assert table.best(bounded(**bounds), TWO, 0, 1000).strategy == chosen
 
 
-def test_a_bound_on_ttft_leaves_room_for_what_no_step_takes() -> None:
+def test_bound_on_ttft_leaves_room_for_time_outside_of_steps() -> None:
     table, cls = with_bounds(), bounded(kind="accuracy", max_ttft_ms=3.0)
     assert table.best(cls, TWO, 0, 1000).strategy == "ulysses"
     assert replace(table, overhead_ns=MS).best(cls, TWO, 0, 1000).strategy == DROPS
     assert replace(table, overhead_ns=MS).digest != table.digest
 
 
-def test_behind_history_whatever_has_bounds_is_exact() -> None:
+def test_request_with_bounds_behind_history_is_exact() -> None:
     costs = Costs(with_bounds())
     assert costs.best(bounded(max_accuracy_loss=1.0), TWO, 8, 1000).strategy == "ulysses"
     assert costs.cache_misses() == [Bucket("auto", TWO, 9, 4)]
 
 
-def test_history_has_buckets_and_is_answered_without_them_as_if_there_were_none() -> None:
+def test_history_without_buckets_is_answered_as_if_there_were_none() -> None:
     whole, rest = Bucket("auto", TWO, 9), Bucket("auto", TWO, 9, 13)
     buckets = {whole: (Allowed("ring_kv"),), rest: (Allowed("ulysses"),)}
     costs = Costs(CostTable(latencies=PlantedTimes(), buckets=buckets))  # type: ignore[arg-type]
@@ -358,7 +367,7 @@ def test_history_has_buckets_and_is_answered_without_them_as_if_there_were_none(
     assert costs.cache_misses() == [rest._replace(history_bits=14)]
 
 
-def test_all_bounds_are_one_cold_bucket() -> None:
+def test_all_bounds_share_one_cache_miss() -> None:
     costs = Costs(planted())
     for bound in (0.0, 0.5):
         assert costs.best(bounded(max_accuracy_loss=bound), TWO, 0, 100).strategy == "ulysses"
@@ -366,7 +375,7 @@ def test_all_bounds_are_one_cold_bucket() -> None:
 
 
 def test_the_better_ring_depends_on_what_is_cached() -> None:
-    """Nobody is asked: the rule is a part of the table, and of its digest."""
+    """The rule is a part of the table and of its digest."""
     plain = CostTable(latencies=Unmeasured())
     table = replace(plain, rings=RINGS)
     assert table.digest != plain.digest
@@ -379,7 +388,7 @@ def test_the_better_ring_depends_on_what_is_cached() -> None:
     assert costs.cache_misses() == []
 
 
-def test_another_table_is_put_in_force_by_its_digest() -> None:
+def test_table_named_by_its_digest_is_put_in_force() -> None:
     first, second = planted(Allowed("ulysses")), planted(Allowed("ring_kv"))
     assert first.digest != second.digest == planted(Allowed("ring_kv")).digest
     costs = Costs(first, {second.digest: second})

@@ -1,4 +1,4 @@
-"""The log of a run gives its commands again, byte for byte, whatever the hash seed."""
+"""Decision log: replaying it gives the same commands, byte for byte, under any hash seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_scheduler(header: DecisionLogHeader) -> Scheduler:
 
 
 class Recorded:
-    """A scheduler whose turns go to a log, as an executor would write it."""
+    """Scheduler whose rounds go to a log, as an executor would write it."""
 
     def __init__(self, name: str, path: Path) -> None:
         policy = make_policy(name, OPTIONS[name])
@@ -106,7 +106,7 @@ def test_the_same_log_gives_the_same_bytes_under_any_hash_seed(tmp_path: Path) -
     assert len(digests) == 1
 
 
-def test_a_log_says_what_its_commands_depend_on(tmp_path: Path) -> None:
+def test_log_header_names_what_commands_depend_on(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     record("csps", path)
     header, batches = read_log(path)
@@ -118,7 +118,7 @@ def test_a_log_says_what_its_commands_depend_on(tmp_path: Path) -> None:
     assert {ev.Submitted, ev.StepDone, ev.GangUp, ev.GangDown, ev.Freed, ev.Progress} <= kinds
 
 
-def test_every_event_comes_back_from_a_log(tmp_path: Path) -> None:
+def test_every_event_survives_a_log(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     events: list[ev.AnyEvent] = [
         ev.Submitted(request_id=1, prompt_tokens=5, output_tokens=3),
@@ -162,7 +162,7 @@ def test_every_event_comes_back_from_a_log(tmp_path: Path) -> None:
     assert list(batches) == [(7, events), (8, [])]
 
 
-def test_a_log_that_was_cut_off_ends_with_its_last_whole_record(tmp_path: Path) -> None:
+def test_truncated_log_ends_with_its_last_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     record("csps", path)
     whole = list(read_log(path)[1])
@@ -170,7 +170,7 @@ def test_a_log_that_was_cut_off_ends_with_its_last_whole_record(tmp_path: Path) 
     assert list(read_log(path)[1]) == whole[:-1]
 
 
-def test_a_writer_does_not_write_every_turn() -> None:
+def test_log_writer_does_not_write_every_round() -> None:
     file = io.BytesIO()
     log = LogWriter(file, DecisionLogHeader(policy="csps", policy_digest="", table_digest=""))
     log.append(1, [ev.Wake()])
@@ -181,7 +181,7 @@ def test_a_writer_does_not_write_every_turn() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"no", b"no log", b"\0\0\0\1\x80", b"\xff" * 9])
-def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_file_that_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="not the log of a scheduler"):
@@ -200,7 +200,7 @@ def test_log_of_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
 
 
 def main(path: str) -> None:
-    """What `PYTHONHASHSEED` must not change."""
+    """Print the digest of a replay, which `PYTHONHASHSEED` must not change."""
     print(hashlib.sha256(replay(Path(path), make_scheduler)).hexdigest())
 
 

@@ -6,7 +6,7 @@ It is decoded by instances 0 and 1 of an elastic gang, and moved to 1 and 2.
 from __future__ import annotations
 
 from random_executor import gang_up
-from scheduler_harness import Desk, Sent, only
+from scheduler_harness import SchedulerHarness, Sent, only
 from scripted_policies import OneMove
 
 from csps.services.scheduling.events import commands as cmd
@@ -17,23 +17,23 @@ FIRST, SECOND, THIRD = (instance_id(1, index) for index in range(3))
 PROMPT, OUTPUT = 10, 6
 
 
-def decoding() -> tuple[Desk, Sent]:
-    desk = Desk(OneMove())  # type: ignore[arg-type]
-    desk.turn(gang_up(1, [100] * 3, prefill=True, decode=True))
-    plan = desk.start(PROMPT, OUTPUT)
-    desk.turn(*plan.joined())
-    return desk, plan
+def decoding() -> tuple[SchedulerHarness, Sent]:
+    harness = SchedulerHarness(OneMove())  # type: ignore[arg-type]
+    harness.turn(gang_up(1, [100] * 3, prefill=True, decode=True))
+    plan = harness.start(PROMPT, OUTPUT)
+    harness.turn(*plan.joined())
+    return harness, plan
 
 
-def moving() -> tuple[Desk, Sent]:
-    desk, plan = decoding()
-    (move,) = only(desk.turn(desk.submit()), cmd.MoveKv)
+def moving() -> tuple[SchedulerHarness, Sent]:
+    harness, plan = decoding()
+    (move,) = only(harness.turn(harness.submit()), cmd.MoveKv)
     assert move.sequence_id == plan.sequence
-    return desk, plan
+    return harness, plan
 
 
-def used(desk: Desk) -> list[int]:
-    gang = desk.scheduler._gangs.by_id[1]
+def used(harness: SchedulerHarness) -> list[int]:
+    gang = harness.scheduler._gangs.by_id[1]
     return [instance.used for instance in gang.instances]
 
 
@@ -41,38 +41,38 @@ def freed(plan: Sent, *instances: int) -> list[ev.AnyEvent]:
     return [ev.Freed(sequence_id=plan.sequence, instance=instance) for instance in instances]
 
 
-def test_it_has_slots_in_both_places_until_it_has_moved() -> None:
-    desk, plan = decoding()
-    assert used(desk) == [5 + OUTPUT, 5, 0]
-    desk.turn(desk.submit())
-    assert used(desk) == [5 + OUTPUT, 10, OUTPUT]
-    desk.turn(ev.Moved(sequence_id=plan.sequence))
-    assert used(desk) == [0, 10, OUTPUT]
+def test_moving_sequence_has_slots_in_both_places() -> None:
+    harness, plan = decoding()
+    assert used(harness) == [5 + OUTPUT, 5, 0]
+    harness.turn(harness.submit())
+    assert used(harness) == [5 + OUTPUT, 10, OUTPUT]
+    harness.turn(ev.Moved(sequence_id=plan.sequence))
+    assert used(harness) == [0, 10, OUTPUT]
 
 
-def test_who_has_freed_it_before_others_say_that_it_has_moved_frees_it_once() -> None:
-    desk, plan = moving()
-    desk.turn(*freed(plan, SECOND))
-    desk.turn(ev.Moved(sequence_id=plan.sequence))
-    desk.turn(plan.finished(OUTPUT))
-    assert used(desk) == [0, 0, OUTPUT]
-    desk.turn(*freed(plan, THIRD))
-    assert used(desk) == [0, 0, 0]
+def test_instance_that_frees_before_the_move_is_reported_frees_once() -> None:
+    harness, plan = moving()
+    harness.turn(*freed(plan, SECOND))
+    harness.turn(ev.Moved(sequence_id=plan.sequence))
+    harness.turn(plan.finished(OUTPUT))
+    assert used(harness) == [0, 0, OUTPUT]
+    harness.turn(*freed(plan, THIRD))
+    assert used(harness) == [0, 0, 0]
 
 
-def test_what_it_has_left_is_free_though_it_was_cancelled_in_the_same_turn() -> None:
-    desk, plan = moving()
-    desk.turn(ev.RequestCancelled(request_id=plan.request), ev.Moved(sequence_id=plan.sequence))
-    assert used(desk) == [0, 10, OUTPUT]
-    desk.turn(*freed(plan, SECOND, THIRD))
-    assert used(desk) == [0, 0, 0]
+def test_slots_left_by_a_move_are_free_after_a_cancel_in_the_same_round() -> None:
+    harness, plan = moving()
+    harness.turn(ev.RequestCancelled(request_id=plan.request), ev.Moved(sequence_id=plan.sequence))
+    assert used(harness) == [0, 10, OUTPUT]
+    harness.turn(*freed(plan, SECOND, THIRD))
+    assert used(harness) == [0, 0, 0]
 
 
-def test_nothing_is_moved_of_what_an_instance_has_freed() -> None:
-    """Its last token is on its way."""
-    desk, plan = decoding()
-    desk.turn(*freed(plan, SECOND))
-    assert not only(desk.turn(desk.submit()), cmd.MoveKv)
-    desk.turn(plan.finished(OUTPUT))
-    desk.turn(*freed(plan, FIRST))
-    assert used(desk) == [0, 0, 0]
+def test_sequence_that_an_instance_has_freed_is_not_moved() -> None:
+    """The event of the last token is under way."""
+    harness, plan = decoding()
+    harness.turn(*freed(plan, SECOND))
+    assert not only(harness.turn(harness.submit()), cmd.MoveKv)
+    harness.turn(plan.finished(OUTPUT))
+    harness.turn(*freed(plan, FIRST))
+    assert used(harness) == [0, 0, 0]

@@ -56,11 +56,11 @@ def storm(seed: int) -> RandomCell:
 
 
 @pytest.mark.parametrize("seed", range(240))
-def test_nothing_is_lost_in_a_storm(seed: int) -> None:
+def test_storm_loses_nothing(seed: int) -> None:
     storm(seed)
 
 
-def test_rows_move_in_storms() -> None:
+def test_sequences_move_in_storms() -> None:
     """More than a few, of gangs that may."""
     moving = range(len(POLICIES) - 1, 120, len(POLICIES))
     moves = [
@@ -71,6 +71,6 @@ def test_rows_move_in_storms() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(100))
-def test_nothing_is_lost_in_ten_thousand_storms(hundred: int) -> None:
+def test_ten_thousand_storms_lose_nothing(hundred: int) -> None:
     for seed in range(hundred * 100, hundred * 100 + 100):
         storm(seed)

@@ -85,7 +85,7 @@ def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
     assert after.settings.model_copy(update={"telemetry": telemetry}) == before.settings
     assert after.url == before.url
     (tmp_path / "empty.yaml").write_text(yaml.safe_dump({}))
-    with pytest.raises(ConfigError, match=r"empty.yaml: no configuration"):
+    with pytest.raises(ConfigError, match=r"empty.yaml: not the configuration"):
         pointed_at(tmp_path / "empty.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
 
 

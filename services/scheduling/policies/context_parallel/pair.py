@@ -1,15 +1,11 @@
-"""What `scheduling: {policy: context_parallel, ...}` may say.
+"""A pair of gangs, or an elastic one, in a round of the policy `context_parallel`.
 
-Predictions for a server that computes exact prompts around rings.
+`ContextParallelPair` starts requests. `RingCosts` predicts exact attention around rings.
 
-Who keeps what of the requests that a gang decodes: pass-Q decode (CP §3.6, Alg. 4).
-
-Queries of a batch go to all instances that hold KV, which therefore should be as even as can be.
-A prompt's KV is spread over the whole gang, or stays where it was computed on a gang that does
-both. The KV of an answer's tokens goes to the instances in turns, while the tokens are drawn in one
-place.
-
-A pair of gangs, or an elastic one, in a round of the policy `context_parallel`.
+`KvHolders` places KV for pass-Q decode (CP §3.6, Alg. 4). The queries of a batch go to all KV
+holders, so their KV should be as even as possible. A prompt's KV is spread over the whole decode
+gang, or stays where it was computed on an elastic gang. The KV of generated tokens goes to the
+holders in rotation, while one instance samples all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelOptions(ShortPromptOptions):
-    """How prompts share a gang."""
+    """Options of the policy `context_parallel`."""
 
     least_saving: float = 0.1
     """Share of the time to the first token that a larger group has to save."""
@@ -66,12 +62,14 @@ class ContextParallelOptions(ShortPromptOptions):
 
 
 RING = "ring/exact"
-"""The class of requests that take whichever variant of the ring is better for their prefill."""
+"""Class of requests whose prefill uses the faster of the two rings."""
 
 
 class RingCosts(Costs):
-    """Costs in which exact attention is a ring: a request that asks for no strategy of its own is
-    of the class `RING`. One round uses it."""
+    """Costs of one round in which exact attention is a ring.
+
+    A request without a strategy of its own has the class `RING`.
+    """
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs.table)
@@ -86,61 +84,67 @@ class RingCosts(Costs):
 
 
 class KvHolders:
-    """A gang's slots as they will be once what a round has decided is under way.
+    """A decode gang's slots as they will be after the decisions of a round.
 
     Args:
-        gang: that decodes.
-        max_batch: requests that it decodes at a time, landing ones included.
+        gang: the gang that decodes.
+        max_batch: most requests that it decodes, including those still receiving KV.
     """
 
     def __init__(self, gang: Gang, max_batch: int) -> None:
-        instances = sorted(gang.instances, key=lambda it: it.order)
+        instances = sorted(gang.instances, key=lambda instance: instance.order)
         self.free = {instance.id: instance.free_slots for instance in instances}
-        """In topology order."""
+        """Free slots of each instance, in topology order."""
         self._mastered = {instance.id: instance.mastered for instance in instances}
         self._left = max_batch - gang.mastered
 
     def has_room(self, tokens: int, taken: Mapping[InstanceId, int] | None = None) -> bool:
-        """For one request more, with so many tokens wherever they find slots.
+        """Return True if the gang has slots for another request, on any instances.
 
         Args:
-            taken: slots of KV that it reads, which are free no longer then.
+            taken: slots of its cached prefix, which are no longer free then.
         """
         return self._left > 0 and tokens + sum((taken or {}).values()) <= sum(self.free.values())
 
-    def spread(self, request: Request, kept: Cached | None) -> Placed:
-        """The prompt evenly over all instances, as far as they have slots and what they have kept
-        of it allows, which stays where it is."""
-        if kept is None or any(self.free[it] < count for it, count in kept.taken.items()):
-            kept = NOTHING
-        room = {it: free - kept.taken.get(it, 0) for it, free in self.free.items()}
-        held = tokens_on(kept.slices)
+    def spread(self, request: Request, cached: Cached | None) -> Placed:
+        """Spread a prompt evenly over all instances, as far as slots and the cached prefix allow.
+
+        The cached prefix stays in place.
+        """
+        if cached is None or any(
+            self.free[instance] < count for instance, count in cached.taken.items()
+        ):
+            cached = NOTHING
+        room = {
+            instance: free - cached.taken.get(instance, 0) for instance, free in self.free.items()
+        }
+        resident = tokens_on(cached.slices)
         sizes = levelled(
-            request.prompt_tokens - kept.tokens,
-            [held.get(it, 0) for it in room],
+            request.prompt_tokens - cached.tokens,
+            [resident.get(instance, 0) for instance in room],
             list(room.values()),
         )
-        slices, start = list(kept.slices), kept.tokens
+        slices, start = list(cached.slices), cached.tokens
         for instance, size in zip(self.free, sizes, strict=True):
             if size:
                 slices.append(PlacedSlice(instance, start, start + size))
                 start += size
                 room[instance] -= size
-        return self._with_answer(request, tuple(slices), room, kept.taken)
+        return self._with_answer(request, tuple(slices), room, cached.taken)
 
     def in_place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
-        """The prompt where it is computed, behind what is reused; the answer there as well, if it
-        finds slots."""
+        """Place a prompt where it is computed, and its answer there as well if it finds slots."""
         slices, new = (*cached.slices, *rows), tokens_on(rows)
         room = {
-            it: free - new.get(it, 0) - cached.taken.get(it, 0) for it, free in self.free.items()
+            instance: free - new.get(instance, 0) - cached.taken.get(instance, 0)
+            for instance, free in self.free.items()
         }
-        there = {it: room[it] for it in tokens_on(slices)}
+        there = {instance: room[instance] for instance in tokens_on(slices)}
         enough = sum(there.values()) >= request.output_tokens
         return self._with_answer(request, slices, there if enough else room, cached.taken)
 
     def take(self, placed: Placed) -> None:
-        """Somebody was placed so."""
+        """Count the slots of a placement as used."""
         slots = tokens_on(own((*placed.slices, *placed.answer)))
         for counts in (slots, placed.taken):
             for instance, count in counts.items():
@@ -155,71 +159,80 @@ class KvHolders:
         room: Mapping[InstanceId, int],
         taken: Mapping[InstanceId, int],
     ) -> Placed:
-        """Keepers of the answer, and the master: whoever of them draws for fewest.
+        """Choose the holders of the answer, and the master: the holder that samples the fewest.
 
         Args:
-            room: slots for it, by keeper.
+            room: free slots of each holder.
         """
-        held = tokens_on(slices)
-        # The first to keep a token is who has fewest, so that all have as many at any time.
-        turns = sorted(room, key=lambda it: (held.get(it, 0), -room[it]))
-        rooms = [(turn, room[turn]) for turn in turns if room[turn]]
+        resident = tokens_on(slices)
+        # The holder with fewest tokens gets the first one, so that all are even at any time.
+        rotation = sorted(room, key=lambda instance: (resident.get(instance, 0), -room[instance]))
+        rooms = [(instance, room[instance]) for instance in rotation if room[instance]]
         answer = tuple(interleaved(request.prompt_tokens, request.output_tokens, rooms))
-        master = min(room, key=lambda it: (self._mastered[it], -room[it]))
+        master = min(room, key=lambda instance: (self._mastered[instance], -room[instance]))
         return Placed(slices, master, answer, taken)
 
 
-def levelled(tokens: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
-    """So many more for each keeper that all have as many as one another, as far as slots and what
-    they have already allow."""
-    below = list(range(len(held)))
-    """Those who do not have more than that already."""
+def levelled(tokens: int, resident: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Return new tokens for each holder that make their totals equal.
+
+    Free slots and the tokens already resident limit this.
+    """
+    holders = list(range(len(resident)))
+    # Leave out holders that already exceed the level of the others, until none does.
     while True:
-        total = tokens + sum(held[it] for it in below)
-        level = level_sizes(total, [held[it] + room[it] for it in below])
-        assert level is not None, "room was counted wrong"
-        reached = [it for it, count in zip(below, level, strict=True) if count >= held[it]]
-        if reached == below:
-            more = [0] * len(held)
-            for it, count in zip(below, level, strict=True):
-                more[it] = count - held[it]
+        total = tokens + sum(resident[holder] for holder in holders)
+        level = level_sizes(total, [resident[holder] + room[holder] for holder in holders])
+        assert level is not None, f"{tokens} tokens exceed the free slots {list(room)}"
+        below = [
+            holder
+            for holder, count in zip(holders, level, strict=True)
+            if count >= resident[holder]
+        ]
+        if below == holders:
+            more = [0] * len(resident)
+            for holder, count in zip(holders, level, strict=True):
+                more[holder] = count - resident[holder]
             return more
-        below = reached
+        holders = below
 
 
 def interleaved(
     start: int, tokens: int, rooms: Sequence[tuple[InstanceId, int]]
 ) -> Iterator[PlacedSlice]:
-    """Positions from `start` on, one to each keeper in turn. Whoever has no slot left drops out.
+    """Yield slices that deal positions from `start` on to the holders in rotation.
+
+    A holder without free slots drops out.
 
     Args:
-        rooms: keepers in the order of their turns, with their slots, at least one; together enough.
+        rooms: holders in the order of the rotation, with their free slots, at least one each;
+            together enough.
     """
     while tokens:
         rounds = min(room for _, room in rooms)
         now = min(tokens, rounds * len(rooms))
-        spans = round_robin(start, start + now, [it for it, _ in rooms])
-        yield from (PlacedSlice.of(it, span) for it, span in spans.items() if span.length)
-        rooms = [(it, room - rounds) for it, room in rooms if room > rounds]
+        spans = round_robin(start, start + now, [holder for holder, _ in rooms])
+        yield from (PlacedSlice.of(holder, span) for holder, span in spans.items() if span.length)
+        rooms = [(holder, room - rounds) for holder, room in rooms if room > rounds]
         start, tokens = start + now, tokens - now
 
 
 class GangStartResult(IntEnum):
-    """What becomes of a request in a round; the least is the best."""
+    """Result of trying to start a request; the least is the best."""
 
     STARTS = 0
     WAITS = 1
-    """For instances to finish other steps."""
+    """The request waits for other steps to finish."""
     BLOCKED = 2
-    """There are not slots enough."""
+    """The request finds too few slots."""
 
 
 class ContextParallelPair:
-    """What starts on them, and what that leaves for others.
+    """The starts on a pair of gangs in a round, and the rest of their slots.
 
     Args:
-        pair: two gangs, or twice the same one.
-        view: of the round.
+        pair: two gangs, or twice the same elastic one.
+        view: the scheduler's state in this round.
     """
 
     def __init__(
@@ -238,20 +251,21 @@ class ContextParallelPair:
         self._holders = KvHolders(pair.decode, decode.max_batch)
         self._piggybacking = Piggybacking(pair.decode, view.cost, decode)
         self._reuses = Reuses(self._prefill, self._cost)
-        self._candidates = sorted(self._prefill.candidates, key=lambda it: it.order)
-        """Server by server."""
+        self._candidates = sorted(self._prefill.candidates, key=lambda candidate: candidate.order)
+        """Instances server by server."""
         self._high_priority = HighPrioritySteps(self._prefill, self._cost, options, view.now_ns)
         self._plans: list[StartPlan | PiggybackPlan | WholePrompts] = []
 
     def plans(self) -> Iterator[StartPlan | PiggybackPlan]:
-        """Everything that starts here."""
+        """Yield the plans of all requests that start."""
         for plan in self._plans:
             yield plan.plan() if isinstance(plan, WholePrompts) else plan
 
     def start_high_priority(self, request: Request) -> GangStartResult:
-        """Compute a short prompt inside whatever runs on one instance, with others if they start in
-        the same round, or its end on those that have kept its beginning, if it so ends no later
-        than where it waits least."""
+        """Start a short prompt as a high-priority step on one instance, where it waits least.
+
+        If its end is computed no later on the holders of its cached prefix, it starts there.
+        """
         if self._too_long(request):
             return GangStartResult.BLOCKED
         whole = self._least_wait(request)
@@ -270,17 +284,18 @@ class ContextParallelPair:
         return GangStartResult.STARTS
 
     def start_end(self, request: Request, *, at_head: bool) -> bool:
-        """Whether a longer prompt starts so, all but a short end of which was kept.
+        """Start a longer prompt if only a short end is not cached; return True if it starts.
 
         Args:
-            in_turn: nobody before it in its line waits, so that it may also start as a long one.
+            at_head: True if no older low-priority prompt waits, so that this one may also start as
+                a low-priority step.
         """
         if self._too_long(request):
             return False
         end = self._end(request, None)
         within_ns = end and end.high_priority_end_ns
         if end is None and at_head and self._lacks_little(request):
-            work = self._long(request)
+            work = self._low_priority(request)
             within_ns = work and work.ends_ns - self._view.now_ns
         if self._piggyback(request, within_ns):
             return True
@@ -289,13 +304,12 @@ class ContextParallelPair:
         return end is not None
 
     def start_low_priority(self, request: Request) -> GangStartResult:
-        """Compute a prompt, or what follows upon what was kept of it, on the group that will be
-        done first; a larger group has to be worth it."""
+        """Start a prompt, or the rest of it, on the group that ends first."""
         if self._too_long(request):
             return GangStartResult.BLOCKED
-        work = self._long(request)
+        work = self._low_priority(request)
         if work is None:
-            # With slots enough, only outstanding steps are in the way.
+            # With enough free slots, the prompt only waits for outstanding steps.
             roomy = sum(candidate.free for candidate in self._candidates) >= request.prompt_tokens
             waits = roomy and self._has_room(request, NOTHING)
             return GangStartResult.WAITS if waits else GangStartResult.BLOCKED
@@ -303,28 +317,28 @@ class ContextParallelPair:
         return GangStartResult.STARTS
 
     def _too_long(self, request: Request) -> bool:
-        """Others may serve it, but not these."""
+        """Return True if the model of this pair has too few positions."""
         return request.prompt_tokens + request.output_tokens > self._max_positions
 
     def _has_room(self, request: Request, cached: Cached) -> bool:
-        """Slots where it is decoded."""
+        """Return True if the decode gang has slots for a request."""
         tokens = request.prompt_tokens + request.output_tokens
         if not self._is_one:
             return self._holders.has_room(tokens)
         return self._holders.has_room(tokens - cached.tokens, cached.taken)
 
-    # --- on which instances ---
+    # --- groups ----------------------------------------------------------------------------------
 
     def _least_wait(self, request: Request) -> Reuse | None:
-        """All of a short prompt on the instance where it waits least for other urgent ones; None
-        if no instance may be interrupted for so long, or has slots for it, and a turn left or a
-        step to which it can be added."""
+        """Compute a short prompt on the instance where it waits least; None if none admits it."""
         if not self._has_room(request, NOTHING):
             return None
         tokens = request.prompt_tokens
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
         candidates = [
-            it for it in self._candidates if self._high_priority.admits(it, request, choice.time_ns)
+            candidate
+            for candidate in self._candidates
+            if self._high_priority.admits(candidate, request, choice.time_ns)
         ]
         if not candidates:
             return None
@@ -332,7 +346,7 @@ class ContextParallelPair:
         return Reuse(NOTHING, [candidate], [tokens], choice.strategy, choice.time_ns)
 
     def _end(self, request: Request, whole: Reuse | None) -> Reuse | None:
-        """A short end of a prompt where its beginning is, if it is done no later than all of it."""
+        """Compute a short end on the holders of its prefix, if that ends no later than `whole`."""
         cached = self._view.cached(request, self._gang)
         if cached is None or not self._has_room(request, cached):
             return None
@@ -344,15 +358,21 @@ class ContextParallelPair:
         return end
 
     def _lacks_little(self, request: Request) -> bool:
-        """The gang that decodes has kept all of a prompt but an end that may ride."""
+        """Return True if the decode gang lacks only an end that may be piggybacked."""
         if self._is_one or not self._piggybacking.most:
             return False
-        kept = self._view.cached(request, self._decode_gang)
-        return kept is not None and request.prompt_tokens - kept.tokens <= self._piggybacking.most
+        cached = self._view.cached(request, self._decode_gang)
+        return (
+            cached is not None and request.prompt_tokens - cached.tokens <= self._piggybacking.most
+        )
 
     def _piggyback(self, request: Request, within_ns: int | None) -> bool:
-        """Have the gang that decodes compute what it lacks of a prompt, if that is done within this
-        time from now on; None if nobody else can start it."""
+        """Let the decode gang compute the end of a prompt; return True if it does.
+
+        Args:
+            within_ns: time from now on within which that must end; None: any, since the prompt
+                starts nowhere else.
+        """
         if not self._lacks_little(request) or not self._has_room(request, NOTHING):
             return False
         placed = self._holders.spread(request, self._view.cached(request, self._decode_gang))
@@ -362,9 +382,8 @@ class ContextParallelPair:
             self._plans.append(piggyback)
         return piggyback is not None
 
-    def _long(self, request: Request) -> Reuse | None:
-        """A prompt, or what follows upon what was kept of it, on the group that will be done
-        first."""
+    def _low_priority(self, request: Request) -> Reuse | None:
+        """Compute a prompt, or the rest of it, on the group that ends first; None without one."""
         most = self._options.jobs_per_instance
         candidates = [
             candidate for candidate in self._candidates if candidate.low_priority_steps < most
@@ -378,22 +397,24 @@ class ContextParallelPair:
         return work
 
     def _best(self, request: Request, cached: Cached, candidates: list[Candidate]) -> Reuse | None:
-        """The group that pays, of those with slots; all of them have the instances that hold what
-        is reused."""
-        held = {kv_slice.instance for kv_slice in cached.slices}
-        numbers = [number for number, it in enumerate(candidates) if it.id in held]
-        if not candidates or len(numbers) < len(held) or not self._has_room(request, cached):
+        """Compute the rest of a prompt on the best group that contains the holders of its prefix.
+
+        A larger group must pay off (`least_saving`). None without enough slots.
+        """
+        holders = {kv_slice.instance for kv_slice in cached.slices}
+        indices = [index for index, candidate in enumerate(candidates) if candidate.id in holders]
+        if not candidates or len(indices) < len(holders) or not self._has_room(request, cached):
             return None
         now_ns = self._view.now_ns
-        sizes = sorted({*group_sizes(len(candidates)), len(held) or 1})
-        by_server = groupby(candidates, key=lambda it: it.place.server_id)
+        sizes = sorted({*group_sizes(len(candidates)), len(holders) or 1})
+        by_server = groupby(candidates, key=lambda candidate: candidate.place.server_id)
         servers = [sum(1 for _ in same) for _, same in by_server]
         groups = PooledGroup.of(
-            servers, sizes, [candidate.free_at_ns - now_ns for candidate in candidates], numbers
+            servers, sizes, [candidate.free_at_ns - now_ns for candidate in candidates], indices
         )
         best: Reuse | None = None
         for index, size in enumerate(sizes):
-            if size < len(held):
+            if size < len(holders):
                 continue
             group = [candidates[member] for member in groups.members(index)]
             work = self._reuses.on(request, cached, group)
@@ -402,10 +423,10 @@ class ContextParallelPair:
         return best
 
     def _pays(self, time_ns: int, smaller_ns: int) -> bool:
-        """A larger group is worth what it takes from others."""
+        """Return True if a larger group saves enough of the smaller one's time."""
         return time_ns < smaller_ns * (1 - self._options.least_saving)
 
-    # --- starting ---
+    # --- starts ----------------------------------------------------------------------------------
 
     def _start(self, request: Request, work: Reuse, *, high_priority: bool) -> None:
         step = reuse_step(request, work, high_priority=high_priority)
@@ -422,7 +443,7 @@ class ContextParallelPair:
         self._plans.append(plan_of(request, step, placed))
 
     def _start_whole(self, request: Request, work: Reuse) -> None:
-        """A short prompt, in a step with those before it if there is one."""
+        """Start a short prompt, in one step with earlier ones of this round if possible."""
         (candidate,) = work.candidates
         placed = self._place(
             request, NOTHING, (PlacedSlice(candidate.id, 0, request.prompt_tokens),)
@@ -433,23 +454,23 @@ class ContextParallelPair:
         self._share_slots()
 
     def _place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
-        """Where the KV goes of a prompt that these compute."""
+        """Place a request for decoding, and take its slots."""
         if self._is_one:
             placed = self._holders.in_place(request, cached, rows)
         else:
-            kept = self._view.cached(request, self._decode_gang)
-            placed = self._holders.spread(request, kept)
+            cached_decoding = self._view.cached(request, self._decode_gang)
+            placed = self._holders.spread(request, cached_decoding)
         self._holders.take(placed)
         return placed
 
     def _share_slots(self) -> None:
-        """On one gang, an answer takes slots of prompts."""
+        """Update the prefill slots of an elastic gang, where answers take slots of prompts."""
         for candidate in self._candidates if self._is_one else ():
             candidate.free = self._holders.free[candidate.id]
 
 
 def _wait(candidate: Candidate) -> tuple[int, bool, int, int, int]:
-    """How long a short prompt waits; the least is the best."""
+    """Order instances by how long a short prompt waits there."""
     busy = candidate.low_priority_steps > 0
     return (
         candidate.high_priority_ns,

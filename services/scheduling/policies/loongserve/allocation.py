@@ -1,20 +1,10 @@
-"""On which instances the chosen requests are prefilled (LoongServe §5.2).
+"""LoongServe allocates instances to the chosen requests, and migrates KV for them (§5.2).
 
-Idle ones first. While their slots do not suffice, instances that decode are preempted, those with
-the most unused slots first, and their KV moves to others where it fits. Then instances with the
-least KV are added, one after the other, as long as that shortens the prefill by more than moving
-their KV takes: Eqs. 3 and 4 divide both sides by the same lengths, which so cancel.
+`allocate` takes idle instances first. If their slots do not suffice, it preempts decoding ones,
+those with most free slots first, and migrates their KV where it fits. Then it adds the instances
+with least KV, as long as each shortens the prefill by more than its migration takes (Eqs. 3-4).
 
-What moving KV of a decode group takes: V(e_min) / bandwidth, the cost of Eq. 4, and what of it
-the bandwidth does not say.
-
-Rows move one after the other, and each goes on at its new place between two iterations: an
-iteration of the group passes for every row, however little KV it has. Bytes are those that exist:
-what answers were promised and have not drawn is not moved. Bandwidths are those of the scaling
-information base, which `csps profile links` measures. Over a kind of link that nobody has measured
-nothing is moved.
-
-Which sequences move, and where to, when an instance is to be emptied (LoongServe §5.2).
+`MoveCosts` predicts a migration (V(e_min) / bandwidth, Eq. 4), and `moves` lists its sequences.
 """
 
 from __future__ import annotations
@@ -33,24 +23,24 @@ from csps.services.scheduling.state.state import Gang, Sequence
 
 
 class Migration(NamedTuple):
-    """KV of an instance that goes elsewhere, all of it."""
+    """The move of all KV of an instance to others."""
 
     source: InstanceId
     targets: tuple[tuple[InstanceId, int], ...]
-    """Instances and tokens, those with the most unused slots first."""
+    """Instances and tokens, the instances with most free slots first."""
 
 
 MoveNs = Callable[[Migration], float | None]
-"""How long a migration takes; None if nothing is moved so."""
+"""Predicted time of a migration; None if it is not allowed."""
 
 
 class Allocation(NamedTuple):
-    """E_p."""
+    """The instances of a prefill (E_p)."""
 
     instances: tuple[Elastic, ...]
     migrations: tuple[Migration, ...]
     preempted: tuple[InstanceId, ...]
-    """Those whose KV stays: what they decode stands still meanwhile."""
+    """Instances whose KV stays in place; their sequences pause."""
 
 
 def allocate(
@@ -65,23 +55,23 @@ def allocate(
     """Choose instances for all of the requests.
 
     Args:
-        prompts: R_p.
-        idle: instances without KV that is decoded.
-        decoding: those that may be preempted.
-        model: times.
-        others: those that decode as well and may only be emptied.
-        move_ns: of a migration.
+        prompts: the chosen requests (R_p).
+        idle: instances without KV of decoding sequences.
+        decoding: instances that may be preempted.
+        model: predicted times.
+        others: decoding instances that may only be emptied.
+        move_ns: predicts a migration.
 
     Returns:
-        The instances, or None if those given have not slots enough.
+        The instances, or None if the given ones have too few slots.
     """
     return _Allocating(prompts, idle, decoding, others, model, move_ns).run()
 
 
 def targets_of(source: Elastic, others: Many[Elastic]) -> Migration | None:
-    """Where all KV of an instance fits, those with the most unused slots first; None if nowhere."""
+    """Migrate all KV of an instance to those with most free slots; None if it does not fit."""
     left, targets = source.used, []
-    for other in sorted(others, key=lambda it: (-it.unused, it.order)):
+    for other in sorted(others, key=lambda other: (-other.unused, other.order)):
         tokens = min(left, other.unused)
         if tokens:
             targets.append((other.id, tokens))
@@ -104,8 +94,8 @@ class _Allocating:
         self._chosen = list(idle)
         self._decoding = decoding
         self._left = [*decoding, *others]
-        self._room = {it.id: it.unused for it in self._left}
-        """Slots for KV that moves; instances that were chosen take none."""
+        self._room = {instance.id: instance.unused for instance in self._left}
+        """Free slots for migrated KV; chosen instances take none."""
         self._migrations: list[Migration] = []
         self._preempted: list[InstanceId] = []
 
@@ -115,37 +105,43 @@ class _Allocating:
         while self._left and self._add_emptiest():
             pass
         return Allocation(
-            tuple(sorted(self._chosen, key=lambda it: it.order)),
+            tuple(sorted(self._chosen, key=lambda instance: instance.order)),
             tuple(self._migrations),
             tuple(self._preempted),
         )
 
     def _get_slots(self) -> bool:
-        """Take the roomiest instances that decode until all requests have slots, and only then
-        empty them, as far as the others have room."""
-        need = sum(self._lengths) - sum(it.unused for it in self._chosen)
+        """Take decoding instances until all requests have slots, and empty them if possible.
+
+        The instances with most free slots come first. Returns False if all are not enough.
+        """
+        need = sum(self._lengths) - sum(instance.unused for instance in self._chosen)
         taken = []
-        for it in sorted(self._decoding, key=lambda it: (-it.unused, it.order)):
+        for instance in sorted(
+            self._decoding, key=lambda instance: (-instance.unused, instance.order)
+        ):
             if need <= 0:
                 break
-            need -= it.unused
-            taken.append(it)
-            self._choose(it)
-        for it in taken:
-            targets = self._targets(it)
+            need -= instance.unused
+            taken.append(instance)
+            self._choose(instance)
+        # Only now, so that no KV moves to an instance that is taken next.
+        for instance in taken:
+            targets = self._targets(instance)
             if targets is None or self._move_ns(targets) is None:
-                self._preempted.append(it.id)
+                self._preempted.append(instance.id)
             else:
                 self._move(targets)
         return need <= 0
 
     def _add_emptiest(self) -> bool:
-        """Whether another instance pays."""
-        emptiest = min(self._left, key=lambda it: (it.used, it.order))
+        """Add the instance with least KV if it pays off; return True if it was added."""
+        emptiest = min(self._left, key=lambda instance: (instance.used, instance.order))
         targets, dop = self._targets(emptiest), len(self._chosen)
         cost_ns = None if targets is None else self._move_ns(targets)
         if targets is None or cost_ns is None or not dop:
             return False
+        # Eqs. 3 and 4 divide both sides by the same lengths, which cancel.
         gain_ns = self._model.ns(self._lengths, dop) - self._model.ns(self._lengths, dop + 1)
         if gain_ns < cost_ns:
             return False
@@ -165,119 +161,124 @@ class _Allocating:
             self._migrations.append(migration)
 
     def _targets(self, source: Elastic) -> Migration | None:
-        """Where the KV of an instance fits; None if nowhere. Who was given what others held keeps
-        it."""
+        """Migrate the KV of an instance; None if it fits nowhere, or if it receives KV itself."""
         if any(
             source.id == target for migration in self._migrations for target, _ in migration.targets
         ):
             return None
-        others = [it._replace(unused=self._room[it.id]) for it in self._left if it != source]
+        others = [
+            other._replace(unused=self._room[other.id]) for other in self._left if other != source
+        ]
         return targets_of(source, others)
 
 
 INSIDE, BETWEEN = "inside", "between"
-"""Kinds of links: of a server, and between two of them."""
+"""Kinds of links: inside a server, and between two."""
 
 
 class MoveCosts:
-    """Of one gang in a round.
+    """Costs of migrations in one gang and round.
 
     Args:
-        gang: whose KV would move.
+        gang: the gang whose KV would move.
         cost: times of links.
-        drawn: how many tokens a sequence has drawn, nearly.
-        iteration_ns: of the gang's decode groups, nearly.
+        generated_tokens: estimates the tokens that a sequence has sampled.
+        iteration_ns: estimated iteration of the gang's decode groups.
     """
 
     def __init__(
         self,
         gang: Gang,
         cost: Costs,
-        drawn: Callable[[Sequence], int],
+        generated_tokens: Callable[[Sequence], int],
         iteration_ns: int,
     ) -> None:
-        self._gang, self._cost, self._generated_tokens = gang, cost, drawn
+        self._gang, self._cost, self._generated_tokens = gang, cost, generated_tokens
         self._iteration_ns = iteration_ns
         self._servers = {instance.id: instance.place.server_id for instance in gang.instances}
 
     def ns(self, migration: Migration) -> int | None:
-        """One part after the other, since all of them leave one instance; None if nobody knows."""
+        """Predict a migration; None if one of its links was not measured."""
         slots = sum(tokens for _, tokens in migration.targets)
+        # Slots reserved for tokens not sampled yet are not transferred.
         stored = min(slots, self.stored.get(migration.source, 0))
-        taken_ns = self._iteration_ns * self._sequences.get(migration.source, 0)
+        # Each sequence switches to its new place between two iterations, however little KV it has.
+        total_ns = self._iteration_ns * self._sequences.get(migration.source, 0)
+        # The transfers leave one instance, so they run one after the other.
         for target, tokens in migration.targets:
             size = -(-tokens * stored // slots) * self._gang.kv_bytes_per_token
-            part_ns = self._cost.transfer_ns(self._kind(migration.source, target), size)
-            if part_ns is None or not self._gang.kv_bytes_per_token:
+            transfer_ns = self._cost.transfer_ns(self._kind(migration.source, target), size)
+            if transfer_ns is None or not self._gang.kv_bytes_per_token:
                 return None
-            taken_ns += part_ns
-        return taken_ns
+            total_ns += transfer_ns
+        return total_ns
 
     def _kind(self, source: InstanceId, target: InstanceId) -> str:
         return INSIDE if self._servers[source] == self._servers[target] else BETWEEN
 
     @cached_property
     def stored(self) -> dict[InstanceId, int]:
-        """Tokens whose KV lies on each instance, as of now."""
-        found: dict[InstanceId, int] = {}
+        """Tokens with resident KV on each instance."""
+        stored: dict[InstanceId, int] = {}
         for sequence in self._gang.decoding.values():
             for instance, tokens in self._residency(sequence):
-                found[instance] = found.get(instance, 0) + tokens
-        return found
+                stored[instance] = stored.get(instance, 0) + tokens
+        return stored
 
     @cached_property
     def _sequences(self) -> dict[InstanceId, int]:
-        """Sequences that have slots on each instance, or are drawn there."""
-        found: dict[InstanceId, int] = {}
-        for it in self._gang.decoding.values():
-            for instance in {it.master_id, *(where for where, _ in self._residency(it))}:
-                found[instance] = found.get(instance, 0) + 1
-        return found
+        """Number of sequences that have slots on each instance, or are sampled there."""
+        counts: dict[InstanceId, int] = {}
+        for sequence in self._gang.decoding.values():
+            holders = {instance for instance, _ in self._residency(sequence)}
+            for instance in holders | {sequence.master_id}:
+                counts[instance] = counts.get(instance, 0) + 1
+        return counts
 
     def _residency(self, sequence: Sequence) -> Iterator[tuple[InstanceId, int]]:
-        for share in sequence.slices:
-            yield share.instance, share.tokens
+        """Yield the instances and numbers of tokens of a sequence's KV."""
+        for kv_slice in sequence.slices:
+            yield kv_slice.instance, kv_slice.tokens
         start, stop = sequence.answer_span
         seen = min(stop, start + self._generated_tokens(sequence))
-        for share in sequence.answer:
-            yield share.instance, max(0, min(share.stop, seen) - share.start)
+        for kv_slice in sequence.answer:
+            yield kv_slice.instance, max(0, min(kv_slice.stop, seen) - kv_slice.start)
         if not sequence.answer:
             yield sequence.master_id, seen - start
 
 
 def moves(migration: Migration, sequences: Many[Sequence]) -> Iterator[MovePlan]:
-    """One for each sequence that has slots on the instance: all that it has there goes to the
-    targets, as many tokens to each as the migration says.
+    """Yield a plan for each sequence with slots on the source of a migration.
 
     Args:
-        migration: of all slots of an instance.
-        sequences: that are decoded in the gang.
+        migration: the migration of all slots of an instance.
+        sequences: the sequences of the gang.
     """
     room = dict(migration.targets)
     for sequence in sequences:
         start, stop = sequence.answer_span
         answer = sequence.answer or (PlacedSlice(sequence.master_id, start, stop),)
-        lying = [share.instance for share in (*sequence.slices, *answer)]
-        if migration.source not in (*lying, sequence.master_id):
+        holders = [kv_slice.instance for kv_slice in (*sequence.slices, *answer)]
+        if migration.source not in (*holders, sequence.master_id):
             continue
-        slices = tuple(_elsewhere(sequence.slices, migration.source, room))
-        kept = tuple(_elsewhere(answer, migration.source, room))
+        slices = tuple(_migrated(sequence.slices, migration.source, room))
+        migrated_answer = tuple(_migrated(answer, migration.source, room))
         master = sequence.master_id
         if master == migration.source:
-            master = (kept or slices)[0].instance
-        placement = DecodePlacement(sequence.request_id, slices, master, kept)
+            master = (migrated_answer or slices)[0].instance
+        placement = DecodePlacement(sequence.request_id, slices, master, migrated_answer)
         yield MovePlan(sequence_id=sequence.id, placement=placement)
 
 
-def _elsewhere(
+def _migrated(
     slices: Many[PlacedSlice], source: InstanceId, room: dict[InstanceId, int]
 ) -> Iterator[PlacedSlice]:
-    """The same positions, those of an instance on others."""
-    for share in slices:
-        if share.instance != source:
-            yield share
+    """Yield the slices, with those of the source on the targets with room."""
+    for kv_slice in slices:
+        if kv_slice.instance != source:
+            yield kv_slice
             continue
-        span = share.span
+        span = kv_slice.span
         first = 0
         for target in list(room):
             tokens = min(span.length - first, room[target])
@@ -285,4 +286,4 @@ def _elsewhere(
                 yield PlacedSlice.of(target, span.part(slice(first, first + tokens)))
                 room[target] -= tokens
                 first += tokens
-        assert first == span.length, "more moves than was planned"
+        assert first == span.length, f"{span.length - first} tokens exceed the migration's targets"

@@ -1,32 +1,18 @@
-"""Which requests are prefilled next (LoongServe §5.1, App. A).
+"""LoongServe chooses the requests to prefill next (§5.1, App. A) and their batches (§5.3).
 
-First come, first served, as far as memory and computing allow:
+`Dispatcher` takes requests first come, first served, as long as slots suffice and the iteration
+stays below the point where prefill becomes compute-bound. It preempts decode groups only if the
+requests gain more than the groups lose (Eqs. 1-2).
 
-- a request is taken if the instances have unused slots for its prompt, and the gang for the most
-  that all its requests may ever hold: nothing is evicted, ever;
-- no more are taken when the iteration would take longer than the *tipping point*, where prefill
-  turns compute-bound;
-- a batch that decodes is preempted for more requests only if these gain more than it loses
-  (Eqs. 1-2). The oldest may need the slots of several, which then give way together or not at all.
-
-When the oldest finds no slots, younger ones may pass it: in `max_num_ooe` rounds at most.
-
-Which requests are prefilled together, and on how many instances (LoongServe §5.3).
-
-Dynamic programming over requests in descending order of length and instances in descending order of
-unused slots. With R[j+1..i] the requests after the j-th up to the i-th, and E[l+1..k] likewise
-(Eq. 5, whose printed bounds never reach f[0][.])::
+`plain` is dynamic programming over requests by descending length and instances by descending free
+slots. With R[j+1..i] the requests after the j-th up to the i-th, and E[l+1..k] likewise (Eq. 5,
+whose printed bounds never reach f[0][.])::
 
     f[i][k] = min over 0 <= j < i, 0 <= l < k with D(R[j+1..i]) <= V(E[l+1..k])
               of f[j][l] + T(R[j+1..i], E[l+1..k]),   f[0][0] = 0,   answer min over k of f[n][k]
 
-D counts tokens, V unused slots. T is the sum of the latencies of the requests of a batch, each of
-which takes the whole iteration; or, *normalised*, of these divided by the requests' lengths, which
-is what the paper measures.
-
-The paper orders instances by ascending slots; descending misses the best order in 30 of 400 random
-cases, ascending in 292. Its Eq. 6, by which the search could be pruned to O((n + m)^2), is no
-theorem: bounds from it were worse than necessary in one of seven random cases.
+D counts tokens and V free slots. T is the sum of the latencies of a batch's requests, each of which
+takes the whole iteration; *normalised*, each latency is divided by the request's length.
 """
 
 from __future__ import annotations
@@ -43,30 +29,30 @@ from csps.services.scheduling.policies.loongserve.inputs import (
     Elastic,
     PendingPrompt,
     PrefillModel,
-    spared_ns,
+    saved_ns,
     wait_ns,
 )
 
 
 class Dispatched(NamedTuple):
-    """R_p and where it may go."""
+    """The requests to prefill next (R_p), and the decode groups that may be preempted for them."""
 
     prompts: tuple[PendingPrompt, ...]
     preempted: tuple[DecodeGroup, ...]
-    """Batches that may have to give way, in the worst case."""
+    """Decode groups that are preempted in the worst case."""
     again_in_ns: int | None = None
-    """When to look again at others, although nothing else happens."""
+    """Time after which to dispatch again, even without another event."""
 
 
 class Dispatcher:
-    """One round.
+    """The choice of requests in one round.
 
     Args:
-        model: times.
-        future_slots: of the gang, that nobody was promised at the most that he may hold.
-        average_decode_ns: AvgLat_d, how long finished requests were decoded.
-        most: requests that a round takes.
-        max_num_ooe: rounds in which a request may be passed.
+        model: predicted times.
+        future_slots: slots of the gang that are not reserved for the longest possible answers.
+        average_decode_ns: AvgLat_d, the average decode time of finished requests.
+        most: most requests of a round.
+        max_num_ooe: most rounds in which a request may be passed.
     """
 
     def __init__(
@@ -91,16 +77,16 @@ class Dispatcher:
         """Choose among the pending requests.
 
         Args:
-            pending: in order of admission.
-            idle: instances without KV that is decoded.
-            batches: those that decode.
+            pending: requests in order of admission.
+            idle: instances without KV of decoding sequences.
+            batches: decode groups that may be preempted.
         """
         queue = list(pending)
         taken: tuple[PendingPrompt, ...] = ()
-        dop, unused = len(idle), sum(it.unused for it in idle)
+        dop, unused = len(idle), sum(instance.unused for instance in idle)
         if dop:
             taken = self._more(queue, (), unused, dop)
-        roomiest = sorted(batches, key=lambda it: (-it.unused, it.instances[0].order))
+        roomiest = sorted(batches, key=lambda batch: (-batch.unused, batch.instances[0].order))
         preempted: list[DecodeGroup] = []
         again: list[int] = []
         for batch in roomiest:
@@ -118,8 +104,8 @@ class Dispatcher:
         return Dispatched(taken, tuple(preempted), min(filter(None, again), default=None))
 
     def cost(self, prompts: Sequence[PendingPrompt], dop: int, batch: DecodeGroup) -> float:
-        """What a batch loses by one prefill iteration of its instances, per token (Eq. 1). How long
-        an answer will be is unknown: what was drawn so far counts."""
+        """Return the loss of a decode group by a prefill iteration, per token (Eq. 1)."""
+        # The final length of an answer is unknown, so its tokens so far count.
         time_ns = self._model.ns([prompt.tokens for prompt in prompts], dop)
         loss = 0.0
         for request in batch.requests:
@@ -127,11 +113,11 @@ class Dispatcher:
         return loss
 
     def gain(self, prompts: Sequence[PendingPrompt], batch: DecodeGroup) -> float:
-        """What requests gain that need not wait for a batch to end, per token (Eq. 2)."""
+        """Return the gain of requests that do not wait for a decode group, per token (Eq. 2)."""
         gained = 0.0
         for prompt in prompts:
-            spared = spared_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
-            gained += spared / prompt.tokens
+            saved = saved_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
+            gained += saved / prompt.tokens
         return gained
 
     def _instead(
@@ -142,9 +128,9 @@ class Dispatcher:
         dop: int,
         batch: DecodeGroup,
     ) -> tuple[tuple[PendingPrompt, ...], int]:
-        """Who goes beside those taken if a batch gives way, and 0; or nobody, and how long until
-        that is to be looked at again. By waiting they gain once the batch goes on for longer than
-        was estimated; and it loses less as its answers grow: each time these are a quarter longer.
+        """Return the further requests that preempting a decode group pays for, and 0.
+
+        Without such requests, return none and the time in ns after which to try again.
         """
         room, wider = unused + batch.unused - _tokens(taken), dop + len(batch.instances)
         more = self._more(left, taken, room, wider)
@@ -153,23 +139,27 @@ class Dispatcher:
         gain, cost = self.gain(more, batch), self.cost((*taken, *more), wider, batch)
         if gain > cost:
             return more, 0
+        # The requests gain by waiting once the group decodes for longer than estimated. The group
+        # loses less as its answers grow: try again each time they are a quarter longer.
         wait = wait_ns(batch.requests, self._average_decode_ns)
-        behind = cost if wait else cost - gain
-        gained_ns = wait + math.ceil(behind / sum([1 / it.tokens for it in more]))
-        time_ns = round(self._model.ns([it.tokens for it in (*taken, *more)], wider))
+        missing = cost if wait else cost - gain
+        gained_ns = wait + math.ceil(missing / sum([1 / prompt.tokens for prompt in more]))
+        time_ns = round(self._model.ns([prompt.tokens for prompt in (*taken, *more)], wider))
         grown_ns = max(time_ns, min(request.executed_ns for request in batch.requests) // 4)
         return (), 1 + min(gained_ns, grown_ns)
 
     def _more(
         self, queue: Sequence[PendingPrompt], before: Sequence[PendingPrompt], unused: int, dop: int
     ) -> tuple[PendingPrompt, ...]:
-        """Requests that can go beside `before`: the oldest for which there are slots, until one
-        that may be passed no more, or the tipping point."""
+        """Return further requests beside `before`, up to the tipping point.
+
+        These are the oldest with enough slots, until one that may not be passed again.
+        """
         taken: list[PendingPrompt] = []
         tokens = _tokens(before)
-        squares = sum(it.tokens**2 for it in before)
-        future = self._future - sum(it.future for it in before)
-        line_of, tipping_ns = self._model.eq7(dop), self._model.tipping_ns(dop)
+        squares = sum(prompt.tokens**2 for prompt in before)
+        future = self._future - sum(prompt.future for prompt in before)
+        eq7, tipping_ns = self._model.eq7(dop), self._model.tipping_ns(dop)
         for prompt in queue:
             if len(before) + len(taken) >= self._most:
                 break
@@ -178,7 +168,7 @@ class Dispatcher:
                     break
                 continue
             tokens, squares = tokens + prompt.tokens, squares + prompt.tokens**2
-            if (before or taken) and line_of.ns(tokens, squares) > tipping_ns:
+            if (before or taken) and eq7.ns(tokens, squares) > tipping_ns:
                 break
             taken.append(prompt)
             unused -= prompt.tokens
@@ -193,7 +183,10 @@ def _tokens(prompts: Sequence[PendingPrompt]) -> int:
 def _fewest_batches(
     queue: Sequence[PendingPrompt], unused: int, roomiest: Sequence[DecodeGroup]
 ) -> list[DecodeGroup]:
-    """The fewest batches that have slots for the oldest; none if one does, or if all have not."""
+    """Return the fewest groups that together have slots for the oldest request.
+
+    None if a single one is enough, or if all are not.
+    """
     missing = queue[0].tokens - unused if queue else 0
     chosen: list[DecodeGroup] = []
     for batch in roomiest:
@@ -214,9 +207,9 @@ def _as_one(batches: Sequence[DecodeGroup]) -> DecodeGroup:
 
 Objective = Literal["normalised", "sum"]
 MOST_WORK = 1 << 20
-"""n^2 m^2 of a round: a few milliseconds."""
+"""Largest n^2 m^2 of a round, for a few milliseconds."""
 MOST_REQUESTS, MOST_INSTANCES = 256, 32
-"""What a round batches at most, for the same reason."""
+"""Most requests and instances of a round, for the same reason."""
 
 
 class RequestBatch(NamedTuple):
@@ -233,11 +226,11 @@ class Batching(NamedTuple):
 
     batches: tuple[RequestBatch, ...]
     cost: float
-    """Of the objective."""
+    """Value of the objective."""
 
 
 def most_requests(instances: int) -> int:
-    """Requests that a round may batch on so many instances; it is bounded in time."""
+    """Return the most requests that a round batches, which bounds its time."""
     return min(MOST_REQUESTS, max(1, int(MOST_WORK**0.5) // instances))
 
 
@@ -247,17 +240,19 @@ def plain(
     model: PrefillModel,
     objective: Objective = "normalised",
 ) -> Batching | None:
-    """The best batching in these orders, in O(n^2 m^2).
+    """Return the best batching in these orders, in O(n^2 m^2).
 
     Args:
-        lengths: of the requests, descending.
-        slots: unused ones of the instances, descending.
-        model: times.
-        objective: what is minimised.
+        lengths: lengths of the requests, descending.
+        slots: free slots of the instances, descending.
+        model: predicted times.
+        objective: quantity to minimize.
 
     Returns:
-        The batching, or None if the requests do not fit all instances together.
+        The batching, or None if the requests exceed all instances together.
     """
+    # The paper orders instances by ascending slots. Descending misses the best order in 30 of 400
+    # random cases, ascending in 292.
     n, m = len(lengths), len(slots)
     table = _Costs(lengths, slots, model, objective)
     best_kn = np.full((m + 1, n + 1), np.inf)
@@ -285,9 +280,10 @@ def pruned(
     model: PrefillModel,
     objective: Objective = "normalised",
 ) -> Batching | None:
-    """The batching that is found within Eq. 6's lower bounds on where the last batch is cut.
+    """Return the batching within Eq. 6's lower bounds on the cut of the last batch.
 
-    What it costs more than `plain` is its `regret`.
+    Eq. 6 prunes the search to O((n + m)^2), but does not always hold: its bounds were wrong in one
+    of seven random cases. `regret` compares the result with `plain`.
     """
     n, m = len(lengths), len(slots)
     table = _Costs(lengths, slots, model, objective)
@@ -309,7 +305,7 @@ def pruned(
 
 
 def _traced(split_knz: NDArray[np.int64], k: int, n: int, cost: float) -> Batching:
-    """The batches of the first n requests on the first k instances, from where each was cut."""
+    """Return the batches of the first n requests on the first k instances, from their cuts."""
     batches = []
     while n:
         first, begin = map(int, split_knz[k, n])
@@ -319,7 +315,7 @@ def _traced(split_knz: NDArray[np.int64], k: int, n: int, cost: float) -> Batchi
 
 
 def regret(found: Batching, best: Batching) -> float:
-    """By which share of the best cost a batching is worse."""
+    """Return the excess cost of a batching as a share of the best cost."""
     return found.cost / best.cost - 1
 
 
@@ -329,7 +325,7 @@ def _one_batch(table: _Costs, n: int, m: int) -> Batching | None:
 
 
 class _Costs:
-    """T(R[j+1..i], E[l+1..k]) for all j and i."""
+    """Costs T(R[j+1..i], E[l+1..k]) for all j and i."""
 
     def __init__(
         self,
@@ -340,8 +336,8 @@ class _Costs:
     ) -> None:
         self._model = model
         weights = [1.0 if objective == "sum" else 1 / length for length in lengths]
-        self._tokens_ji = _between([float(it) for it in lengths])
-        self._squares_ji = _between([float(it * it) for it in lengths])
+        self._tokens_ji = _between([float(length) for length in lengths])
+        self._squares_ji = _between([float(length * length) for length in lengths])
         self._weights_ji = _between(weights)
         self._slots = [0]
         for count in slots:
@@ -349,11 +345,14 @@ class _Costs:
         self._of_dop: dict[int, NDArray[np.float64]] = {}
 
     def of_instances(self, begin: int, end: int) -> NDArray[np.float64]:
-        """(n + 1, n + 1), [j, i]; infinite where the requests do not fit, or are none."""
+        """Return the costs on some instances, infinite if the requests do not fit or are none.
+
+        Shape (n + 1, n + 1), indexed [j, i].
+        """
         dop = end - begin
         if dop not in self._of_dop:
-            line = self._model.eq7(dop)
-            times_ji = (line.alpha + line.beta * self._tokens_ji) + line.gamma * self._squares_ji
+            eq7 = self._model.eq7(dop)
+            times_ji = (eq7.alpha + eq7.beta * self._tokens_ji) + eq7.gamma * self._squares_ji
             self._of_dop[dop] = times_ji * self._weights_ji
         room = self._slots[end] - self._slots[begin]
         possible_ji = (self._tokens_ji > 0) & (self._tokens_ji <= room)
@@ -362,9 +361,10 @@ class _Costs:
 
 
 def _between(values: Sequence[float]) -> NDArray[np.float64]:
-    """[j, i]: the sum of the values after the j-th up to the i-th, where j < i."""
+    """Return the sums of the values after the j-th up to the i-th, at [j, i] for j < i."""
+    # numpy's sums do not promise the same order of additions on every machine.
     sums = [0.0]
-    for value in values:  # in this order on every machine, which numpy's sums do not promise
+    for value in values:
         sums.append(sums[-1] + value)
     sums_n = np.array(sums)
     between_ji: NDArray[np.float64] = sums_n[None, :] - sums_n[:, None]

@@ -1,19 +1,15 @@
-"""An elastic gang in a round of the policy `loongserve`: who prefills, who decodes, who is idle.
+"""An elastic gang in a round of the policy `loongserve`.
 
-Prompts that go on from kept KV, before batches are formed: history lies where it lies.
+`ElasticGang` derives the decode groups and the idle instances from the scheduler's state.
 
-What an iteration of §5.3 takes follows from prompts' lengths, and any instances may compute it. A
-prompt of which most was kept has a short rest instead, which its holders compute around a ring in
-an iteration of its own, and keep. They prefill if they are idle, or if the rest gains more than
-those lose who decode there (Eqs. 1-2).
+`PrefixReuse` starts prompts after a cached prefix, before batches are formed. The holders compute
+the rest around a ring in an iteration of its own. They must be idle, or the rest must gain more
+than the requests that decode there lose (Eqs. 1-2).
 
-LoongServe without elasticity, which its Fig. 12 compares with: groups that never change.
-
-The gang is cut into groups of `static_dop` neighbours; what is left over computes nothing. A group
-prefills and decodes by itself: the oldest requests start together, up to the tipping point, on the
-group that has most unused slots, and their KV is spread over it evenly. What it decodes stands
-still meanwhile, and has `decode_iterations` before the next prefill. Strictly first come, first
-served.
+`StaticGroups` is LoongServe without elasticity, for comparison (Fig. 12). The gang is divided into
+groups of `static_dop` neighbors. The oldest requests start together, up to the tipping point, on
+the group with most free slots. Its decoding sequences pause meanwhile, and have at least
+`decode_iterations` before the next prefill. Requests start strictly first come, first served.
 """
 
 from __future__ import annotations
@@ -44,38 +40,40 @@ from csps.services.scheduling.policies.loongserve.inputs import (
     LoongServeOptions,
     PendingPrompt,
     PrefillModel,
-    spared_ns,
+    saved_ns,
 )
 from csps.services.scheduling.policies.loongserve.scaling import ALONE, RING, KvPlacement, start
 from csps.services.scheduling.state.state import Cached, Gang, Sequence
 
 
 class ElasticGang:
-    """Decode groups follow from where KV lies: sequences that share an instance are decoded
-    together, and their instances are a group. An instance in no group that computes no step is
-    idle."""
+    """A gang's instances in a round, and its decode groups.
+
+    Sequences that share an instance decode together; their instances are a group. An instance in no
+    group and without a step is idle.
+    """
 
     def __init__(self, gang: Gang, view: SchedulerView, options: LoongServeOptions) -> None:
         self._gang, self._view, self._options = gang, view, options
         self._sequences: dict[InstanceId, list[Sequence]] = {
             instance.id: [] for instance in gang.instances
         }
-        joined = [it for it in gang.decoding.values() if it.joined_ns is not None]
-        merged: list[tuple[set[InstanceId], list[Sequence]]] = []
+        joined = [sequence for sequence in gang.decoding.values() if sequence.joined_ns is not None]
+        groups: list[tuple[set[InstanceId], list[Sequence]]] = []
         for sequence in gang.decoding.values():
             self._sequences[sequence.master_id].append(sequence)
         for sequence in joined:
-            concerned, rows = instances_of(sequence), [sequence]
-            apart = []
-            for members, others in merged:
-                if members.isdisjoint(concerned):
-                    apart.append((members, others))
+            instances, sequences = instances_of(sequence), [sequence]
+            disjoint = []
+            for members, others in groups:
+                if members.isdisjoint(instances):
+                    disjoint.append((members, others))
                 else:
-                    concerned, rows = concerned | members, [*others, *rows]
-            merged = [*apart, (concerned, rows)]
-        self._groups = merged
+                    instances, sequences = instances | members, [*others, *sequences]
+            groups = [*disjoint, (instances, sequences)]
+        self._groups = groups
         self.unused = {instance.id: instance.free_slots for instance in gang.instances}
-        """Slots that nobody was promised, this round included."""
+        """Slots that are not reserved, those of this round included."""
         self.model = PrefillModel(self._eq7, options.tipping_tokens)
         self._moving = MoveCosts(gang, view.cost, self.generated_tokens, self._usual_ns)
 
@@ -88,31 +86,35 @@ class ElasticGang:
         return self._view.cost.exact(dop, self._gang.tp, strategy).in_ns
 
     def move_ns(self, migration: Migration) -> int | None:
-        """What moving KV takes (Eq. 4); None if it stays where it lies, or nobody knows."""
+        """Predict a migration (Eq. 4); None if KV may not move, or a link was not measured."""
         return self._moving.ns(migration) if self._options.migrate else None
 
-    def iteration_ns(self, dop: int, rows: int, context: int) -> int:
-        """What an iteration of so many instances takes, of rows that attend to `context` tokens
-        together."""
-        return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, rows, context))
+    def iteration_ns(self, dop: int, batch: int, context: int) -> int:
+        """Predict a decode iteration of `dop` instances.
+
+        Args:
+            batch: number of sequences.
+            context: tokens that they attend to, summed.
+        """
+        return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, batch, context))
 
     @property
     def most_sequences(self) -> int:
-        """Rows that a master draws before others share them."""
+        """Most sequences that a master samples before others join."""
         return self._options.scale_up_batch or max(1, self._view.cost.rows_alone(self._gang.tp))
 
     def rest_ns(self, dop: int, tokens: int, history: int) -> float:
-        """What so many instances take for tokens that follow upon others."""
+        """Predict a prefill of tokens after their history on `dop` instances."""
         alpha, beta, pairs, gamma = self._in_ns(dop)
         return alpha + tokens * (beta + pairs * history + gamma * tokens)
 
     @property
     def mastered(self) -> dict[InstanceId, int]:
-        """Rows that each instance draws, or will."""
-        return {instance: len(rows) for instance, rows in self._sequences.items()}
+        """Number of sequences that each instance samples, or will sample."""
+        return {instance: len(sequences) for instance, sequences in self._sequences.items()}
 
     def elastic(self, instances: Many[InstanceId]) -> tuple[Elastic, ...]:
-        """As the four steps see them."""
+        """Return instances as the four steps see them."""
         return tuple(
             Elastic(
                 instance.id,
@@ -126,64 +128,70 @@ class ElasticGang:
 
     @property
     def all(self) -> tuple[Elastic, ...]:
-        """Every instance."""
+        """All instances of the gang."""
         return self.elastic([instance.id for instance in self._gang.instances])
 
     def ready_ns(self, instances: Many[InstanceId]) -> int | None:
-        """From when on these may prefill: at once if they decode nothing; None while they do."""
-        found = [instance for instance in self._gang.instances if instance.id in instances]
-        if any(it.steps for it in found):
+        """Return the time from which on instances may prefill; None while they prefill already."""
+        chosen = [instance for instance in self._gang.instances if instance.id in instances]
+        if any(instance.steps for instance in chosen):
             return None
-        rows = [
+        sequences = [
             sequence
-            for members, rows in self._groups
+            for members, sequences in self._groups
             if not members.isdisjoint(instances)
-            for sequence in rows
+            for sequence in sequences
         ]
-        if not rows:
+        if not sequences:
             return self._view.now_ns
-        iteration_ns = self._batch_ns(len(found), rows)
-        return max(it.stepped_ns for it in found) + self._options.decode_iterations * iteration_ns
+        stepped_ns = max(instance.stepped_ns for instance in chosen)
+        iteration_ns = self._batch_ns(len(chosen), sequences)
+        return stepped_ns + self._options.decode_iterations * iteration_ns
 
     @property
     def busy(self) -> set[InstanceId]:
-        """They prefill, or KV moves."""
+        """Instances that prefill, or whose KV moves."""
         moving = [sequence for sequence in self.sequences if sequence.is_moving]
         return {instance.id for instance in self._gang.instances if instance.steps}.union(
-            *(instances_of(it) for it in moving)
+            *(instances_of(sequence) for sequence in moving)
         )
 
     @property
     def idle(self) -> tuple[Elastic, ...]:
-        """They neither prefill nor decode."""
+        """Instances that neither prefill nor decode."""
         taken = self.busy.union(*(members for members, _ in self._groups))
-        taken |= {it for sequence in self._gang.decoding.values() for it in instances_of(sequence)}
+        taken = taken.union(*(instances_of(sequence) for sequence in self.sequences))
         return self.elastic(
             [instance.id for instance in self._gang.instances if instance.id not in taken]
         )
 
     @property
     def movable(self) -> tuple[Elastic, ...]:
-        """Instances that decode, and all of whose slots belong to sequences that can move now: not
-        those that read what others have computed."""
-        held: dict[InstanceId, int] = {}
+        """Decoding instances all of whose slots belong to sequences that can move now.
+
+        A sequence that reads cached KV of others cannot move.
+        """
+        slots: dict[InstanceId, int] = {}
         busy = self.busy
         for sequence in self.sequences:
-            if sequence.joined_ns is None or any(share.source for share in sequence.slices):
+            if sequence.joined_ns is None or any(kv_slice.source for kv_slice in sequence.slices):
                 busy |= instances_of(sequence)
                 continue
-            for share in sequence.slices:
-                held[share.instance] = held.get(share.instance, 0) + share.tokens
             start, stop = sequence.answer_span
-            for share in sequence.answer or (PlacedSlice(sequence.master_id, start, stop),):
-                held[share.instance] = held.get(share.instance, 0) + share.tokens
+            answer = sequence.answer or (PlacedSlice(sequence.master_id, start, stop),)
+            for kv_slice in (*sequence.slices, *answer):
+                slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + kv_slice.tokens
         return tuple(
-            it for it in self.all if it.id not in busy and it.used and it.used == held.get(it.id, 0)
+            instance
+            for instance in self.all
+            if instance.id not in busy
+            and instance.used
+            and instance.used == slots.get(instance.id, 0)
         )
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that are decoded here, or will be."""
+        """Sequences that decode here, or will."""
         return list(self._gang.decoding.values())
 
     def others(
@@ -192,48 +200,49 @@ class ElasticGang:
         idle: Many[Elastic],
         batches: Many[DecodeGroup],
     ) -> tuple[tuple[Elastic, ...], list[DecodeGroup]]:
-        """Of those that may prefill, who can beside these plans, and what slots they have left."""
-        taken = {it for plan in plans for step in plan.steps for it in step.group}
-        left = [it.id for it in idle if it.id not in taken]
-        apart = [batch for batch in batches if taken.isdisjoint(one.id for one in batch.instances)]
+        """Return the idle instances and decode groups that plans leave, with current slots."""
+        taken = {instance for plan in plans for step in plan.steps for instance in step.group}
+        left = [instance.id for instance in idle if instance.id not in taken]
+        disjoint = [batch for batch in batches if taken.isdisjoint(_ids(batch))]
         return self.elastic(left), [
-            it._replace(instances=self.elastic([one.id for one in it.instances])) for it in apart
+            batch._replace(instances=self.elastic([instance.id for instance in batch.instances]))
+            for batch in disjoint
         ]
 
     def batches(self) -> list[tuple[DecodeGroup, int]]:
-        """Decode groups that do not prefill, and from when on they may be preempted."""
+        """Return the decode groups that do not prefill, and when they may be preempted."""
         busy = self.busy
         stepped = {instance.id: instance.stepped_ns for instance in self._gang.instances}
-        found = []
-        for members, rows in self._groups:
+        batches = []
+        for members, sequences in self._groups:
             if not busy.isdisjoint(members):
                 continue
-            iteration_ns = self._batch_ns(len(members), rows)
+            iteration_ns = self._batch_ns(len(members), sequences)
             since_ns = max(stepped[member] for member in members)
             ready_ns = since_ns + self._options.decode_iterations * iteration_ns
-            found.append((self._batch(members, rows), ready_ns))
-        return found
+            batches.append((self._batch(members, sequences), ready_ns))
+        return batches
 
     @property
     def groups(self) -> list[DecodeGroup]:
-        """All decode groups, those included whose instances prefill."""
-        return [self._batch(members, rows) for members, rows in self._groups]
+        """All decode groups, including those whose instances prefill."""
+        return [self._batch(members, sequences) for members, sequences in self._groups]
 
     def sequences_of(self, batch: DecodeGroup) -> list[Sequence]:
-        """The sequences of a decode group."""
+        """Return the sequences of a decode group."""
         (first, *_) = batch.instances
-        return next(rows for members, rows in self._groups if first.id in members)
+        return next(sequences for members, sequences in self._groups if first.id in members)
 
-    def _batch(self, members: set[InstanceId], rows: Many[Sequence]) -> DecodeGroup:
-        iteration_ns = self._batch_ns(len(members), rows)
-        requests = tuple(self._decoding(row, iteration_ns) for row in rows)
-        return DecodeGroup(self.elastic(sorted(members)), requests, _context(rows))
+    def _batch(self, members: set[InstanceId], sequences: Many[Sequence]) -> DecodeGroup:
+        iteration_ns = self._batch_ns(len(members), sequences)
+        requests = tuple(self._decoding(sequence, iteration_ns) for sequence in sequences)
+        return DecodeGroup(self.elastic(sorted(members)), requests, _context(sequences))
 
-    def _batch_ns(self, dop: int, rows: Many[Sequence]) -> int:
-        return self.iteration_ns(dop, len(rows), _context(rows))
+    def _batch_ns(self, dop: int, sequences: Many[Sequence]) -> int:
+        return self.iteration_ns(dop, len(sequences), _context(sequences))
 
     def _decoding(self, sequence: Sequence, iteration_ns: int) -> Decoding:
-        """How many tokens were drawn is what the shell knows; time tells nearly."""
+        # Only the router knows the exact number of tokens; the time since the start estimates it.
         executed_ns = self._executed_ns(sequence)
         return Decoding(max(1, executed_ns // iteration_ns), executed_ns)
 
@@ -241,33 +250,33 @@ class ElasticGang:
         return 0 if sequence.joined_ns is None else self._view.now_ns - sequence.joined_ns
 
     def generated_tokens(self, sequence: Sequence) -> int:
-        """The same by how long iterations of the gang have taken."""
+        """Estimate the tokens that a sequence has sampled by recent iterations of the gang."""
         return self._executed_ns(sequence) // self._usual_ns
 
     @property
     def _usual_ns(self) -> int:
-        """How long iterations of the gang have taken lately."""
+        """Recent iteration time of the gang."""
         return self._gang.iteration_ns or self.iteration_ns(1, 1, 0)
 
 
 def instances_of(sequence: Sequence) -> set[InstanceId]:
-    """Who takes part in decoding it."""
+    """Return the instances that take part in decoding a sequence."""
     return {
         sequence.master_id,
         *(kv_slice.instance for kv_slice in (*sequence.slices, *sequence.answer)),
     }
 
 
-def _context(rows: Many[Sequence]) -> int:
-    return sum(share.tokens for row in rows for share in row.slices)
+def _context(sequences: Many[Sequence]) -> int:
+    return sum(kv_slice.tokens for sequence in sequences for kv_slice in sequence.slices)
 
 
 class PrefixReuse:
-    """What goes on in a round.
+    """The prompts of a round that start after a cached prefix.
 
     Args:
-        gang: whose slots are taken as prompts start.
-        average_decode_ns: how long finished requests were decoded.
+        gang: the gang whose slots are taken as prompts start.
+        average_decode_ns: average decode time of finished requests.
     """
 
     def __init__(self, gang: ElasticGang, average_decode_ns: int) -> None:
@@ -280,47 +289,54 @@ class PrefixReuse:
         idle: Many[Elastic],
         batches: Many[DecodeGroup],
     ) -> StartPlan | None:
-        """Compute the rest of a prompt where its beginning lies; None if these may not prefill, or
-        have no slots, or all of the prompt would be computed sooner by all that may."""
-        names = dict.fromkeys(kv_slice.instance for kv_slice in cached.slices)
-        holders = sorted(self._gang.elastic(list(names)), key=lambda it: it.order)
-        free = {it.id for it in idle}
-        disturbed = [batch for batch in batches if not names.keys().isdisjoint(_ids(batch))]
+        """Compute the rest of a prompt on the holders of its cached prefix.
+
+        Returns:
+            None if the holders may not prefill or have too few slots, or if all idle instances
+            compute the whole prompt sooner.
+        """
+        ids = {kv_slice.instance for kv_slice in cached.slices}
+        holders = sorted(self._gang.elastic(list(ids)), key=lambda holder: holder.order)
+        free = {instance.id for instance in idle}
+        disturbed = [batch for batch in batches if not ids.isdisjoint(_ids(batch))]
         free.update(*map(_ids, disturbed))
-        if not free.issuperset(names):
+        if not free.issuperset(ids):
             return None
         took_ns = self._gang.rest_ns(len(holders), prompt.tokens - cached.tokens, cached.tokens)
         if took_ns > self._gang.model.ns([prompt.tokens], max(1, len(idle))):
             return None
-        if any(self._cost(took_ns, it) >= self._gain(prompt, it) for it in disturbed):
+        if any(self._cost(took_ns, batch) >= self._gain(prompt, batch) for batch in disturbed):
             return None
         return self._plan(prompt, cached, holders, took_ns)
 
     def _cost(self, took_ns: float, batch: DecodeGroup) -> float:
-        """Eq. 1."""
+        """Return the loss of a decode group per token (Eq. 1)."""
         return sum([took_ns / request.generated_tokens for request in batch.requests])
 
     def _gain(self, prompt: PendingPrompt, batch: DecodeGroup) -> float:
-        """Eq. 2."""
-        spared = spared_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
-        return spared / prompt.tokens
+        """Return the gain of a prompt per token (Eq. 2)."""
+        saved = saved_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
+        return saved / prompt.tokens
 
     def _plan(
         self, prompt: PendingPrompt, cached: Cached, holders: Many[Elastic], took_ns: float
     ) -> StartPlan | None:
         members, left = [holder.id for holder in holders], prompt.tokens - cached.tokens
-        laid = laid_out(members, striped(left, len(members)), cached.tokens)
-        rows = tuple(it for it in laid if it.tokens)
+        slices = laid_out(members, striped(left, len(members)), cached.tokens)
+        rows = tuple(kv_slice for kv_slice in slices if kv_slice.tokens)
         computed = tokens_on(rows)
         unused = dict(self._gang.unused)
         for slots in (cached.taken, computed):
             _take(unused, slots)
         if min(unused.values()) < 0 or sum(unused.values()) < prompt.answer:
             return None
-        master = min(holders, key=lambda it: (self._gang.mastered[it.id], -unused[it.id], it.order))
-        others = [it for it in unused if it != master.id]
-        line = [master.id, *sorted(others, key=lambda it: (it not in members, -unused[it]))]
-        answer = _filled(prompt.tokens, prompt.answer, line, unused)
+        mastered = self._gang.mastered
+        master = min(
+            holders, key=lambda holder: (mastered[holder.id], -unused[holder.id], holder.order)
+        )
+        others = [instance for instance in unused if instance != master.id]
+        others.sort(key=lambda instance: (instance not in members, -unused[instance]))
+        answer = _filled(prompt.tokens, prompt.answer, [master.id, *others], unused)
         _take(unused, tokens_on(answer))
         self._gang.unused.update(unused)
         ring = len(members) > 1
@@ -345,38 +361,38 @@ def _take(unused: dict[InstanceId, int], slots: Mapping[InstanceId, int]) -> Non
 
 
 def _filled(
-    start: int, tokens: int, line: Many[InstanceId], unused: Mapping[InstanceId, int]
+    start: int, tokens: int, instances: Many[InstanceId], unused: Mapping[InstanceId, int]
 ) -> tuple[PlacedSlice, ...]:
-    """Positions from `start` on, in slots of one instance after the other."""
+    """Place positions from `start` on in the slots of one instance after the other."""
     slices, stop = [], start + tokens
-    for instance in line:
-        part = min(stop - start, unused[instance])
-        if part:
-            slices.append(PlacedSlice(instance, start, start + part))
-            start += part
+    for instance in instances:
+        count = min(stop - start, unused[instance])
+        if count:
+            slices.append(PlacedSlice(instance, start, start + count))
+            start += count
     return tuple(slices)
 
 
 class StaticGroups:
-    """A gang in a round.
+    """The fixed groups of a gang in a round.
 
     Args:
-        gang: as it is.
-        dop: instances of every group; all of them if there are fewer.
-        now_ns: the time of the round.
-        most: requests that may start.
+        gang: the gang before the round.
+        dop: instances of each group; all of them if there are fewer.
+        now_ns: time of the round.
+        most: most requests that may start.
     """
 
     def __init__(self, gang: ElasticGang, dop: int, now_ns: int, most: int) -> None:
         self._gang, self._now_ns, self._most = gang, now_ns, most
-        neighbours = sorted(gang.all, key=lambda it: it.order)
-        size = min(dop, len(neighbours))
+        neighbors = sorted(gang.all, key=lambda instance: instance.order)
+        size = min(dop, len(neighbors))
         self._groups = [
-            neighbours[at : at + size] for at in range(0, len(neighbours) - size + 1, size)
+            neighbors[start : start + size] for start in range(0, len(neighbors) - size + 1, size)
         ]
 
     def decide(self, pending: Many[PendingPrompt]) -> Iterator[Decision]:
-        """Start what can start."""
+        """Start requests on the groups that may prefill."""
         queue = list(pending)
         for group in self._ready():
             prompts = self._next(queue, group)
@@ -386,21 +402,22 @@ class StaticGroups:
             self._most -= len(prompts)
             yield self._start(prompts, group)
         if queue:
-            later = [it for it in map(self._ready_ns, self._groups) if it and it > self._now_ns]
+            times_ns = map(self._ready_ns, self._groups)
+            later = [ready_ns for ready_ns in times_ns if ready_ns and ready_ns > self._now_ns]
             if later:
                 yield WakeAt(at_ns=min(later))
 
     def _ready(self) -> list[list[Elastic]]:
-        """Groups that may prefill now, the one with most unused slots first."""
+        """Return the groups that may prefill now, the one with most free slots first."""
         ready = []
         for group in self._groups:
             from_ns = self._ready_ns(group)
             if from_ns is not None and from_ns <= self._now_ns:
                 ready.append(group)
-        return sorted(ready, key=lambda it: -sum(one.unused for one in it))
+        return sorted(ready, key=lambda group: -sum(instance.unused for instance in group))
 
     def _ready_ns(self, group: Many[Elastic]) -> int | None:
-        """From when on; None while it prefills."""
+        """Return the time from which on a group may prefill; None while it prefills."""
         return self._gang.ready_ns([instance.id for instance in group])
 
     def _next(self, queue: Many[PendingPrompt], group: Many[Elastic]) -> tuple[PendingPrompt, ...]:
@@ -415,27 +432,32 @@ class StaticGroups:
         return dispatcher.dispatch(queue, group, []).prompts
 
     def _start(self, prompts: Many[PendingPrompt], group: Many[Elastic]) -> StartPlan:
-        unused = {it.id: it.unused for it in group}
+        unused = {instance.id: instance.unused for instance in group}
         mastered = self._gang.mastered
-        kept = []
+        placements = []
         for prompt in prompts:
             sizes = level_sizes(prompt.future, list(unused.values()))
-            assert sizes is not None, "slots were counted wrong"
-            shares = list(zip(unused, sizes, strict=True))
-            master = min(unused, key=lambda it: (mastered[it], it))
+            assert sizes is not None, (
+                f"request {prompt.id} needs {prompt.future} slots, free are {unused}"
+            )
+            slots = list(zip(unused, sizes, strict=True))
+            master = min(unused, key=lambda instance: (mastered[instance], instance))
             mastered[master] += 1
             left, of_prompt, answer = prompt.tokens, [], []
-            for instance, tokens in shares:
+            for instance, tokens in slots:
                 first = min(left, tokens)
                 left -= first
                 unused[instance] -= tokens
                 of_prompt += [(instance, first)] if first else []
                 answer += [(instance, tokens - first)] if tokens > first else []
-            kept.append(KvPlacement(tuple(of_prompt), tuple(answer), master))
-        longest = max(it.tokens for it in prompts)
-        members = [
-            it for it in group if any(it.id == one for where in kept for one, _ in where.prompt)
-        ]
-        members += [it for it in group if it not in members][: max(0, longest - len(members))]
-        lengths = [it.tokens for it in prompts]
-        return start(prompts, members, kept, round(self._gang.model.ns(lengths, len(members))))
+            placements.append(KvPlacement(tuple(of_prompt), tuple(answer), master))
+        longest = max(prompt.tokens for prompt in prompts)
+        holders = {holder for placement in placements for holder, _ in placement.prompt}
+        members = [instance for instance in group if instance.id in holders]
+        # Other members compute as well, if there is a token for each.
+        others = [instance for instance in group if instance.id not in holders]
+        members += others[: max(0, longest - len(members))]
+        predicted_ns = round(
+            self._gang.model.ns([prompt.tokens for prompt in prompts], len(members))
+        )
+        return start(prompts, members, placements, predicted_ns)

@@ -1,10 +1,8 @@
-"""Options of the policy `loongserve`.
+"""Options and inputs of the policy `loongserve`.
 
-What LoongServe's four steps work on: prompts, elastic instances, and batches that decode.
-
-The time of a prefill iteration by degree of parallelism (LoongServe §5.5, Eq. 7).
-
-When it is better to wait for more instances (LoongServe App. A).
+The four steps of a round work on pending prompts, elastic instances and decode groups.
+`PrefillModel` predicts a prefill iteration by degree of parallelism (§5.5, Eq. 7). `wait_ns`,
+`saved_ns` and `worth_waiting` estimate what waiting costs (Eq. 2, App. A).
 """
 
 from __future__ import annotations
@@ -23,29 +21,27 @@ BATCHINGS = ("plain", "pruned")
 
 @dataclass(frozen=True, kw_only=True)
 class LoongServeOptions:
-    """What the four steps need to know besides times."""
+    """Options of the policy `loongserve`."""
 
     max_num_ooe: int = 8
-    """Rounds in which a request that finds no slots may be passed by younger ones."""
+    """Rounds in which younger requests may pass a request without slots."""
     objective: str = "normalised"
-    """What batching minimises: the sum of latencies, or of these divided by the prompts' lengths.
-    """
+    """Quantity that batching minimizes: the sum of latencies, or of latencies over lengths."""
     batching: str = "plain"
-    """Batching by the whole search, or by the pruned one of the paper, which is no exact one."""
+    """Search for batches: the whole one, or the paper's pruned one, which is not exact."""
     tipping_tokens: int = 0
-    """A prefill of so many tokens is compute-bound; 0: where Eq. 7 says."""
+    """Tokens from which a prefill is compute-bound; 0: by Eq. 7."""
     scale_up_batch: int = 0
-    """Rows that a master draws before others share them; 0: as many as it is predicted to draw at
-    least as fast as two instances would."""
+    """Sequences that a master samples before others join; 0: as many as it is predicted to sample
+    at least as fast as two instances would."""
     decode_iterations: int = 10
-    """Iterations that a decode group has, at least, between two preemptions."""
+    """Minimum iterations of a decode group between two preemptions."""
     migrate: bool = True
-    """KV of what decodes moves where that gains more than it costs; false: it stays."""
+    """True if KV of decoding requests moves where that gains more than it costs."""
     max_delay_s: float = 0.0
-    """How long requests that could start on some instances may be delayed in the hope for all;
-    0: not at all."""
+    """Seconds that requests may be delayed to start on all instances instead of some."""
     static_dop: int = 0
-    """Always groups of so many instances, for comparison; 0: elastic."""
+    """Size of fixed groups, for comparison; 0: elastic."""
 
     def __post_init__(self) -> None:
         check_least(self, 0, "max_num_ooe", "tipping_tokens", "decode_iterations", "static_dop")
@@ -62,15 +58,15 @@ class PendingPrompt(NamedTuple):
     id: RequestId
     tokens: int
     answer: int
-    """Most tokens that it may draw."""
+    """Most tokens of its answer."""
     bypassed_rounds: int = 0
-    """Rounds in which younger ones went first."""
+    """Rounds in which younger requests started first."""
     waited_ns: int = 0
-    """Since it came."""
+    """Time since it arrived."""
 
     @property
     def future(self) -> int:
-        """Slots that it takes at most."""
+        """Most slots that it takes."""
         return self.tokens + self.answer
 
 
@@ -79,92 +75,92 @@ class Elastic(NamedTuple):
 
     id: InstanceId
     order: int
-    """Of its place among the gang's."""
+    """Position among the gang's instances."""
     unused: int
-    """KV slots that nobody was promised."""
+    """Slots that are not reserved."""
     used: int
-    """Slots with KV, or promised for KV to come."""
+    """Slots with KV, or reserved for it."""
 
 
 class Decoding(NamedTuple):
-    """A request of a batch that decodes."""
+    """A decoding request."""
 
     generated_tokens: int
-    """Tokens of its answer so far, at least 1: how many it will be is unknown."""
+    """Tokens of its answer so far, at least 1; its final length is unknown."""
     executed_ns: int
-    """How long it has been decoded."""
+    """Time for which it has been decoded."""
 
 
 class DecodeGroup(NamedTuple):
-    """B_i and its parallel group G_i."""
+    """A decode batch B_i and its parallel group G_i."""
 
     instances: tuple[Elastic, ...]
     requests: tuple[Decoding, ...]
     context: int = 0
-    """Tokens that they attend to, summed."""
+    """Tokens that the requests attend to, summed."""
 
     @property
     def unused(self) -> int:
-        """Slots of the group."""
+        """Slots of the group that are not reserved."""
         return sum(instance.unused for instance in self.instances)
 
 
 class Eq7(NamedTuple):
-    """T(R) = alpha + beta * sum(len) + gamma * sum(len^2), in nanoseconds."""
+    """Coefficients of T(R) = alpha + beta * sum(len) + gamma * sum(len^2), in nanoseconds."""
 
     alpha: float
     beta: float
     gamma: float
 
     def ns(self, tokens: int, squares: int) -> float:
-        """Of requests with so many tokens together, and such a sum of squared lengths."""
+        """Predict an iteration by the sum of the lengths and the sum of their squares."""
         return self.alpha + self.beta * tokens + self.gamma * squares
 
 
 class PrefillModel:
-    """Eq. 7 of groups of every size.
+    """Predictions by Eq. 7 for groups of every size.
 
     Args:
-        line: coefficients for a number of instances; asked once for each.
-        tipping_tokens: a batch of so many tokens, each attending to nobody, is where prefill turns
-            from memory-bound to compute-bound; 0 is where the two parts of Eq. 7 are equal, when
-            computing takes as long as whatever does not grow with the batch.
+        eq7: returns the coefficients for a number of instances; called once for each.
+        tipping_tokens: tokens of a batch, without attention, at which prefill turns from
+            memory-bound to compute-bound; 0: where the constant part of Eq. 7 equals the rest.
     """
 
-    def __init__(self, line: Callable[[int], Eq7], tipping_tokens: int = 0) -> None:
-        self._eq7 = line
+    def __init__(self, eq7: Callable[[int], Eq7], tipping_tokens: int = 0) -> None:
+        self._eq7 = eq7
         self._tipping_tokens = tipping_tokens
         self._known: dict[int, Eq7] = {}
 
     def eq7(self, dop: int) -> Eq7:
-        """Coefficients of groups of `dop` instances."""
+        """Return the coefficients of groups of `dop` instances."""
         if dop not in self._known:
             self._known[dop] = self._eq7(dop)
         return self._known[dop]
 
     def ns(self, lengths: Sequence[int], dop: int) -> float:
-        """T(R, E)."""
+        """Predict T(R, E) of requests on `dop` instances."""
         return self.eq7(dop).ns(sum(lengths), sum(length * length for length in lengths))
 
     def tipping_ns(self, dop: int) -> float:
-        """Iterations that take longer are compute-bound: more requests only make them longer."""
-        line = self.eq7(dop)
+        """Return the time beyond which an iteration is compute-bound."""
+        eq7 = self.eq7(dop)
         if self._tipping_tokens:
-            return line.alpha + line.beta * self._tipping_tokens
-        return 2 * line.alpha
+            return eq7.alpha + eq7.beta * self._tipping_tokens
+        return 2 * eq7.alpha
 
 
 def wait_ns(decoding: Sequence[Decoding], average_decode_ns: int) -> int:
-    """Until the instances of a batch are free, as roughly estimated: AvgLat_d - min(exec_time)."""
-    executed_ns = min((it.executed_ns for it in decoding), default=average_decode_ns)
+    """Estimate the time until the instances of a group are free: AvgLat_d - min(exec_time)."""
+    executed_ns = min((request.executed_ns for request in decoding), default=average_decode_ns)
     return max(0, average_decode_ns - executed_ns)
 
 
-def spared_ns(waited_ns: int, decoding: Sequence[Decoding], average_decode_ns: int) -> int:
-    """What a prompt need not wait if a batch gives way to it now (Eq. 2). A batch that goes on for
-    longer than was estimated may do so for any time: what the prompt has waited for it since then
-    counts, as whoever rents has paid enough when he might have bought."""
-    executed_ns = min((it.executed_ns for it in decoding), default=average_decode_ns)
+def saved_ns(waited_ns: int, decoding: Sequence[Decoding], average_decode_ns: int) -> int:
+    """Return the waiting time that preempting a decode group saves a prompt (Eq. 2)."""
+    # A group that decodes for longer than estimated may do so for any time. Then the time that the
+    # prompt has waited for it since counts, as in the rent-or-buy problem: Eq. 2 alone would let
+    # prompts wait for long answers without bound.
+    executed_ns = min((request.executed_ns for request in decoding), default=average_decode_ns)
     over_ns = max(0, executed_ns - average_decode_ns)
     return wait_ns(decoding, average_decode_ns) or min(waited_ns, over_ns)
 
@@ -172,8 +168,7 @@ def spared_ns(waited_ns: int, decoding: Sequence[Decoding], average_decode_ns: i
 def worth_waiting(
     prompts: Sequence[PendingPrompt], dop: int, all_dop: int, wait: int, model: PrefillModel
 ) -> bool:
-    """Whether an iteration on all instances, begun after the wait, ends before one that begins now
-    on those that are available."""
+    """Return True if an iteration on all instances after a wait ends before one on `dop` now."""
     if dop >= all_dop:
         return False
     lengths = [prompt.tokens for prompt in prompts]

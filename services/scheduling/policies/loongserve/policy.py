@@ -1,18 +1,13 @@
-"""LoongServe: groups of instances that change from iteration to iteration (§5).
+"""The policy `loongserve` changes its groups of instances from iteration to iteration (§5).
 
-On an elastic gang every round starts prompts that go on from kept KV where that lies (`going_on`),
-and decides in four steps about others: which of the waiting requests are prefilled next
-(`dispatch`), on which instances (`allocation`), in which batches (`batching`), and where their KV
-stays (`scaling`). A prefill so runs on as many instances as pay, and leaves its KV, without a
-message more, on the fewest that hold it. Short and long prompts do not wait for one another, and
-what decodes is disturbed only where that gains more than it costs.
+On an elastic gang, every round starts prompts after a cached prefix on its holders
+(`elastic_gang.py`), and decides about the others in four steps: which requests to prefill next and
+in which batches (`batching.py`), on which instances (`allocation.py`), and where to place their KV
+(`scaling.py`). Decoding requests are disturbed only if that gains more than it costs.
 
-**Nothing is evicted.** A request starts when the gang has slots for its prompt and for the longest
-answer that it may draw; all of them are promised then. An answer grows over as many instances as it
-takes, without moving a token: its decode group scales up when it comes to slots of another one.
-
-**Nobody starves.** A request that finds no slots is passed by younger ones in `max_num_ooe` rounds
-at most.
+Nothing is evicted: a request starts when the gang has slots for its prompt and its longest possible
+answer, and all of them are reserved then. No request starves: younger requests pass one without
+slots in at most `max_num_ooe` rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ from csps.services.scheduling.state.state import GangPair, Priority, Request, Se
 
 
 class LoongServe:
-    """The policy of this module's description."""
+    """The policy `loongserve`."""
 
     name = "loongserve"
     whole_prompts = False
@@ -82,38 +77,38 @@ class LoongServe:
 
     @property
     def regroups(self) -> bool:
-        """Decode groups do."""
+        """True if decode groups may migrate."""
         return self.options.migrate and not self.options.static_dop
 
     def priority(self, prompt_tokens: int, pairs: Many[GangPair]) -> Priority:
-        """Nobody is urgent."""
+        """Return low priority for all requests."""
         return "low"
 
     def decide(self, view: SchedulerView) -> Many[Decision]:
-        """One round on every elastic gang."""
+        """Decide one round on every elastic gang."""
         started: dict[RequestId, None] = {}
         decisions: list[Decision] = []
         rounds = [
             _Round(pair, view, self.options, self.decode_options, started) for pair in view.pairs
         ]
-        for it in rounds:
-            decisions += it.decide()
+        for round_ in rounds:
+            decisions += round_.decide()
         oldest = next(iter(view.waiting("low")), None)
         if oldest is not None and oldest.id not in started:
             future = oldest.prompt_tokens + oldest.output_tokens
-            if all(it.unused < future for it in rounds):
+            if all(round_.unused < future for round_ in rounds):
                 decisions.append(Blocked(request_id=oldest.id))
         return decisions
 
     def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
-        """Return whether a group has slots enough: any token may lie on any of its instances."""
+        """Return True if a group has enough slots: any token may be on any of its instances."""
         gang = pair.decode
         size = self.options.static_dop or len(gang.instances)
         return prompt_tokens + output_tokens <= gang.largest_group(size)
 
 
 class _Round:
-    """One gang."""
+    """A round on one gang."""
 
     def __init__(
         self,
@@ -131,7 +126,7 @@ class _Round:
         self._wakes: list[int] = []
         self._moved: dict[SequenceId, None] = {}
         self._taken: dict[InstanceId, None] = {}
-        """Instances that begin to prefill in this round, or are to decode what does."""
+        """Instances that begin to prefill in this round, or will decode these requests."""
         self._regrouping = Regrouping(
             self._gang.iteration_ns,
             self._gang.move_ns,
@@ -141,36 +136,37 @@ class _Round:
 
     @property
     def unused(self) -> int:
-        """Slots of the gang that nobody was promised, by what was decided as well."""
+        """Slots of the gang that are not reserved, those of this round included."""
         return sum(self._gang.unused.values())
 
     def decide(self) -> Iterator[Decision]:
-        """What starts, who was passed, and when to ask again."""
+        """Yield the plans, the bypassed requests, and the time of the next round."""
         if dop := self._options.static_dop:
             yield from self._static(dop)
             return
         started = len(self._started)
         batches = self._batches()
         if next(self._pending(), None) is not None:
-            yield from self._any(self._gang.idle, batches)
+            yield from self._starts(self._gang.idle, batches)
         if len(self._started) > started:
             yield from self._bypassed()
         if self._options.migrate:
             yield from self._regrouped(batches)
-        yield from self._asking_again()
+        yield from self._wake()
 
-    def _any(
+    def _starts(
         self, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> Iterator[StartPlan | MovePlan]:
-        """First what goes on from kept KV, then batches on the other instances."""
+        """Start prompts after cached prefixes, then batches on the other instances."""
         migration = None
-        going_on = list(self._reuse_prefixes(idle, batches))
-        if going_on:
-            yield from going_on
-            idle, batches = self._gang.others(going_on, idle, batches)
+        reusing = list(self._reuse_prefixes(idle, batches))
+        if reusing:
+            yield from reusing
+            idle, batches = self._gang.others(reusing, idle, batches)
         elif not idle:
             idle, migration = self._emptied()
-            batches = [] if migration else batches  # some take what moves
+            # Some of the groups receive the migrated KV, so none may be preempted.
+            batches = [] if migration else batches
         if not idle and not batches:
             return
         dispatched = self._dispatch(idle, batches, _slots(migration))
@@ -181,29 +177,30 @@ class _Round:
             yield from self._plans(dispatched, idle)
 
     def _bypassed(self) -> Iterator[Bypassed]:
-        """Those before whom younger ones have started in this round."""
+        """Yield the requests that younger ones have passed in this round."""
         youngest = max(self._started, default=-1)
-        for it in self._pending():
-            if it.id > youngest:
+        for prompt in self._pending():
+            if prompt.id > youngest:
                 break
-            yield Bypassed(request_id=it.id)
+            yield Bypassed(request_id=prompt.id)
 
     def _reuse_prefixes(
         self, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> Iterator[StartPlan]:
-        """Prompts most of which was kept, each where that lies. They pass others as often as any
-        may (App. A)."""
-        starting = PrefixReuse(self._gang, self._pair.decode.decode_ns)
-        views = {it.id: it for it in islice(self._view.waiting("low"), MOST_REQUESTS)}
+        """Start prompts on the holders of their cached prefixes, within `max_num_ooe` (App. A)."""
+        reuse = PrefixReuse(self._gang, self._pair.decode.decode_ns)
+        requests = {
+            request.id: request for request in islice(self._view.waiting("low"), MOST_REQUESTS)
+        }
         busy: set[InstanceId] = set()
         for prompt in list(self._pending()):
             if not self._room():
                 break
-            cached = self._view.cached(views[prompt.id], self._pair.decode.id)
+            cached = self._view.cached(requests[prompt.id], self._pair.decode.id)
             holders = {kv_slice.instance for kv_slice in cached.slices} if cached else set()
             plan = None
             if cached is not None and busy.isdisjoint(holders):
-                plan = starting.start(prompt, cached, idle, batches)
+                plan = reuse.start(prompt, cached, idle, batches)
             if plan is not None:
                 self._started[prompt.id] = None
                 busy |= holders
@@ -215,10 +212,10 @@ class _Round:
         groups = StaticGroups(self._gang, dop, self._view.now_ns, self._room())
         for decision in groups.decide(list(self._pending())):
             if isinstance(decision, StartPlan):
-                self._started.update((it.request_id, None) for it in decision.decode)
+                self._started.update((placement.request_id, None) for placement in decision.decode)
             yield decision
 
-    def _asking_again(self) -> Iterator[Decision]:
+    def _wake(self) -> Iterator[Decision]:
         future = [wake for wake in self._wakes if wake > self._view.now_ns]
         if future:
             yield WakeAt(at_ns=min(future))
@@ -226,7 +223,7 @@ class _Round:
     # --- §5.1 ---
 
     def _batches(self) -> list[DecodeGroup]:
-        """Those that may be preempted now."""
+        """Return the decode groups that may be preempted now."""
         ready = []
         for batch, from_ns in self._gang.batches():
             if from_ns <= self._view.now_ns:
@@ -236,16 +233,21 @@ class _Round:
         return ready
 
     def _pending(self) -> Iterator[PendingPrompt]:
-        """Of the oldest one's class: requests of several cannot share a step."""
+        """Yield the pending requests of the oldest one's class."""
+        # Requests of several classes cannot share a step.
         cls = None
-        for it in islice(self._view.waiting("low"), MOST_REQUESTS):
-            fits = it.prompt_tokens + it.output_tokens <= self._pair.max_positions
-            if fits and it.id not in self._started and cls in (None, it.cls):
-                cls = it.cls
-                yield _prompt(it, self._view.now_ns)
+        for request in islice(self._view.waiting("low"), MOST_REQUESTS):
+            fits = request.prompt_tokens + request.output_tokens <= self._pair.max_positions
+            if fits and request.id not in self._started and cls in (None, request.cls):
+                cls = request.cls
+                yield _prompt(request, self._view.now_ns)
 
     def _dispatch(self, idle: Many[Elastic], batches: Many[DecodeGroup], moving: int) -> Dispatched:
-        """What moves has so many slots twice until it is there."""
+        """Choose the requests to prefill.
+
+        Args:
+            moving: slots that migrated KV occupies twice until it is received.
+        """
         available = len(idle) + sum(len(batch.instances) for batch in batches)
         room = self._max_batch - self._pair.decode.mastered
         dispatcher = Dispatcher(
@@ -258,67 +260,79 @@ class _Round:
         return dispatcher.dispatch(self._pending(), idle, batches)
 
     def _emptied(self) -> tuple[tuple[Elastic, ...], Migration | None]:
-        """Where all instances decode: one whose KV goes to the others, if that pays."""
+        """Empty an instance while all of them decode, if that pays off."""
         if not self._options.migrate:
             return (), None
         freed = self._regrouping.free(
             self._gang.movable,
             self._gang.groups,
-            startable=lambda it: self._dispatch([it], [], it.used).prompts,
-            alone_ns=lambda it: self._model.ns([it.tokens], 1),
+            startable=lambda instance: self._dispatch([instance], [], instance.used).prompts,
+            alone_ns=lambda prompt: self._model.ns([prompt.tokens], 1),
         )
         return ((freed.instance,), freed.migration) if freed else ((), None)
 
-    # --- §4, §5.4: what decodes already ---
+    # --- §4, §5.4: decode groups ---
 
     def _regrouped(self, batches: Many[DecodeGroup]) -> Iterator[MovePlan]:
-        """Groups that do better on fewer instances, and those that have too few masters."""
-        movable = {it.id for it in self._gang.movable}
+        """Shrink groups that are faster on fewer instances, and give others more masters."""
+        movable = {instance.id for instance in self._gang.movable}
         for batch in batches:
-            rows = self._gang.sequences_of(batch)
+            sequences = self._gang.sequences_of(batch)
             if any(instance.id in self._taken for instance in batch.instances):
                 continue
-            if any(row.id in self._moved for row in rows):
+            if any(sequence.id in self._moved for sequence in sequences):
                 continue
             now = self._gang.elastic([instance.id for instance in batch.instances])
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
-            elif len(rows) > self._gang.most_sequences:
-                yield from self._masters(batch, rows)
+            elif len(sequences) > self._gang.most_sequences:
+                yield from self._masters(batch, sequences)
 
-    def _masters(self, batch: DecodeGroup, rows: Many[Sequence]) -> Iterator[MovePlan]:
-        """More of them, or others."""
+    def _masters(self, batch: DecodeGroup, sequences: Many[Sequence]) -> Iterator[MovePlan]:
+        """Distribute the sequences of a group over more masters."""
         gang, of_master = self._gang, dict[InstanceId, list[Sequence]]()
-        for row in rows:
-            of_master.setdefault(row.master_id, []).append(row)
+        for sequence in sequences:
+            of_master.setdefault(sequence.master_id, []).append(sequence)
         own = [instance.id for instance in batch.instances]
-        idle = [it.id for it in gang.idle if it.id not in self._taken]
-        mastered = {it: len(found) for it, found in of_master.items()}
+        idle = [instance.id for instance in gang.idle if instance.id not in self._taken]
+        mastered = {master: len(sampled) for master, sampled in of_master.items()}
         wanted = levelled(mastered, [*own, *idle], gang.most_sequences)
-        takers = [it for it in wanted for _ in range(wanted[it] - mastered.get(it, 0))]
-        self._taken.update((it, None) for it in wanted if it not in own)
-        for master, found in of_master.items():
-            movable = [it for it in reversed(found) if not any(one.source for one in it.slices)]
-            for row in movable[: max(0, len(found) - wanted.get(master, 0))]:
-                self._moved[row.id] = None
-                seen = row.answer_span[0] + gang.generated_tokens(row)
-                yield hand_over(row, takers.pop(), seen, gang.unused)
+        takers = [
+            master for master in wanted for _ in range(wanted[master] - mastered.get(master, 0))
+        ]
+        self._taken.update((master, None) for master in wanted if master not in own)
+        for master, sampled in of_master.items():
+            movable = [
+                sequence
+                for sequence in reversed(sampled)
+                if not any(kv_slice.source for kv_slice in sequence.slices)
+            ]
+            for sequence in movable[: max(0, len(sampled) - wanted.get(master, 0))]:
+                self._moved[sequence.id] = None
+                seen = sequence.answer_span[0] + gang.generated_tokens(sequence)
+                yield hand_over(sequence, takers.pop(), seen, gang.unused)
 
     # --- App. A ---
 
     def _waits(
         self, dispatched: Dispatched, idle: Many[Elastic], batches: Many[DecodeGroup]
     ) -> bool:
-        """Whether all instances soon are better than some now. What was waited already counts, so
-        that nobody waits for longer than that can gain."""
+        """Return True if all instances soon are better than some now.
+
+        The time already waited counts, so that no request waits longer than it can gain.
+        """
         most_ns = round(self._options.max_delay_s * 1e9)
         if dispatched.preempted or not batches or not most_ns:
             return False
         decoding = [request for batch in batches for request in batch.requests]
         wait = wait_ns(decoding, self._pair.decode.decode_ns)
         oldest = dispatched.prompts[0].id
-        since_ns = next(it.waiting_since_ns for it in self._view.waiting("low") if it.id == oldest)
+        since_ns = next(
+            request.waiting_since_ns
+            for request in self._view.waiting("low")
+            if request.id == oldest
+        )
         waited_ns = self._view.now_ns - since_ns
         every = len(self._pair.decode.instances)
         delay_ns = wait + waited_ns
@@ -332,10 +346,12 @@ class _Round:
     # --- §5.2, §5.3, §5.4 ---
 
     def _plans(self, dispatched: Dispatched, idle: Many[Elastic]) -> Iterator[StartPlan | MovePlan]:
+        """Allocate instances to the chosen requests, form batches and start them."""
         prompts = list(dispatched.prompts)
-        decoding = [it for batch in dispatched.preempted for it in batch.instances]
-        known = {it.id for it in (*idle, *decoding)}  # one that is emptied counts as idle
-        others = [it for it in self._gang.movable if it.id not in known]
+        decoding = [instance for batch in dispatched.preempted for instance in batch.instances]
+        # An instance that is emptied for these requests counts as idle already.
+        known = {instance.id for instance in (*idle, *decoding)}
+        others = [instance for instance in self._gang.movable if instance.id not in known]
         room = self.unused - sum(prompt.future for prompt in prompts)
         given = partial(allocate, prompts, idle, decoding, self._model, others=others)
         allocation = given(move_ns=self._gang.move_ns)
@@ -345,9 +361,10 @@ class _Round:
             return
         yield from self._moves(allocation.migrations)
         whole = _whole_groups(allocation.instances, dispatched.preempted)
-        chosen = self._gang.elastic([it.id for it in whole])
-        instances = sorted(chosen, key=lambda it: (-it.unused, it.order))[:MOST_INSTANCES]
-        prompts.sort(key=lambda it: (-it.tokens, it.id))
+        chosen = self._gang.elastic([instance.id for instance in whole])
+        instances = sorted(chosen, key=lambda instance: (-instance.unused, instance.order))
+        instances = instances[:MOST_INSTANCES]
+        prompts.sort(key=lambda prompt: (-prompt.tokens, prompt.id))
         search = plain if self._options.batching == "plain" else pruned
         objective: Objective = "sum" if self._options.objective == "sum" else "normalised"
         lengths, slots = (
@@ -358,8 +375,11 @@ class _Round:
         if batching is None:
             return
         batches = [
-            (prompts[it.first : it.stop], _filled(prompts[it.first], instances[it.begin : it.end]))
-            for it in batching.batches
+            (
+                prompts[batch.first : batch.stop],
+                _filled(prompts[batch.first], instances[batch.begin : batch.end]),
+            )
+            for batch in batching.batches
         ]
         yield from self._start(batches)
         slowest_ns = max(
@@ -369,20 +389,21 @@ class _Round:
         yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
 
     def _moves(self, migrations: Many[Migration]) -> Iterator[MovePlan]:
-        movable = {it.id for it in self._gang.movable}
+        """Yield the moves of migrations whose sequences can all move now."""
+        movable = {instance.id for instance in self._gang.movable}
         for migration in migrations:
             if migration.source not in movable:
-                continue  # what is here stays, and stands still
-            found = list(moves(migration, self._gang.sequences))
-            if any(it.sequence_id in self._moved for it in found):
-                continue  # the same, because it lies on two of them
-            self._moved.update((it.sequence_id, None) for it in found)
+                continue  # Its sequences pause instead.
+            plans = list(moves(migration, self._gang.sequences))
+            if any(plan.sequence_id in self._moved for plan in plans):
+                continue  # A sequence on two sources moves only once; the others pause.
+            self._moved.update((plan.sequence_id, None) for plan in plans)
             for target, tokens in migration.targets:
                 self._gang.unused[target] -= tokens
-            yield from found
+            yield from plans
 
     def _greedy(self, left: Many[Elastic], slowest_ns: float) -> Iterator[StartPlan]:
-        """Fill instances that no batch wants (App. A): with the oldest that end in time."""
+        """Fill instances without a batch with the oldest requests that end in time (App. A)."""
         for instance in left:
             room, slots = self._room(), self._gang.unused[instance.id]
             fitting: list[PendingPrompt] = []
@@ -390,8 +411,8 @@ class _Round:
                 more = [*fitting, prompt]
                 if (
                     len(more) <= room
-                    and sum(it.future for it in more) <= slots
-                    and self._model.ns([it.tokens for it in more], 1) <= slowest_ns
+                    and sum(pending.future for pending in more) <= slots
+                    and self._model.ns([pending.tokens for pending in more], 1) <= slowest_ns
                 ):
                     fitting = more
                 elif prompt.bypassed_rounds >= self._options.max_num_ooe:
@@ -405,8 +426,9 @@ class _Round:
     def _start(
         self, batches: Many[tuple[Many[PendingPrompt], Many[Elastic]]]
     ) -> Iterator[StartPlan]:
+        """Place the KV of batches, take its slots and start them."""
         gang = self._gang
-        kept = place_kv(
+        placements = place_kv(
             [
                 (requests, gang.elastic([instance.id for instance in group]))
                 for requests, group in batches
@@ -415,24 +437,26 @@ class _Round:
             gang.mastered,
             most_rows=gang.most_sequences,
         )
-        for (requests, group), places in zip(batches, kept, strict=True):
-            for where in places:
-                self._take(where)
+        for (requests, group), of_batch in zip(batches, placements, strict=True):
+            for placement in of_batch:
+                self._take(placement)
             lengths = [request.tokens for request in requests]
             predicted_ns = round(self._model.ns(lengths, len(group)))
             self._started.update((request.id, None) for request in requests)
-            yield self._noted(start(requests, group, places, predicted_ns))
+            yield self._noted(start(requests, group, of_batch, predicted_ns))
 
     def _noted(self, plan: StartPlan) -> StartPlan:
+        """Record the instances of a plan as taken."""
         for step in plan.steps:
             self._taken.update((instance, None) for instance in step.group)
-        for it in plan.decode:
-            self._taken[it.master] = None
-            self._taken.update((share.instance, None) for share in (*it.slices, *it.answer))
+        for placement in plan.decode:
+            self._taken[placement.master] = None
+            slices = (*placement.slices, *placement.answer)
+            self._taken.update((kv_slice.instance, None) for kv_slice in slices)
         return plan
 
-    def _take(self, kept: KvPlacement) -> None:
-        for instance, tokens in (*kept.prompt, *kept.answer):
+    def _take(self, placement: KvPlacement) -> None:
+        for instance, tokens in (*placement.prompt, *placement.answer):
             self._gang.unused[instance] -= tokens
 
 
@@ -451,14 +475,14 @@ def _slots(migration: Migration | None) -> int:
 
 
 def _filled(longest: PendingPrompt, group: Many[Elastic]) -> Many[Elastic]:
-    """Every member computes a token of the longest prompt at least."""
+    """Return the members that compute at least a token of the longest prompt."""
     return group[: longest.tokens]
 
 
 def _whole_groups(chosen: Many[Elastic], preempted: Many[DecodeGroup]) -> list[Elastic]:
-    """With one instance of a group preempted, all of it stands still, and may as well prefill."""
-    found: dict[InstanceId, Elastic] = {it.id: it for it in chosen}
+    """Add the other instances of preempted groups, which pause and may as well prefill."""
+    whole: dict[InstanceId, Elastic] = {instance.id: instance for instance in chosen}
     for batch in preempted:
-        if any(instance.id in found for instance in batch.instances):
-            found.update((instance.id, instance) for instance in batch.instances)
-    return list(found.values())
+        if any(instance.id in whole for instance in batch.instances):
+            whole.update((instance.id, instance) for instance in batch.instances)
+    return list(whole.values())

@@ -367,8 +367,8 @@ class Regrouping:
             if not prompts:
                 continue
             (batch,) = [it for it in batches if source.id in [one.id for one in it.instances]]
-            spared_ns = max(alone_ns(prompts[0]), wait_ns(batch.requests, self._average_decode_ns))
-            if spared_ns > move_ns and (best is None or move_ns < best[0]):
+            saved_ns = max(alone_ns(prompts[0]), wait_ns(batch.requests, self._average_decode_ns))
+            if saved_ns > move_ns and (best is None or move_ns < best[0]):
                 best = move_ns, FreedInstance(source, migration)
         return None if best is None else best[1]
 

@@ -248,9 +248,9 @@ class _Search:
         top: int,
         limit: float,
     ) -> tuple[float, _Link] | None:
-        """Return the best plan whose next chunk has the size `current`, if it ends before the limit.
+        """Return the best plan whose next chunk has the size `current`, or None (Alg. 3).
 
-        All sizes are tried for the chunk after it (Alg. 3).
+        All sizes are tried for the chunk after it. The plan must end before the limit.
         """
         a, b, c, d = self._costs[current]
         linear, least = b + c * past, self._min_chunk

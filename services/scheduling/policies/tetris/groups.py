@@ -25,7 +25,7 @@ integer, because a list of integers sorts five times as fast as one of tuples.""
 
 
 class GroupChoice(Protocol):
-    """A group, empty at first, and the larger groups that it may grow to, by index of their size."""
+    """A group, empty at first, and the larger ones that it may grow to, by index of their size."""
 
     @property
     def free_ns(self) -> Sequence[int]:

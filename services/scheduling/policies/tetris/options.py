@@ -75,7 +75,7 @@ class TetrisOptions:
     """Deviation of a plan's predicted end, as a share of its time, that triggers replanning of the
     unsent chunks; 0: never, and all chunks are sent to the ranks at once."""
     launch_ahead_s: float = 1.0
-    """Seconds before its predicted start at which a chunk is sent to the ranks and becomes final."""
+    """Seconds before its predicted start at which a chunk is sent to the ranks, unchangeable."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "min_chunk")

@@ -16,7 +16,7 @@ from csps.services.scheduling.policies.loongserve.inputs import (
     Eq7,
     PendingPrompt,
     PrefillModel,
-    spared_ns,
+    saved_ns,
     wait_ns,
     worth_waiting,
 )
@@ -355,9 +355,9 @@ def test_waiting_by_hand() -> None:
     """One of four instances is free: 1000 + 2 * 800 = 2600 ns now, 1400 on all four."""
     assert wait_ns([Decoding(5, 300), Decoding(5, 100)], 1000) == 900
     assert wait_ns([Decoding(5, 2000)], 1000) == 0
-    assert spared_ns(10**6, [Decoding(5, 100)], 1000) == 900
-    assert spared_ns(700, [Decoding(5, 2000)], 1000) == 700, "all that it has waited"
-    assert spared_ns(700, [Decoding(5, 1300)], 1000) == 300, "what they were too long"
+    assert saved_ns(10**6, [Decoding(5, 100)], 1000) == 900
+    assert saved_ns(700, [Decoding(5, 2000)], 1000) == 700, "all that it has waited"
+    assert saved_ns(700, [Decoding(5, 1300)], 1000) == 300, "what they were too long"
     prompts = [PendingPrompt(1, 800, 1)]
     assert worth_waiting(prompts, 1, 4, 1199, FLAT)
     assert not worth_waiting(prompts, 1, 4, 1200, FLAT)
