@@ -45,6 +45,7 @@ check: $(DEV) ## lint, format, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks
 	$(BIN)/pytest -q tests/test_import_direction.py
 
 format: $(DEV) ## let ruff repair what it can

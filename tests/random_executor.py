@@ -56,7 +56,7 @@ class SentSequence:
     steps: list[int] = field(default_factory=list)
     computed: int = 0
     first_token: bool = False
-    unlanded: dict[int, int] = field(default_factory=dict)
+    unreceived: dict[int, int] = field(default_factory=dict)
     unfreed: list[int] = field(default_factory=list)
     joined: bool = False
     silent: bool = False
@@ -81,7 +81,7 @@ class SentSequence:
 
 @dataclass
 class SentRequest:
-    """A client's request as the executor knows it."""
+    """Request of a client, as the executor knows it."""
 
     prompt: int
     output: int
@@ -89,7 +89,7 @@ class SentRequest:
     sequence: int | None = None
     ended: str = ""
     ended_in: int = -1
-    """The turn in which it was cancelled or drew its last token."""
+    """Turn in which it was cancelled or sampled its last token."""
 
 
 class RandomCell:
@@ -125,8 +125,8 @@ class RandomCell:
             cmd.SetGroup: self._set_group,
             cmd.Piggyback: self._piggyback,
             cmd.MoveKv: self._move,
-            cmd.Retain: self._reject,
-            cmd.Evict: self._release,
+            cmd.Retain: self._retain,
+            cmd.Evict: self._evict,
             cmd.Cancel: self._cancel,
             cmd.Restart: self._restart,
             cmd.Refuse: self._refuse,
@@ -317,7 +317,7 @@ class RandomCell:
         found = []
         for number, sequence in self.sequences.items():
             fits = {
-                "receiving": bool(sequence.unlanded) and not sequence.silent,
+                "receiving": bool(sequence.unreceived) and not sequence.silent,
                 "decoding": sequence.joined and sequence.first_token and not sequence.silent,
                 "prefilling": sequence.joined and not sequence.first_token and not sequence.silent,
                 "freeing": sequence.freeing and bool(sequence.unfreed),
@@ -331,8 +331,8 @@ class RandomCell:
     def _receive_kv(self) -> None:
         if (number := self._some("receiving")) is not None:
             sequence = self.sequences[number]
-            instance = self.random.choice(list(sequence.unlanded))
-            tokens = sequence.unlanded.pop(instance)
+            instance = self.random.choice(list(sequence.unreceived))
+            tokens = sequence.unreceived.pop(instance)
             if self.random.random() < self.faults / 4:
                 tokens += 1
             self._pending.append(
@@ -388,7 +388,9 @@ class RandomCell:
         for sequence in self.sequences.values():
             if gang_of(sequence.reserve.master) == gang:
                 sequence.unfreed, sequence.silent = [], True
-            elif sequence.prefill == gang and not (sequence.first_token and not sequence.unlanded):
+            elif sequence.prefill == gang and not (
+                sequence.first_token and not sequence.unreceived
+            ):
                 sequence.silent = True
 
     def _link_breaks(self) -> None:
@@ -397,7 +399,7 @@ class RandomCell:
             prefill, decode = self._gang(True), self._gang(False)
             self._pending.append(ev.LinkDown(prefill=prefill, decode=decode, reason="cut"))
             for sequence in self.sequences.values():
-                if not sequence.silent and sequence.unlanded:
+                if not sequence.silent and sequence.unreceived:
                     sequence.silent = True
 
     def _sequence_fails(self) -> None:
@@ -444,7 +446,7 @@ class RandomCell:
         request.sequence = command.sequence_id
         self.sequences[command.sequence_id] = SentSequence(
             reserve=command,
-            unlanded={} if command.piggybacked else tokens_on(own(command.slices)),
+            unreceived={} if command.piggybacked else tokens_on(own(command.slices)),
             slots=decode_slots(command, command.output_tokens),
             unfreed=list(decode_slots(command, command.output_tokens)),
         )
@@ -466,7 +468,7 @@ class RandomCell:
         for number in command.joined:
             sequence = self.sequences[number]
             assert sequence.first_token, "joined without its first token"
-            assert not sequence.unlanded, "joined before its KV"
+            assert not sequence.unreceived, "joined before its KV"
             assert not sequence.joined, "joined twice"
             sequence.joined = True
 
@@ -514,10 +516,10 @@ class RandomCell:
             ]
             self._pending.append(ev.Moved(sequence_id=number))
 
-    def _reject(self, command: cmd.Retain) -> None:
+    def _retain(self, command: cmd.Retain) -> None:
         raise AssertionError("this executor has no prefix cache")
 
-    def _release(self, command: cmd.Evict) -> None:
+    def _evict(self, command: cmd.Evict) -> None:
         raise AssertionError("this executor has no prefix cache")
 
     def _cancel(self, command: cmd.Cancel) -> None:

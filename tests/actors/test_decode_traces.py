@@ -26,7 +26,7 @@ from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.messages import Sampling
 
 LENGTH, DRAWN, FIRST = 60, 24, 10
-"""Tokens of the prompt, tokens of the answer, and how many of the latter lie where the prompt does."""
+"""Tokens of the prompt and of the answer, and those of the answer that lie with the prompt."""
 
 
 async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(

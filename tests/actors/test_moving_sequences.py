@@ -29,7 +29,7 @@ from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_step
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paused_ranks import PausedSteps, PausedDecodeBatch
+from paused_ranks import PausedDecodeBatch, PausedSteps
 from property_examples import examples
 
 from csps.actors.comm.process_group import GroupMaker
@@ -202,7 +202,9 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
     """The slots belong to others from then on, although the log has not dropped the move yet: the
     leader hears of it last."""
     async with elastic_cell(tiny_llama, 2, kv_slots=64) as cell:
-        delayed = PausedDecodeBatch(monkeypatch, cell.prefill_gang.ranks[0].loop.decode_batch, after=3)
+        delayed = PausedDecodeBatch(
+            monkeypatch, cell.prefill_gang.ranks[0].loop.decode_batch, after=3
+        )
         loop = cell.prefill_gang.ranks[1].loop
         pool = cell.prefill_gang.ranks[1].engine.pool
         request = talking(1, 20, 40, 0)

@@ -14,7 +14,7 @@ import pytest
 from arbitrary_layout_policy import AnyLayout
 from gang_driver import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually
-from paused_ranks import PausedSteps, PausedDecodeBatch
+from paused_ranks import PausedDecodeBatch, PausedSteps
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.costs.cost_table import CostTable, Latencies, Unmeasured
@@ -378,7 +378,9 @@ async def test_answers_and_piggybacked_prefills_continue_when_an_elastic_gang_is
         wanted = streams(8, first=100, further=150, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**options)) for options in wanted))
         stream = cell.gangs["elastic"].ranks[0].loop.decode_batch
-        paused = PausedDecodeBatch(monkeypatch, stream, after=20)  # of some eighty that prompts take
+        paused = PausedDecodeBatch(
+            monkeypatch, stream, after=20
+        )  # of some eighty that prompts take
         requests = [cell.submit(**options) for options in wanted]
         answers = [asyncio.ensure_future(answer(handle)) for handle in requests]
         await eventually(lambda: any(handle.timings.tokens > 3 for handle in requests))

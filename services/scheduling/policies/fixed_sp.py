@@ -117,7 +117,7 @@ class _Queue(NamedTuple):
     """The queue of a group; the least is the first to be free."""
 
     free_at_ns: int
-    index: int
+    group: int
     """Index of the group in the gang."""
 
 
@@ -165,14 +165,14 @@ class _Groups:
         plan = None
         while self._queues and plan is None:
             queue = heapq.heappop(self._queues)
-            group = self._groups[queue.index]
+            group = self._groups[queue.group]
             sizes = group.sizes(request.prompt_tokens)
             if sizes is None:
                 full.append(queue)
             else:
                 plan = self._plan(request, view, group, sizes, placed)
                 if group.steps < self._options.steps_per_group:
-                    heapq.heappush(self._queues, _Queue(group.free_at_ns, queue.index))
+                    heapq.heappush(self._queues, _Queue(group.free_at_ns, queue.group))
         for queue in full:
             heapq.heappush(self._queues, queue)
         return plan
@@ -185,21 +185,21 @@ class _Groups:
         reuses = Reuses(self._prefill, view.cost)
         holders = {kv_slice.instance for kv_slice in cached.slices}
         for queue in self._queues:
-            group = self._groups[queue.index]
+            group = self._groups[queue.group]
             if holders <= {candidate.id for candidate in group.candidates}:
                 reuse = reuses.on(request, cached, group.candidates)
-                soonest = self._groups[self._queues[0].index]
+                soonest = self._groups[self._queues[0].group]
                 whole = view.cost.best(request.cls, soonest.shape, 0, request.prompt_tokens)
                 if reuse and reuse.ends_ns <= soonest.free_at_ns + whole.time_ns:
                     reuses.take(reuse)
-                    return queue.index, reuse
+                    return queue.group, reuse
         return None
 
     def _plan_reuse(self, request: Request, index: int, reuse: Reuse, placed: Placed) -> StartPlan:
         self._prefill.start_low_priority(request, reuse.candidates, reuse.sizes, reuse.time_ns)
         self._decode.take(placed, request.output_tokens)
         group = self._groups[index]
-        queues = [queue for queue in self._queues if queue.index != index]
+        queues = [queue for queue in self._queues if queue.group != index]
         if group.steps < self._options.steps_per_group:
             queues.append(_Queue(group.free_at_ns, index))
         heapq.heapify(queues)

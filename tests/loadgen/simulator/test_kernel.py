@@ -122,7 +122,7 @@ def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
 
 
 def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
-    """With constant lengths, choosing the shorter queue serves requests in order of arrival."""
+    """Choosing the shorter queue serves requests of constant length in order of arrival."""
     rng = random.Random(11)
     times, work = poisson(rng, 2000, 600), 1000
     free = [0, 0]

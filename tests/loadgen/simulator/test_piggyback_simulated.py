@@ -38,14 +38,14 @@ BUDGET = 64
 
 
 def elastic(instances: int = 1, **options: Any) -> ClusterModel:
-    pair = cluster(instances=instances, decode=instances, step=STEP, line=LINE, **options)
+    pair = cluster(instances=instances, decode=instances, step=STEP, regime=LINE, **options)
     model = dict(vars(pair))
     model["prefill"] = model["decode"]
     return ClusterModel(**model)
 
 
 def pair(instances: int = 1) -> ClusterModel:
-    return cluster(instances=4, decode=instances, step=STEP, line=LINE)
+    return cluster(instances=4, decode=instances, step=STEP, regime=LINE)
 
 
 def run(
@@ -76,7 +76,7 @@ def alone_ns(prompt: int) -> int:
 def test_a_prompt_alone_costs_one_more_constant_for_each_further_chunk(
     prompt: int, instances: int
 ) -> None:
-    """With c = 2d, n chunks take T(L) + (n - 1) a, except for rounding."""
+    """If c = 2d, n chunks take T(L) + (n - 1) a, except for rounding."""
     arrivals = [Arrival(at_ns=0, prompt_tokens=prompt, output_tokens=3)]
     (outcome,) = run(arrivals, elastic(instances)).outcomes
     chunks = -(-prompt // BUDGET)

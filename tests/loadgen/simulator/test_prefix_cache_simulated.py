@@ -34,7 +34,7 @@ CELLS += [("chunked_prefill", True), ("loongserve", True)]
 
 
 def model(elastic: bool, kv_slots: int = 40_000) -> ClusterModel:
-    pair = cluster(instances=4, decode=2, step=STEP, line=LINE, kv_slots=kv_slots)
+    pair = cluster(instances=4, decode=2, step=STEP, regime=LINE, kv_slots=kv_slots)
     parts = dict(vars(pair))
     if elastic:
         parts["prefill"] = parts["decode"]

@@ -200,7 +200,7 @@ def test_in_random_worlds_everything_ends_once(seed: int) -> None:
 
 
 def elastic(**options: int) -> ClusterModel:
-    pair = cluster(instances=3, decode=3, step=STEP, line=LINE, **options)
+    pair = cluster(instances=3, decode=3, step=STEP, regime=LINE, **options)
     return ClusterModel(**{**vars(pair), "prefill": pair.decode})
 
 

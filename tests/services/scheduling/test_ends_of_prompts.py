@@ -139,7 +139,8 @@ def test_a_gang_decodes_no_prompt_of_which_it_has_nothing() -> None:
 
 @pytest.mark.parametrize("policy", ["chunked_prefill", "fixed_sp", "loongserve", "tetris"])
 def test_other_policies_refuse_ends_where_they_are_decoded(policy: str) -> None:
-    with pytest.raises(ConfigError, match=r"prefill_tokens_max \(supported: context_parallel, csps\)"):
+    supported = r"prefill_tokens_max \(supported: context_parallel, csps\)"
+    with pytest.raises(ConfigError, match=supported):
         make_policy(policy, {"prefill_tokens_max": 40})
 
 

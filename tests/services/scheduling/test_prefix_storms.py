@@ -43,7 +43,7 @@ class KeepingCell(RandomCell):
         """Where that lies which a sequence has computed."""
         self.retain: set[Place] = set()
         self._orders: dict[int, deque[cmd.Retain | cmd.Evict]] = {}
-        """By gang, what it has not executed."""
+        """Commands that each gang has not executed."""
         self.reused = self.held = 0
 
     # --- conversations ---
@@ -64,7 +64,7 @@ class KeepingCell(RandomCell):
         sequence = self.sequences[number]
         request = self.requests[sequence.reserve.request_id]
         said = self._of_request.get(sequence.reserve.request_id, ())
-        blocks = (request.prompt + request.drawn - 1) // BLOCK - len(said)
+        blocks = (request.prompt + request.generated - 1) // BLOCK - len(said)
         answer = tuple(str(next(self._blocks)).encode() for _ in range(max(0, blocks)))
         if not said:
             return ()
@@ -137,12 +137,12 @@ class KeepingCell(RandomCell):
             if not sequence.steps and not self._elastic and place not in self.retain:
                 self.lies.pop(place, None)
 
-    def _keep(self, command: cmd.Retain) -> None:
+    def _retain(self, command: cmd.Retain) -> None:
         sequence = self.sequences[command.sequence_id]
         reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
         assert reserve.retain, "kept, but it was not to stay"
         assert not sequence.freeing, "kept, but it was cancelled"
-        drawn = request.drawn - (request.output - reserve.output_tokens)
+        drawn = request.generated - (request.output - reserve.output_tokens)
         computed = reserve.prompt_tokens + max(drawn - 1, 0)
         reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
         if command.stop > command.start:
@@ -150,7 +150,7 @@ class KeepingCell(RandomCell):
         answer = reserve.answer or (
             cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
         )
-        assert not sequence.unlanded or self._elastic, "kept, but not there"
+        assert not sequence.unreceived or self._elastic, "kept, but not there"
         self.lies[command.gang, command.sequence_id] = {
             p: it.instance
             for it in (*own(reserve.slices), *answer)
@@ -160,7 +160,7 @@ class KeepingCell(RandomCell):
         sequence.silent = True
         self._order(command)
 
-    def _release(self, command: cmd.Evict) -> None:
+    def _evict(self, command: cmd.Evict) -> None:
         self._order(command)
 
     def _order(self, command: cmd.Retain | cmd.Evict) -> None:
@@ -277,7 +277,7 @@ def storm(seed: int) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("cells", range(6))
 def test_what_is_kept_is_there_and_what_is_read_stays(cells: int) -> None:
-    """With each policy once."""
+    """Run each policy once."""
     found = [storm(seed) for seed in range(cells * len(CELLS), (cells + 1) * len(CELLS))]
     assert any(reused for _, reused, _ in found)
 

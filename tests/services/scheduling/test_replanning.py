@@ -70,7 +70,7 @@ class Seeing(Scripted):
 
 
 class Line(SchedulerHarness):
-    """With a policy that does as it is told."""
+    """Return a scheduler whose policy decides what the test says."""
 
     def __init__(self, *decisions: Decision) -> None:
         self.policy = Seeing(*decisions)

@@ -131,7 +131,7 @@ class _Round:
             self._gang.iteration_ns,
             self._gang.move_ns,
             average_decode_ns=pair.decode.decode_ns,
-            most_rows=self._gang.most_sequences,
+            most_sequences=self._gang.most_sequences,
         )
 
     @property
@@ -435,7 +435,7 @@ class _Round:
             ],
             gang.all,
             gang.mastered,
-            most_rows=gang.most_sequences,
+            most_sequences=gang.most_sequences,
         )
         for (requests, group), of_batch in zip(batches, placements, strict=True):
             for placement in of_batch:

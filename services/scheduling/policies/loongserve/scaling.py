@@ -1,33 +1,14 @@
-"""Where KV stays after a prefill, and who draws the answers (LoongServe §5.4).
+"""LoongServe places KV after a prefill, chooses masters, and empties instances (§4, §5.4).
 
-*Down*: decoding scales poorly, so a batch keeps the fewest instances that hold its KV. *Up*: when
-memory asks for it, answers are promised slots on further instances of the gang; and from a profiled
-batch size on, when decoding becomes compute-bound, on as many instances as keep every master below
-it. New KV is as even as possible over the masters.
+`place_kv` scales *down*: decoding scales poorly, so a batch decodes on the fewest instances that
+hold its KV. It scales *up* for slots of answers, and from a profiled batch size on for more
+masters. `start` turns batches and placements into plans.
 
-From batches and where their KV is kept to what is launched.
+`levelled` and `hand_over` give a decode group more masters, as few and as even as possible. KV
+stays in place; a new master stores the tokens to come, as far as it has slots.
 
-Who draws the rows of a decode group that has grown (LoongServe §4.2, §5.4).
-
-From a profiled batch size on an iteration is compute-bound at its master. Then rows of it go to
-others: first to masters of the group, then to its other instances, then to idle ones, as few as
-keep all below that size, and as evenly as can be. What has KV stays where it lies; what is still to
-be drawn is kept by the new master, as far as that has slots.
-
-Which instances of decode groups are emptied, and why (LoongServe §4, §5.2).
-
-A group that has lost requests may hold on fewer instances what it holds; decoding scales poorly, so
-it goes on faster there (§5.4): it *shrinks*, if what its requests gain until they end, as long as
-answers have taken lately, is more than the move takes, both per token of the request that gains or
-loses, as in Eqs. 1-4.
-
-And while requests wait because all instances decode, one of them is *freed* if what it could start
-is spared more than the move takes: the time until its group ends, as Eq. 2 estimates it, and at
-least as long as the oldest takes itself, because a group that others join does not end then. Of
-several it is the one that is emptied soonest, as Eqs. 3-4 take e_min: whoever moves can neither
-give way nor be emptied meanwhile. Its requests go on in the groups that take its KV, which so
-become one. What they lose by larger batches is not counted, as in Eqs. 1-4: where it is, prompts
-wait, and far fewer are in time (`benchmarks/results/loongserve-load-2026-11-22.md`).
+`Regrouping` empties instances: to *shrink* a group that decodes faster on fewer instances, and to
+*free* one for waiting requests, if that gains more than the migration takes (Eqs. 1-4).
 """
 
 from __future__ import annotations
@@ -57,27 +38,27 @@ from csps.services.scheduling.policies.loongserve.inputs import (
 )
 from csps.services.scheduling.state.state import Sequence
 
-Parts = tuple[tuple[InstanceId, int], ...]
-"""Instances and tokens, in the order of positions."""
+TokenCounts = tuple[tuple[InstanceId, int], ...]
+"""Instances and numbers of tokens, in the order of positions."""
 
 
 class KvPlacement(NamedTuple):
-    """Where a request's KV is to lie."""
+    """Placement of a request's KV."""
 
-    prompt: Parts
-    answer: Parts
-    """Of the tokens to come."""
+    prompt: TokenCounts
+    answer: TokenCounts
+    """Holders of the tokens to be sampled."""
     master: InstanceId
 
 
 class _Holder:
-    """An instance, as what was placed before has left it."""
+    """An instance as it will be after earlier placements of the round."""
 
-    def __init__(self, it: Elastic, mastered: int) -> None:
-        self.id, self.order = it.id, it.order
-        self.unused, self.mastered = it.unused, mastered
+    def __init__(self, instance: Elastic, mastered: int) -> None:
+        self.id, self.order = instance.id, instance.order
+        self.unused, self.mastered = instance.unused, mastered
         self.awaited = 0
-        """Tokens of answers that will be drawn here."""
+        """Tokens of answers that will be sampled here."""
 
 
 def place_kv(
@@ -85,108 +66,127 @@ def place_kv(
     everyone: Many[Elastic],
     mastered: Mapping[InstanceId, int],
     *,
-    most_rows: int,
+    most_sequences: int,
 ) -> list[tuple[KvPlacement, ...]]:
     """Place the KV of batches that are prefilled on disjoint groups.
 
     Args:
-        batches: prompts and instances of each; these have slots for those.
+        batches: prompts of each batch, and instances with slots for them.
         everyone: all instances of the gang; together they have slots for all answers as well.
-        mastered: rows that each instance draws already.
-        most_rows: rows from which on a master is compute-bound.
+        mastered: number of sequences that each instance samples already.
+        most_sequences: number of sequences from which on a master is compute-bound.
 
     Returns:
-        Of each batch, for each prompt in its order.
+        The placements of each batch, in the order of its prompts.
     """
-    holders = {it.id: _Holder(it, mastered.get(it.id, 0)) for it in everyone}
+    holders = {
+        instance.id: _Holder(instance, mastered.get(instance.id, 0)) for instance in everyone
+    }
     placed = [
-        _place_prompts(prompts, [holders[instance.id] for instance in group], most_rows)
+        _place_prompts(prompts, [holders[instance.id] for instance in group], most_sequences)
         for prompts, group in batches
     ]
-    spare = sorted(holders.values(), key=lambda it: (not it.mastered, -it.unused, it.order))
-    return [tuple(_place_answer(*line, spare) for line in lines) for lines in placed]
+    spare = sorted(holders.values(), key=_decoding_first)
+    return [tuple(_place_answer(*prompt, spare) for prompt in of_batch) for of_batch in placed]
+
+
+def _decoding_first(holder: _Holder) -> tuple[bool, int, int]:
+    """Order instances: decoding ones, so that idle ones stay idle; then by free slots."""
+    return not holder.mastered, -holder.unused, holder.order
 
 
 def _place_prompts(
-    prompts: Many[PendingPrompt], group: Many[_Holder], most_rows: int
-) -> list[tuple[PendingPrompt, list[_Holder], Parts]]:
-    """Of each prompt, where its KV goes, and in which order the group's instances serve it.
-    Prompts cannot go elsewhere: they take slots before any answer."""
-    # Instances that decode already go first, so that idle ones stay idle; then the roomiest.
-    holders = sorted(group, key=lambda it: (not it.mastered, -it.unused, it.order))
-    size = _size(prompts, holders, most_rows)
-    lines = []
+    prompts: Many[PendingPrompt], group: Many[_Holder], most_sequences: int
+) -> list[tuple[PendingPrompt, list[_Holder], TokenCounts]]:
+    """Place the KV of a batch's prompts.
+
+    Returns:
+        Each prompt with the group's instances in its order of use, the master first, and the
+        placement of its KV.
+    """
+    # Prompts take slots before any answer, because they cannot go elsewhere.
+    ordered = sorted(group, key=_decoding_first)
+    size = _size(prompts, ordered, most_sequences)
+    placed = []
     for prompt in prompts:
-        master = _master(prompt, holders[:size])
-        line = [master, *(holder for holder in holders if holder is not master)]
-        lines.append((prompt, line, _fill(prompt.tokens, line)))
-    return lines
+        master = _master(prompt, ordered[:size])
+        holders = [master, *(holder for holder in ordered if holder is not master)]
+        placed.append((prompt, holders, _fill(prompt.tokens, holders)))
+    return placed
 
 
 def _place_answer(
-    prompt: PendingPrompt, line: list[_Holder], kept: Parts, spare: Many[_Holder]
+    prompt: PendingPrompt, holders: list[_Holder], placed: TokenCounts, spare: Many[_Holder]
 ) -> KvPlacement:
-    others = [it for it in spare if it not in line]
-    return KvPlacement(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
+    """Place the KV of an answer, on the group first."""
+    others = [holder for holder in spare if holder not in holders]
+    return KvPlacement(placed, _fill(prompt.answer, [*holders, *others]), holders[0].id)
 
 
-def _size(prompts: Many[PendingPrompt], holders: Many[_Holder], most_rows: int) -> int:
-    """The least degree of parallelism that holds the KV, answers included where they can be, and
-    whose masters stay below the threshold."""
+def _size(prompts: Many[PendingPrompt], holders: Many[_Holder], most_sequences: int) -> int:
+    """Return the fewest holders with slots for all KV and few enough sequences per master.
+
+    All holders if no smaller number has slots for the answers.
+    """
     future = sum(prompt.future for prompt in prompts)
-    rows = len(prompts)
+    sequences = len(prompts)
     for size in range(1, len(holders) + 1):
         first = holders[:size]
-        rows += first[-1].mastered
-        if sum(it.unused for it in first) >= future and rows <= most_rows * size:
+        sequences += first[-1].mastered
+        if sum(holder.unused for holder in first) >= future and sequences <= most_sequences * size:
             return size
     return len(holders)
 
 
 def _master(prompt: PendingPrompt, holders: Many[_Holder]) -> _Holder:
-    """The least busy holder that has room for all of a request, or else the roomiest."""
+    """Choose the least busy holder with slots for all of a request, or the one with most slots."""
     roomy = [holder for holder in holders if holder.unused - holder.awaited >= prompt.future]
-    by_load = sorted(roomy, key=lambda it: (it.mastered, it.awaited - it.unused, it.order))
-    master = by_load[0] if by_load else max(holders, key=lambda it: (it.unused, -it.order))
+    if roomy:
+        master = min(
+            roomy,
+            key=lambda holder: (holder.mastered, holder.awaited - holder.unused, holder.order),
+        )
+    else:
+        master = max(holders, key=lambda holder: (holder.unused, -holder.order))
     master.mastered += 1
     master.awaited += prompt.answer
     return master
 
 
-def _fill(tokens: int, line: Many[_Holder]) -> Parts:
+def _fill(tokens: int, holders: Many[_Holder]) -> TokenCounts:
     """Take slots of one instance after the other."""
-    parts = []
+    counts = []
     left = tokens
-    for holder in line:
-        part = min(left, holder.unused)
-        if part:
-            parts.append((holder.id, part))
-            holder.unused -= part
-            left -= part
+    for holder in holders:
+        count = min(left, holder.unused)
+        if count:
+            counts.append((holder.id, count))
+            holder.unused -= count
+            left -= count
     assert not left, f"no slots for {left} of {tokens} tokens"
-    return tuple(parts)
+    return tuple(counts)
 
 
 ALONE, RING = "ulysses", "ring_kv"
-"""How one instance attends, and how several do: KV comes by all members of a ring, so that those of
-the smaller group keep what the plan gives them (§4.1)."""
+"""Strategies of one instance, and of several. KV passes every member of a ring, so the holders of
+the smaller group store theirs without extra messages (§4.1)."""
 
 
 def start(
     prompts: Many[PendingPrompt],
     group: Many[Elastic],
-    kept: Many[KvPlacement],
+    placements: Many[KvPlacement],
     predicted_ns: int,
 ) -> StartPlan:
-    """One prefill iteration, and the scale-down within it.
+    """Plan one prefill iteration, and the scale-down within it.
 
     Args:
-        prompts: of the batch.
+        prompts: prompts of the batch.
         group: its instances.
-        kept: of each prompt, where its KV is to lie.
-        predicted_ns: what the iteration takes.
+        placements: placement of each prompt's KV.
+        predicted_ns: predicted time of the iteration.
     """
-    members = [it.id for it in sorted(group, key=lambda it: it.order)]
+    members = [instance.id for instance in sorted(group, key=lambda instance: instance.order)]
     ring = len(members) > 1
     chunks = tuple(
         PlannedChunk(
@@ -211,92 +211,99 @@ def start(
         strategy=RING if ring else ALONE,
         predicted_ns=predicted_ns,
     )
-    decode = tuple(_placement(it, where) for it, where in zip(prompts, kept, strict=True))
+    decode = tuple(
+        _placement(prompt, placement) for prompt, placement in zip(prompts, placements, strict=True)
+    )
     return StartPlan(steps=(step,), decode=decode)
 
 
-def _placement(prompt: PendingPrompt, kept: KvPlacement) -> DecodePlacement:
-    shares = tuple(_laid(kept.prompt, 0))
-    return DecodePlacement(
-        prompt.id, shares, kept.master, answer=tuple(_laid(kept.answer, prompt.tokens))
-    )
+def _placement(prompt: PendingPrompt, placement: KvPlacement) -> DecodePlacement:
+    slices = tuple(_consecutive(placement.prompt, 0))
+    answer = tuple(_consecutive(placement.answer, prompt.tokens))
+    return DecodePlacement(prompt.id, slices, placement.master, answer=answer)
 
 
-def _laid(parts: Many[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
-    """Positions from `start` on, part by part."""
-    shares = []
-    for instance, tokens in parts:
-        shares.append(PlacedSlice(instance, start, start + tokens))
+def _consecutive(counts: Many[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
+    """Return consecutive slices from position `start` on."""
+    slices = []
+    for instance, tokens in counts:
+        slices.append(PlacedSlice(instance, start, start + tokens))
         start += tokens
-    return shares
+    return slices
 
 
 def levelled(
-    mastered: Mapping[InstanceId, int], line: Many[InstanceId], most: int
+    mastered: Mapping[InstanceId, int], instances: Many[InstanceId], most: int
 ) -> dict[InstanceId, int]:
-    """How many rows each master is to have.
+    """Return the number of sequences that each master is to sample.
 
     Args:
-        mastered: rows that each draws now; those without any may be left out.
-        line: whoever may draw, the group's own before others.
-        most: rows that a master takes before it is compute-bound.
+        mastered: number of sequences that each samples now; 0 may be left out.
+        instances: instances that may sample, the group's own before others.
+        most: most sequences of a master before it is compute-bound.
 
     Returns:
-        As it is, if nobody draws more than `most`, or if there is nobody else.
+        The present numbers, if no master has more than `most`, or if there is no other instance.
     """
-    rows = sum(mastered.values())
-    now = {it: mastered[it] for it in line if mastered.get(it)}
+    sequences = sum(mastered.values())
+    now = {instance: mastered[instance] for instance in instances if mastered.get(instance)}
     if max(now.values(), default=0) <= most:
         return now
-    masters = sorted(line, key=lambda it: -now.get(it, 0))[: max(len(now), -(-rows // most))]
-    each, more = divmod(rows, len(masters))
-    return {it: each + (place < more) for place, it in enumerate(masters)}
+    masters = sorted(instances, key=lambda instance: -now.get(instance, 0))
+    masters = masters[: max(len(now), -(-sequences // most))]
+    each, more = divmod(sequences, len(masters))
+    return {master: each + (place < more) for place, master in enumerate(masters)}
 
 
 def hand_over(
-    row: Sequence, master: InstanceId, seen: int, unused: dict[InstanceId, int]
+    sequence: Sequence, master: InstanceId, seen: int, unused: dict[InstanceId, int]
 ) -> MovePlan:
-    """Have another instance draw a row.
+    """Let another instance sample a sequence.
 
     Args:
-        seen: positions from here on have no KV yet, nearly.
-        unused: slots that nobody was promised, of which the row's are taken.
+        seen: estimated position from which on there is no KV yet.
+        unused: slots that are not reserved; those of the sequence are taken from them.
     """
-    start, stop = row.answer_span
+    start, stop = sequence.answer_span
     answer: list[PlacedSlice] = []
-    for share in row.answer or (PlacedSlice(row.master_id, start, stop),):
-        assert share.step == 1, "an answer that is not laid out part by part"
-        first = max(share.start, min(share.stop, seen))
-        room = unused[master] if share.instance == row.master_id else 0
-        last = min(share.stop, first + room)
+    for kv_slice in sequence.answer or (PlacedSlice(sequence.master_id, start, stop),):
+        assert kv_slice.step == 1, (
+            f"sequence {sequence.id}: a slice of its answer is not consecutive: {kv_slice}"
+        )
+        first = max(kv_slice.start, min(kv_slice.stop, seen))
+        room = unused[master] if kv_slice.instance == sequence.master_id else 0
+        last = min(kv_slice.stop, first + room)
         unused[master] -= last - first
-        parts = ((share.instance, share.start, first), (master, first, last))
-        for instance, begin, end in (*parts, (share.instance, last, share.stop)):
+        for instance, begin, end in (
+            (kv_slice.instance, kv_slice.start, first),
+            (master, first, last),
+            (kv_slice.instance, last, kv_slice.stop),
+        ):
             if begin < end:
                 answer.append(PlacedSlice(instance, begin, end))
-    placement = DecodePlacement(row.request_id, tuple(row.slices), master, tuple(answer))
-    return MovePlan(sequence_id=row.id, placement=placement)
+    placement = DecodePlacement(sequence.request_id, tuple(sequence.slices), master, tuple(answer))
+    return MovePlan(sequence_id=sequence.id, placement=placement)
 
 
 IterationNs = Callable[[int, int, int], int]
-"""Of so many instances, requests, and tokens that these attend to."""
+"""Predicted iteration by instances, requests, and tokens that these attend to."""
 
 
 class FreedInstance(NamedTuple):
-    """An instance that is to be emptied for requests that wait."""
+    """An instance to be emptied for waiting requests."""
 
     instance: Elastic
     migration: Migration
 
 
 class Regrouping:
-    """In one round.
+    """The choice of instances to empty in one round.
 
     Args:
-        iteration_ns: what iterations take.
-        move_ns: what a migration takes.
-        average_decode_ns: AvgLat_d, how long finished requests were decoded.
-        most_rows: requests that a master takes.
+        iteration_ns: predicts an iteration.
+        move_ns: predicts a migration.
+        average_decode_ns: AvgLat_d, the average decode time of finished requests.
+        most_sequences: most sequences of a master.
     """
 
     def __init__(
@@ -305,23 +312,26 @@ class Regrouping:
         move_ns: MoveNs,
         *,
         average_decode_ns: int,
-        most_rows: int,
+        most_sequences: int,
     ) -> None:
         self._iteration_ns, self._move_ns = iteration_ns, move_ns
-        self._average_decode_ns, self._most_sequences = average_decode_ns, most_rows
+        self._average_decode_ns, self._most_sequences = average_decode_ns, most_sequences
 
-    # --- nobody need wait ---
+    # --- faster decoding ---
 
     def shrink(self, batch: DecodeGroup, movable: Collection[InstanceId]) -> Migration | None:
-        """The instance without which a group is better off by most; None if there is none.
+        """Return the migration that empties the instance whose loss speeds up a group most.
 
         Args:
             movable: instances that can be emptied.
+
+        Returns:
+            None if no migration pays off.
         """
-        dop, rows = len(batch.instances), len(batch.requests)
-        if dop < 2 or rows > self._most_sequences * (dop - 1):
+        dop, sequences = len(batch.instances), len(batch.requests)
+        if dop < 2 or sequences > self._most_sequences * (dop - 1):
             return None
-        before_ns, after_ns = (self._batch_ns(batch, it) for it in (dop, dop - 1))
+        before_ns, after_ns = self._batch_ns(batch, dop), self._batch_ns(batch, dop - 1)
         gain = self._loss(batch, before_ns, before_ns - after_ns)
         best: tuple[float, Migration] | None = None
         for source in batch.instances:
@@ -339,7 +349,7 @@ class Regrouping:
                 best = net, migration
         return None if best is None else best[1]
 
-    # --- for those that wait ---
+    # --- waiting requests ---
 
     def free(
         self,
@@ -348,41 +358,50 @@ class Regrouping:
         startable: Callable[[Elastic], Many[PendingPrompt]],
         alone_ns: Callable[[PendingPrompt], float],
     ) -> FreedInstance | None:
-        """The instance that is emptied soonest of those for which it pays; None if it does for
-        none.
+        """Return the instance that is emptied soonest of those for which it pays off.
 
         Args:
             movable: instances that can be emptied.
             batches: all decode groups.
-            startable: requests that an instance could prefill, once it decodes nothing.
-            alone_ns: what such a prefill takes.
+            startable: returns the requests that an instance could prefill once it is empty.
+            alone_ns: predicts such a prefill.
+
+        Returns:
+            None if it pays off for no instance.
         """
         best: tuple[float, FreedInstance] | None = None
         for source in movable:
-            migration = targets_of(source, [it for it in movable if it != source])
+            migration = targets_of(source, [other for other in movable if other != source])
             move_ns = None if migration is None else self._move_ns(migration)
             if migration is None or move_ns is None:
                 continue
             prompts = startable(source)
             if not prompts:
                 continue
-            (batch,) = [it for it in batches if source.id in [one.id for one in it.instances]]
+            (batch,) = [
+                batch
+                for batch in batches
+                if source.id in [instance.id for instance in batch.instances]
+            ]
+            # A group that others join ends later than Eq. 2 estimates, so the prompt saves at least
+            # its own time. The loss of the merged groups is not counted: where it was, far fewer
+            # prompts were in time (benchmarks/results/loongserve-load-2026-11-22.md).
             saved_ns = max(alone_ns(prompts[0]), wait_ns(batch.requests, self._average_decode_ns))
             if saved_ns > move_ns and (best is None or move_ns < best[0]):
                 best = move_ns, FreedInstance(source, migration)
         return None if best is None else best[1]
 
-    # --- requests to come to their ends ---
+    # --- losses and gains ---
 
     def _batch_ns(self, batch: DecodeGroup, dop: int) -> int:
         return self._iteration_ns(dop, len(batch.requests), batch.context)
 
     def _loss(self, batch: DecodeGroup, iteration_ns: int, more_ns: int) -> float:
-        """Of requests whose iterations take so much more until their ends, per token."""
+        """Return the loss of requests whose iterations take `more_ns` longer, per token."""
         return sum([rest * more_ns / length for length, rest in self._lengths(batch, iteration_ns)])
 
     def _lengths(self, batch: DecodeGroup, iteration_ns: int) -> Iterator[tuple[float, float]]:
-        """Of answers, and of what is left of them, in tokens, as far as anybody knows."""
+        """Yield the estimated length of each answer, and the rest of it, in tokens."""
         for request in batch.requests:
             rest = max(0, self._average_decode_ns - request.executed_ns) / iteration_ns
             yield request.generated_tokens + rest, rest

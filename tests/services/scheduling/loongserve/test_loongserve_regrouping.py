@@ -40,7 +40,7 @@ def iteration_ns(dop: int, rows: int, context: int) -> int:
 
 
 def regrouping(average_ns: int, most: int = 100) -> Regrouping:
-    return Regrouping(iteration_ns, per_slot, average_decode_ns=average_ns, most_rows=most)
+    return Regrouping(iteration_ns, per_slot, average_decode_ns=average_ns, most_sequences=most)
 
 
 def instance(number: int, unused: int, used: int) -> Elastic:

@@ -42,10 +42,12 @@ def kept_of(
     others: list[Elastic],
     mastered: dict[int, int],
     *,
-    most_rows: int,
+    most_sequences: int,
 ) -> tuple[KvPlacement, ...]:
-    """Of one batch."""
-    (found,) = place_kv([(prompts, group)], [*group, *others], mastered, most_rows=most_rows)
+    """Return the placements of one batch."""
+    (found,) = place_kv(
+        [(prompts, group)], [*group, *others], mastered, most_sequences=most_sequences
+    )
     return found
 
 
@@ -267,7 +269,7 @@ def test_the_least_degree_that_holds_the_kv(unused: list[int], tokens: int, answ
     if sum(unused) < tokens + answer:
         return
     group = [instance(n, it) for n, it in enumerate(unused)]
-    (kept,) = kept_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_rows=99)
+    (kept,) = kept_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_sequences=99)
     holders = {where for where, _ in (*kept.prompt, *kept.answer)}
     assert sum(sorted(unused, reverse=True)[: len(holders) - 1]) < tokens + answer
 
@@ -275,7 +277,7 @@ def test_the_least_degree_that_holds_the_kv(unused: list[int], tokens: int, answ
 def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
     group = [instance(0, 300), instance(1, 400), instance(2, 200)]
     kept = kept_of(
-        [PendingPrompt(1, 300, 50), PendingPrompt(2, 30, 20)], group, [], {}, most_rows=9
+        [PendingPrompt(1, 300, 50), PendingPrompt(2, 30, 20)], group, [], {}, most_sequences=9
     )
     assert [it.prompt for it in kept] == [((1, 300),), ((1, 30),)]
     assert [it.master for it in kept] == [1, 1]
@@ -284,7 +286,7 @@ def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
 def test_600k_on_100_200_and_400_thousand_slots() -> None:
     """§4.1's example: reactive migration needs 200K on each, and the first has 100K."""
     group = [instance(0, 100), instance(1, 200), instance(2, 400)]
-    (kept,) = kept_of([PendingPrompt(1, 600, 50)], group, [], {}, most_rows=9)
+    (kept,) = kept_of([PendingPrompt(1, 600, 50)], group, [], {}, most_sequences=9)
     assert sorted(kept.prompt) == [(1, 200), (2, 400)]
     assert sum(tokens for _, tokens in kept.answer) == 50
 
@@ -293,7 +295,7 @@ def test_the_six_slots_of_figure_4() -> None:
     """Two instances of three slots, two and one of them taken: three free ones in all serve a
     request of three tokens, which no group that keeps requests together can."""
     (kept,) = kept_of(
-        [PendingPrompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, most_rows=9
+        [PendingPrompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, most_sequences=9
     )
     assert (kept.prompt, kept.answer) == (((1, 2),), ((0, 1),))
 
@@ -301,21 +303,21 @@ def test_the_six_slots_of_figure_4() -> None:
 def test_who_decodes_already_is_preferred() -> None:
     """So that idle instances stay idle: batches merge."""
     group = [instance(0, 900), instance(1, 100, used=800)]
-    (kept,) = kept_of([PendingPrompt(1, 60, 20)], group, [], {1: 4}, most_rows=9)
+    (kept,) = kept_of([PendingPrompt(1, 60, 20)], group, [], {1: 4}, most_sequences=9)
     assert kept.master == 1
 
 
 def test_masters_share_a_large_batch_evenly() -> None:
     group = [instance(n, 10_000) for n in range(4)]
     prompts = [PendingPrompt(n, 10, 10) for n in range(11)]
-    kept = kept_of(prompts, group, [], {}, most_rows=4)
+    kept = kept_of(prompts, group, [], {}, most_sequences=4)
     counts = [sum(it.master == n for it in kept) for n in range(4)]
     assert sorted(counts) == [0, 3, 4, 4]
 
 
 def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
     (kept,) = kept_of(
-        [PendingPrompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, most_rows=9
+        [PendingPrompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, most_sequences=9
     )
     assert kept.answer == ((0, 10), (1, 20))
 
@@ -338,7 +340,7 @@ def test_every_token_has_a_slot(
         return
     taken = dict.fromkeys([it.id for it in (*group, *spare)], 0)
     for prompt, it in zip(
-        prompts, kept_of(prompts, group, spare, {}, most_rows=threshold), strict=True
+        prompts, kept_of(prompts, group, spare, {}, most_sequences=threshold), strict=True
     ):
         assert sum(n for _, n in it.prompt) == prompt.tokens
         assert sum(n for _, n in it.answer) == prompt.answer
@@ -366,4 +368,4 @@ def test_waiting_by_hand() -> None:
 
 def test_an_answer_grows_where_its_prompt_lies() -> None:
     with pytest.raises(AssertionError):
-        kept_of([PendingPrompt(1, 90, 30)], [instance(0, 100)], [], {}, most_rows=9)
+        kept_of([PendingPrompt(1, 90, 30)], [instance(0, 100)], [], {}, most_sequences=9)

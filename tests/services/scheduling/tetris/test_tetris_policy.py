@@ -127,7 +127,7 @@ def test_kv_goes_to_the_instance_with_most_freeness(instances: list[tuple[int, i
 
 
 def test_a_landing_request_counts_at_once() -> None:
-    """In the same round: the second goes elsewhere."""
+    """The second request of the same round goes elsewhere."""
     view = Picture([waiting(1, 500), waiting(2, 500)], decode=[Busy(5000), Busy(5000)])
     first, second = plans(view.ask(tetris()))
     assert first.decode[0].master != second.decode[0].master
