@@ -72,7 +72,7 @@ def _rounds(mesh: Mesh, pair: tuple[int, int], size: int, rounds: int) -> list[f
 
 
 def _round(mesh: Mesh, pair: tuple[int, int], block: torch.Tensor) -> float:
-    """The lower rank sends the block, the other acknowledges it: seconds of the round trip."""
+    """Send a block from the lower rank; return the seconds until the other acknowledged it."""
     begin, word = time.perf_counter(), torch.zeros(1, device=block.device)
     sender, receiver = pair
     if mesh.rank == sender:

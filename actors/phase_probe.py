@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measured(arguments: Sequence[str]) -> list[PhaseTime]:
-    """What `main` prints."""
+    """Return what `main` prints."""
     model, dtype, device, threads, tp, sizes, rounds = arguments
     torch.set_num_threads(int(threads))
     with open_checkpoint(Path(model)) as checkpoint, torch.inference_mode():

@@ -199,9 +199,8 @@ class Pending:
         *,
         in_order: bool = False,
     ) -> None:
-        """
-        Args:
-            in_order: see `Mesh.in_order`.
+        """Args:
+        in_order: see `Mesh.in_order`.
         """
         self._works = [(work, in_order) for work in works]
         self._tensors = list(tensors)
@@ -307,9 +306,8 @@ class InstanceGroup:
         data_group: GroupMaker | None = None,
         launches: LaunchOrder | None = None,
     ) -> None:
-        """
-        Args:
-            data_group, launches: see `Mesh`.
+        """Args:
+        data_group, launches: see `Mesh`.
         """
         self._launches = launches or LaunchOrder()
         self.rank, self.size = rank, size

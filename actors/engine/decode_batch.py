@@ -62,9 +62,8 @@ class DecodeBatch:
     def __init__(
         self, engine: Engine, notify: Notify, free_sequence: Callable[[int], None]
     ) -> None:
-        """
-        Args:
-            free_sequence: called with each sequence that has left, to free its slots.
+        """Args:
+        free_sequence: called with each sequence that has left, to free its slots.
         """
         self._engine = engine
         self._notify = notify

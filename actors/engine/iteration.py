@@ -184,7 +184,7 @@ class _Builder:
             self._batch.chunks.append(IterationChunk(sequence=sequence, span=span, rows=at))
 
     def _ask(self, holders: set[int], rows: int) -> int:
-        """Number own query rows and ask holders of their sequence's KV; return the first number."""
+        """Assign numbers to own query rows and ask the KV's holders; return the first number."""
         first = self._count
         self._count += rows
         for holder in sorted(holders - {self._here}):

@@ -76,9 +76,8 @@ class SequencerEnd:
     """End of rank 0. `run` is the body of the sequencer's thread; `post` hands it events."""
 
     def __init__(self, sequencer: Sequencer, members: Mapping[int, LogSocket]) -> None:
-        """
-        Args:
-            members: connections to all other ranks.
+        """Args:
+        members: connections to all other ranks.
         """
         self._sequencer = sequencer
         self._members = members

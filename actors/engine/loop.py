@@ -74,9 +74,8 @@ class EngineLoop:
     def __init__(
         self, engine: Engine, notify: Notify, log: LogEnd, *, in_place: bool = False
     ) -> None:
-        """
-        Args:
-            in_place: this gang's decode batch decodes what steps compute, without a KV transfer.
+        """Args:
+        in_place: this gang's decode batch decodes what steps compute, without a KV transfer.
         """
         self._engine = engine
         self._in_place = in_place

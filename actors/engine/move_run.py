@@ -61,12 +61,11 @@ class MoveRun:
         sampler: TokenSampler | None,
         next_run: Callable[[MoveRun], tuple[int, RunQuantum] | None],
     ) -> None:
-        """
-        Args:
-            sequence_of: returns a sequence of the decode batch by its id.
-            wanted: returns whether the sequence has not left here.
-            sampler: sampler of the sequence if this instance becomes its master; None otherwise.
-            next_run: as in `LogProgress`.
+        """Args:
+        sequence_of: returns a sequence of the decode batch by its id.
+        wanted: returns whether the sequence has not left here.
+        sampler: sampler of the sequence if this instance becomes its master; None otherwise.
+        next_run: as in `LogProgress`.
         """
         self.message = message
         self.clock = StepClock()

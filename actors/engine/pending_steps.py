@@ -134,9 +134,8 @@ class PendingSteps:
     """Steps waiting to begin, with their slots. Thread-safe."""
 
     def __init__(self, acknowledge: Callable[[int], None]) -> None:
-        """
-        Args:
-            acknowledge: called with the id of a step whose slots are taken.
+        """Args:
+        acknowledge: called with the id of a step whose slots are taken.
         """
         self._acknowledge = acknowledge
         self._lock = threading.Lock()

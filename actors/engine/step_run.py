@@ -67,11 +67,10 @@ class StepRun:
         next_run: Callable[[StepRun], tuple[int, RunQuantum] | None],
         progress: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            reserved: sequences whose slots are reserved already.
-            next_run: as in `LogProgress`.
-            progress: called whenever the step has advanced.
+        """Args:
+        reserved: sequences whose slots are reserved already.
+        next_run: as in `LogProgress`.
+        progress: called whenever the step has advanced.
         """
         self.step = step
         self.clock = StepClock()

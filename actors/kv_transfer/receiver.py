@@ -36,9 +36,8 @@ class CreditSender:
     the peer, and only the peer's own thread calls it: a dead sender delays no other."""
 
     def __init__(self, connection: KvConnection, peer: int, credit_bytes: int) -> None:
-        """
-        Args:
-            credit_bytes: bytes that may be under way.
+        """Args:
+        credit_bytes: bytes that may be under way.
         """
         self._connection, self._peer, self._credit_bytes = connection, peer, credit_bytes
         self._lock = threading.Lock()

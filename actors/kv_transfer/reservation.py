@@ -180,12 +180,11 @@ class TransferSlots:
         find: Callable[[int], Reservation | None],
         notify: Callable[[int, TransferSlot, bool], None],
     ) -> None:
-        """
-        Args:
-            backends: number of slots that may be taken at a time.
-            find: returns the reservation of a sequence; None if there is none.
-            notify: tells a sender (as a peer) whether it may begin, or the sequence was cancelled.
-                It must not wait.
+        """Args:
+        backends: number of slots that may be taken at a time.
+        find: returns the reservation of a sequence; None if there is none.
+        notify: tells a sender (as a peer) whether it may begin, or the sequence was cancelled.
+            It must not wait.
         """
         self._find, self._notify = find, notify
         self._lock = threading.Lock()

@@ -31,9 +31,8 @@ class KvLinkEnd:
         notify: Notify,
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        """
-        Args:
-            on_broken: called when this rank can no longer send or receive through its own fault.
+        """Args:
+        on_broken: called when this rank can no longer send or receive through its own fault.
         """
         self._config, self._engine, self._loop = config, engine, loop
         self._notify, self._on_broken = notify, on_broken

@@ -58,9 +58,8 @@ class Rank:
         store: HostedStore | StoreAddress,
         data_group: GroupMaker | None = None,
     ) -> None:
-        """
-        Args:
-            data_group: see `Mesh`; for the gang and for the instance.
+        """Args:
+        data_group: see `Mesh`; for the gang and for the instance.
         """
         self.config = config
         self._hosted = store

@@ -134,7 +134,7 @@ def _shortened(piece: str) -> list[str]:
 
 
 def _padding_sentence(rng: random.Random, length: int) -> Sentence:
-    """Return a sentence of exactly ``length`` words: ``The small old … pilot returned .``"""
+    """Return a sentence of exactly ``length`` words, like ``The small old … pilot returned .``."""
     adjectives = [f" {rng.choice(ADJECTIVES)}" for _ in range(length - SHORTEST_SENTENCE)]
     verb = rng.choice(("answered", "moved", "remembered", "returned", "studied", "understood"))
     return [" The", *adjectives, f" {rng.choice(NOUNS)}", f" {verb}", "."]

@@ -133,7 +133,7 @@ def location(role: GangRole, settings: Settings, rank: int) -> str:
 
 
 async def _incarnation(role: GangRole) -> int:
-    """Number a new gang of this role, where the count outlives the registry."""
+    """Give a new gang of this role its number. The count outlives the registry."""
     return await RayGenerations(f"{application_name()}/{role}-gangs").claim()
 
 

@@ -111,7 +111,7 @@ class AttachedGangs:
         self._epochs: dict[GangId, str] = {}
 
     def add(self, gang: GangClient) -> GangId:
-        """Number a gang that was attached."""
+        """Give an attached gang its number."""
         # Never reused: late commands and notifications must not reach a gang's successor.
         gang_number = next(self._numbers)
         self._by_number[gang_number] = gang

@@ -68,7 +68,7 @@ def test_tokens_without_an_embedding_cause_a_warning(
     RequestParser(Settings(model=str(tiny_llama)))
     assert not caplog.records
     RequestParser(Settings(model=str(narrow_llama)))
-    assert "token ids up to 259, the model embeds 259 tokens" in caplog.text
+    assert "token ids up to 259, the model embeds only 259 tokens" in caplog.text
 
 
 async def test_forbidding_every_token_is_refused_at_the_first_attempt(tiny: Served) -> None:

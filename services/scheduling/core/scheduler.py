@@ -430,7 +430,7 @@ class GangEvents:
         self._retries.link_lost(event.prefill, event.decode, event.reason)
 
     def _paired(self) -> None:
-        """Requests came before the gangs, or have waited for larger ones than these."""
+        """Sort waiting requests again: they came before the gangs, or waited for larger ones."""
         if self._gangs.pairs:
             self._requests.requeue_all()
 
