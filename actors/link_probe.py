@@ -1,11 +1,11 @@
-"""How long ranks take to send to each other: `python -m csps.actors.link_probe RANK RANKS HOST
-STORE SIZES ROUNDS [DEVICE]`.
+"""Measure links between ranks: `python -m csps.actors.link_probe RANK RANKS HOST STORE SIZES
+ROUNDS [DEVICE]`.
 
-Goes through the engine's own `Mesh`, so it measures what ranks get. Rank 0 hosts the rendezvous
-store and prints its address, HOST:PORT; STORE is that address for the others and `-` for rank 0.
-SIZES are bytes, separated by commas. Pairs take turns, in the order of `itertools.combinations`, so
-that none has to share a wire with another. A pair's lower rank sends; its higher one prints a list
-of the rounds' seconds for each size: of sending a block there and having a word's answer back.
+Messages go through the engine's own `Mesh`. Rank 0 hosts the rendezvous store and prints its
+address, HOST:PORT; STORE is that address for the others and `-` for rank 0. SIZES are bytes,
+separated by commas. Pairs are measured one after another, in the order of `itertools.combinations`,
+so that none shares a wire. A pair's lower rank sends a block. Its higher rank prints the seconds of
+each round trip, a list for each size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch._C._distributed_c10d import Store
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import StoreAddress, host_store, join_store
 
-TURN = timedelta(minutes=10)
-"""For another pair to be measured."""
+PAIR_TIMEOUT = timedelta(minutes=10)
+"""Deadline for the measurement of another pair."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be one rank."""
+    """Measure as one rank."""
     rank, ranks, host, store_at, sizes, rounds, *device = arguments
     store = _store(host, store_at)
     place = (device or ["cpu"])[0]
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
             if mesh.rank == max(pair):
                 print(json.dumps(seconds), flush=True)
                 store.set(_measured(pair), "")
-        store.wait([_measured(pair)], TURN)
+        store.wait([_measured(pair)], PAIR_TIMEOUT)
     _leave(store, mesh)
 
 
@@ -53,11 +53,11 @@ def _store(host: str, store_at: str) -> Store:
 
 
 def _leave(store: Store, mesh: Mesh) -> None:
-    """Rank 0 goes last, and the store with it."""
+    """Close the mesh; rank 0, which hosts the store, closes last."""
     if mesh.rank:
         store.set(f"left {mesh.rank}", "")
     else:
-        store.wait([f"left {rank}" for rank in range(1, mesh.world_size)], TURN)
+        store.wait([f"left {rank}" for rank in range(1, mesh.world_size)], PAIR_TIMEOUT)
     mesh.close()
 
 
@@ -66,7 +66,7 @@ def _measured(pair: tuple[int, int]) -> str:
 
 
 def _rounds(mesh: Mesh, pair: tuple[int, int], size: int, rounds: int) -> list[float]:
-    """Seconds of each round with blocks of a size; the first one, which connects, is left out."""
+    """Return the seconds of each round, without the first one, which connects."""
     block = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     return [_round(mesh, pair, block) for _ in range(rounds + 1)][1:]
 

@@ -1,10 +1,10 @@
-"""How long one rank takes for each phase of a layer: `python -m csps.actors.phase_probe MODEL DTYPE
-DEVICE THREADS TP SIZES ROUNDS`.
+"""Measure the phases of a layer on one rank: `python -m csps.actors.phase_probe MODEL DTYPE DEVICE
+THREADS TP SIZES ROUNDS`.
 
-Calls what strategies call, with the weights and heads of the first rank of an instance of TP ranks;
-its sum with the others is an exchange, and not measured. SIZES are tokens, separated by commas.
-Prints a JSON list of [phase, tokens, keys, bytes, seconds], the least of the rounds: whatever
-disturbs a phase only makes it longer.
+The probe calls what strategies call, with the weights and heads of the first of TP ranks. Sums over
+ranks are exchanges and are not measured. SIZES are tokens, separated by commas. The probe prints a
+JSON list of [phase, tokens, keys, bytes, seconds] with the least time of the rounds, because other
+work only makes a phase longer.
 
 Shape suffixes: t tokens, k keys, h query heads, g KV heads, d head dim.
 """
@@ -30,7 +30,7 @@ from csps.models.checkpoints.loading import read_network
 from csps.models.network.network import Layer, Network
 
 WINDOW = 64
-"""Queries that judge, unless a request says otherwise."""
+"""Queries that score importance, unless a request says otherwise."""
 SHARES = (1, 4)
 """Keys for each query in the rectangles that are measured."""
 
@@ -41,7 +41,7 @@ class PhaseTime(NamedTuple):
     phase: str
     tokens: int
     keys: int
-    """-1 of attention of rows among themselves, causally."""
+    """Keys attended to; -1 for causal attention of the tokens among themselves."""
     bytes: int
     seconds: float
 
@@ -114,25 +114,25 @@ def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator
 
 
 def _score(q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, scale: float) -> None:
-    """Both of its passes over the keys: LSEs, then column sums."""
+    """Make both passes over the keys: LSEs, then column sums."""
     _, lse_ht = attention(q_thd, k_tgd, v_tgd, q_positions=None, k_positions=None, scale=scale)
     column_sums(q_thd, k_tgd, lse_ht.contiguous(), q_positions=None, k_positions=None, scale=scale)
 
 
 def _least(work: Callable[[], object], device: str, rounds: int) -> float:
-    """Seconds; the first time, in which memory is allocated, is left out."""
+    """Return the least seconds, without the first round, which allocates memory."""
     work()
     taken = []
     for _ in range(rounds):
-        _settle(device)
+        _synchronize(device)
         begin = time.perf_counter()
         work()
-        _settle(device)
+        _synchronize(device)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
