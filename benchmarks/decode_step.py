@@ -103,7 +103,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
 
 
 def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int) -> None:
-    from csps.protocols.core.placement import KvSlice, Span
+    from csps.protocols.core.placement import KvSlice
     from csps.protocols.gang.messages import ReserveKv, Sampling
 
     spans = enumerate(shares_of_prompt(context, ranks))
@@ -111,9 +111,7 @@ def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int
         ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
-            slices=tuple(
-                KvSlice(instance=r, span=Span(start=start, stop=stop)) for r, (start, stop) in spans
-            ),
+            slices=tuple(KvSlice(r, start, stop) for r, (start, stop) in spans),
             master=sequence_id % ranks,
             prompt_length=context,
             sampling=Sampling(temperature=0.0, max_tokens=steps),

@@ -41,7 +41,7 @@ import report
 
 from csps.actors.worker.rank_config import RankConfig
 from csps.configurator.costs.fitting import StepMeasurement, fit_step
-from csps.protocols.core.placement import KvSlice, Span, place, striped
+from csps.protocols.core.placement import KvSlice, place, striped
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     CancelSequence,
@@ -353,7 +353,7 @@ class _Gang:
         answer_holder: int = 0,
     ) -> tuple[int, list[PrefillDone]]:
         """Prefill a prompt and decode its answer from then on."""
-        answer = (KvSlice(instance=answer_holder, span=Span(length, length + ANSWER)),)
+        answer = (KvSlice(answer_holder, length, length + ANSWER),)
         slices = _evenly(length, holders)
         sequence_id, done = await self._prefill(length, group, slices, master, answer)
         await self._all("received", sequence_id, len({kv_slice.instance for kv_slice in slices}))
@@ -420,7 +420,7 @@ class _Gang:
         self, sequence_id: int, length: int, before: list[int], after: list[int]
     ) -> list[SequenceMoved]:
         """Move a sequence's prompt KV elsewhere; its answer stays."""
-        answer = (KvSlice(instance=0, span=Span(length, length + ANSWER)),)
+        answer = (KvSlice(0, length, length + ANSWER),)
         places = [
             SequencePlacement(slices=_evenly(length, instances), master=0, answer=answer)
             for instances in (before, after)

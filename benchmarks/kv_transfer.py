@@ -111,7 +111,7 @@ class Pair:
 
     @property
     def slices(self) -> tuple[KvSlice, ...]:
-        return (KvSlice(instance=0, span=self.span),)
+        return (KvSlice.of(0, self.span),)
 
     def send(self) -> Round:
         """Send all layers and wait until they are received."""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from csps.actors.comm.layout import computed_by
-from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.core.placement import KvSlice, place, striped, zigzag
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
 from csps.protocols.gang.messages import (
@@ -273,7 +273,7 @@ class Cell:
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV was received, unless its first token was the last."""
         holders = {kv_slice.instance for kv_slice in request.slices}
-        receivers = {kv_slice.instance for kv_slice in request.slices if kv_slice.source is None}
+        receivers = {kv_slice.instance for kv_slice in request.slices if not kv_slice.source}
         if request.chunk().decoded:
             await self.until_received(
                 len(receivers) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id
@@ -466,7 +466,7 @@ def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list
     """Return the bounds of the members' rows, one after the other."""
     counts = (
         sum(
-            kv_slice.span.length
+            kv_slice.tokens
             for chunk in chunks
             for kv_slice in chunk.rows
             if kv_slice.instance == instance
@@ -494,7 +494,7 @@ def even_shares(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
 def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
     """Return slices of a prompt over instances, cut at the bounds, without empty ones."""
     return tuple(
-        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        KvSlice(instance, start, stop)
         for instance, (start, stop) in zip(instances, itertools.pairwise(bounds), strict=True)
         if start < stop
     )

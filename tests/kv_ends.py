@@ -59,7 +59,7 @@ def reservation(
     request = ReserveKv(
         sequence_id=sequence_id,
         epoch=EPOCH,
-        slices=tuple(KvSlice(instance=0, span=span) for span in spans),
+        slices=tuple(KvSlice.of(0, span) for span in spans),
         master=0,
         prompt_length=max(span.stop for span in spans),
         sampling=Sampling(),
@@ -113,8 +113,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
     cuts = sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=3))})
     slices = [
-        KvSlice(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
-        for start, stop in pairwise(cuts)
+        KvSlice(draw(st.integers(0, decode - 1)), start, stop) for start, stop in pairwise(cuts)
     ]
     return Shape(
         prefill=prefill,
@@ -289,7 +288,7 @@ def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
 
 DECODE = 1
 """The decode rank of a pair, as a peer."""
-PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(instance=0, span=Span(start=0, stop=10)),))
+PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(0, 0, 10),))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from csps.protocols.core.placement import rest_of
+from csps.protocols.core.placement import KvSlice, rest_of
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -493,7 +493,7 @@ class RandomCell:
         assert placed_once(*span, command.answer), "not the answer's positions"
         lies = [*before.slices, *before.answer]
         if not before.answer:
-            lies.append(cmd.PlacedSlice(before.master, *span))
+            lies.append(KvSlice(before.master, *span))
         for decode_slot in decode_slots(command, 0):
             if decode_slot not in sequence.slots:
                 sequence.slots[decode_slot] = 0

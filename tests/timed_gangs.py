@@ -9,6 +9,7 @@ from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
@@ -188,9 +189,7 @@ class TimedCell:
         if isinstance(command, cmd.Retain):
             reserve = self._reserved[command.sequence_id]
             stop = reserve.prompt_tokens + reserve.output_tokens
-            answer = reserve.answer or (
-                cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, stop),
-            )
+            answer = reserve.answer or (KvSlice(reserve.master, reserve.prompt_tokens, stop),)
             cache.add(command.sequence_id, (*own(reserve.slices), *answer))
         self._events += cache.apply(command)
 

@@ -112,7 +112,7 @@ class BatchSequence:
         return {
             kv_slice.instance
             for kv_slice in slices
-            if kv_slice.span.length and kv_slice.span.start <= self.next
+            if kv_slice.tokens and kv_slice.span.start <= self.next
         }
 
     @property
@@ -145,12 +145,12 @@ def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
     """Return where the KV of the answer's positions is to lie."""
     answer = Span(request.prompt_length, last_position(request))
     if not request.answer:
-        return (KvSlice(instance=request.master, span=answer),)
+        return (KvSlice.of(request.master, answer),)
     return tuple(_within(request.answer, answer))
 
 
 def _within(slices: Sequence[KvSlice], span: Span) -> list[KvSlice]:
-    cuts = [replace(kv_slice, span=span.intersection(kv_slice.span)) for kv_slice in slices]
+    cuts = [kv_slice.cut(span.intersection(kv_slice.span)) for kv_slice in slices]
     return [cut for cut in cuts if cut.span.length]
 
 
@@ -196,7 +196,7 @@ class Reservations:
                 f"sequence {request.sequence_id}: no instance stores some positions of the answer"
             )
         spans = spans_on(
-            [kv_slice for kv_slice in request.slices if kv_slice.source is None], engine.instance
+            [kv_slice for kv_slice in request.slices if not kv_slice.source], engine.instance
         )
         answers = spans_on(answer_of(request), engine.instance)
         # Made here and not when the sequence joins: bad parameters are refused now, and long lists
@@ -221,7 +221,7 @@ class Reservations:
         slots, sequence_id = self._engine.pool.slots, request.sequence_id
         try:
             for kv_slice in request.slices:
-                if kv_slice.source is not None and kv_slice.instance == self._engine.instance:
+                if kv_slice.source and kv_slice.instance == self._engine.instance:
                     slots.share_slots(sequence_id, kv_slice.source, kv_slice.span)
             slots.allocate(sequence_id, spans)
         except FaultError:

@@ -44,9 +44,9 @@ def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
     start = 0 if chunk.begins else chunk.start
     positions = Span(start=start, stop=chunk.start + chunk.length)
     cuts = (
-        KvSlice(instance=destination.instance, span=destination.span.intersection(positions))
+        KvSlice.of(destination.instance, destination.span.intersection(positions))
         for destination in chunk.destinations
-        if destination.source is None
+        if not destination.source
     )
     return tuple(cut for cut in cuts if cut.span.length)
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
 from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens, Sampling
@@ -50,7 +50,7 @@ class Driver:
     async def ask(self, sequence_id: int, prompt: int, tokens: int) -> list[float]:
         """Return `time.monotonic()` of each token of an answer."""
         self._stamps, self._counts = [], Counter()
-        slices = (KvSlice(instance=0, span=Span(start=0, stop=prompt)),)
+        slices = (KvSlice(0, 0, prompt),)
         sampling = Sampling(max_tokens=tokens)
         reserve = ReserveKv(
             sequence_id=sequence_id,

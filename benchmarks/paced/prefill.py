@@ -14,7 +14,7 @@ from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledTok
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.protocols.rpc.schema import unpack
 from csps.protocols.rpc.server import Peer
-from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
+from csps.services.scheduling.events.commands import Chunk, RunStep
 from csps.services.scheduling.events.events import index_of, instance_id
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
@@ -68,7 +68,7 @@ class PacedPrefill:
         self._jobs[job.step_id] = job
         destinations = {
             chunk.sequence_id: tuple(
-                PlacedSlice.of(instance_id(DECODE, destination.instance), destination.span)
+                KvSlice.of(instance_id(DECODE, destination.instance), destination.span)
                 for destination in chunk.destinations
             )
             for chunk in job.chunks
@@ -124,10 +124,9 @@ class PacedPrefill:
         )
 
 
-def _placed(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
+def _placed(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     return tuple(
-        PlacedSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span)
-        for kv_slice in slices
+        KvSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span) for kv_slice in slices
     )
 
 

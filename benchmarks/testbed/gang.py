@@ -284,7 +284,7 @@ async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang
 def _computed(job: PrefillStep) -> tuple[KvSlice, ...]:
     """Return where the KV of a step is: where it was computed."""
     return tuple(
-        KvSlice(instance=instance, span=part.span)
+        KvSlice.of(instance, part.span)
         for member, instance in enumerate(job.group)
         for part in computed_by(job, member)
     )

@@ -15,12 +15,11 @@ from csps.loadgen.simulator.requests import GangListener, IterationEnds, Simulat
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Cores, EventTimeline
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
 from csps.services.scheduling.events.commands import (
     Evict,
     MoveKv,
     Piggyback,
-    PlacedSlice,
     Reserve,
     Retain,
     SetGroup,
@@ -169,9 +168,7 @@ class DecodeSequences:
         for index in self.slots.instances_of(command.sequence_id):
             self.slots.release(command.sequence_id, index)
         prompt = sequence.prompt_tokens
-        answer = sequence.answer or (
-            PlacedSlice(sequence.master, prompt, prompt + sequence.tokens),
-        )
+        answer = sequence.answer or (KvSlice(sequence.master, prompt, prompt + sequence.tokens),)
         self.prefix_cache.add(command.sequence_id, (*own(sequence.slices), *answer))
         self._apply(command)
         for later in sequence.evictions:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from csps.protocols.core.placement import Span
-from csps.services.scheduling.events.commands import Evict, PlacedSlice, Retain
+from csps.protocols.core.placement import KvSlice, Span
+from csps.services.scheduling.events.commands import Evict, Retain
 from csps.services.scheduling.events.events import Retained, SequenceId, index_of, instance_id
 from csps.services.scheduling.events.slices import outside, tokens_on, within
 
@@ -81,14 +81,14 @@ class SimulatedPrefixCache:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._stored: dict[SequenceId, tuple[PlacedSlice, ...]] = {}
+        self._stored: dict[SequenceId, tuple[KvSlice, ...]] = {}
 
     @property
     def tokens(self) -> int:
         """Return the number of retained tokens."""
         return sum(kv_slice.tokens for slices in self._stored.values() for kv_slice in slices)
 
-    def has(self, slices: Iterable[PlacedSlice]) -> bool:
+    def has(self, slices: Iterable[KvSlice]) -> bool:
         """Return whether all reused slices are retained here."""
         return all(
             reused.tokens
@@ -101,7 +101,7 @@ class SimulatedPrefixCache:
             if reused.source
         )
 
-    def add(self, sequence: SequenceId, slices: tuple[PlacedSlice, ...]) -> None:
+    def add(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         """Retain more of a sequence, whose slots were freed before."""
         self._set(sequence, (*outside(self._stored.get(sequence, ()), slices), *slices))
 
@@ -125,12 +125,12 @@ class SimulatedPrefixCache:
             for instance in instances
         ]
 
-    def _set(self, sequence: SequenceId, slices: tuple[PlacedSlice, ...]) -> None:
+    def _set(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         self._slots.assign(("retained", sequence), _by_index(slices))
         self._stored[sequence] = slices
         if not slices:
             del self._stored[sequence]
 
 
-def _by_index(slices: Iterable[PlacedSlice]) -> dict[int, int]:
+def _by_index(slices: Iterable[KvSlice]) -> dict[int, int]:
     return {index_of(instance): count for instance, count in tokens_on(slices).items()}

@@ -13,10 +13,10 @@ from typing import Protocol
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Link
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
 from csps.services.scheduling.deciding.step_layout import rows_of, slots_of, span_of
-from csps.services.scheduling.events.commands import PlacedSlice, RunStep
+from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, StepId, index_of
 from csps.services.scheduling.events.slices import own
 
@@ -189,9 +189,7 @@ class PrefillGang:
         """Return the number of steps that are not done."""
         return len(self._runs)
 
-    def run(
-        self, step: RunStep, destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]]
-    ) -> None:
+    def run(self, step: RunStep, destinations: Mapping[SequenceId, tuple[KvSlice, ...]]) -> None:
         """Queue a step.
 
         Args:
@@ -326,7 +324,7 @@ class PrefillGang:
 
 def _flows(
     step: RunStep,
-    destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]],
+    destinations: Mapping[SequenceId, tuple[KvSlice, ...]],
     route: Route,
     *,
     single: bool,

@@ -283,7 +283,7 @@ class ReserveKv:
     trace: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source is not None]
+        reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source]
         if not Span(0, self.reused).partitioned_by(reused):
             raise ValueError(
                 f"sequence {self.sequence_id}: reused KV must be positions [0, {self.reused}), "
@@ -298,7 +298,7 @@ class ReserveKv:
     @property
     def reused(self) -> int:
         """Number of positions, from 0 on, whose KV other sequences have computed on this gang."""
-        return sum(kv_slice.span.length for kv_slice in self.slices if kv_slice.source is not None)
+        return sum(kv_slice.tokens for kv_slice in self.slices if kv_slice.source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class PrefillChunk:
     @property
     def begins(self) -> bool:
         """True if it is the first chunk that the sequence computes."""
-        return all(kv_slice.source is not None for kv_slice in self.history)
+        return all(kv_slice.source for kv_slice in self.history)
 
     @property
     def decoded(self) -> bool:
@@ -154,7 +154,7 @@ class PrefillStep:
                     f"step {self.step_id}: instance {kv_slice.instance} has rows, but is not in "
                     f"group {self.group}"
                 )
-            counts[kv_slice.instance] += kv_slice.span.length
+            counts[kv_slice.instance] += kv_slice.tokens
         if not all(chunk.rows or not chunk.length for chunk in self.chunks):
             raise ValueError(f"step {self.step_id}: either all chunks have rows, or none")
         if self.bounds != (0, *accumulate(counts.values())):
@@ -227,9 +227,9 @@ class MoveSequence:
     def slices_of(self, placement: SequencePlacement) -> tuple[KvSlice, ...]:
         """Return the holders of all positions that ever have KV."""
         to_come = Span(self.prompt_length, max(self.prompt_length, self.stop))
-        answer = placement.answer or (KvSlice(instance=placement.master, span=to_come),)
+        answer = placement.answer or (KvSlice.of(placement.master, to_come),)
         cuts = (
-            replace(kv_slice, span=kv_slice.span.intersection(Span(0, self.stop)))
+            kv_slice.cut(kv_slice.span.intersection(Span(0, self.stop)))
             for kv_slice in (*placement.slices, *answer)
         )
         return tuple(cut for cut in cuts if cut.span.length)
@@ -310,9 +310,9 @@ def _rebalanced(chunk: PrefillChunk) -> PrefillChunk:
         return chunk
     rests = rests_of((kv_slice.span for kv_slice in chunk.history), [move.span for move in moves])
     unmoved = (
-        replace(kv_slice, span=rest)
+        kv_slice.cut(rest)
         for kv_slice, left in zip(chunk.history, rests, strict=True)
         for rest in left
     )
-    moved = (KvSlice(instance=move.receiver, span=move.span) for move in moves)
+    moved = (KvSlice.of(move.receiver, move.span) for move in moves)
     return replace(chunk, history=(*unmoved, *moved))

@@ -138,7 +138,7 @@ def even_bounds(total: int, parts: int) -> tuple[int, ...]:
 def even_slices(length: int, instances: int) -> Slices:
     """Return the slices of a prompt laid over instances in equal spans."""
     return tuple(
-        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        KvSlice(instance, start, stop)
         for instance, (start, stop) in enumerate(itertools.pairwise(even_bounds(length, instances)))
         if start < stop
     )
@@ -151,13 +151,7 @@ def _computed(chunk: PrefillChunk, place_in_step: int, run: PrefillRun) -> Slice
     slices = even_slices(run.tokens * run.batch, run.sp)
     overlaps = [(kv_slice.instance, own.intersection(kv_slice.span)) for kv_slice in slices]
     return tuple(
-        KvSlice(
-            instance=instance,
-            span=Span(
-                start=chunk.start + overlap.start - offset,
-                stop=chunk.start + overlap.stop - offset,
-            ),
-        )
+        KvSlice(instance, chunk.start + overlap.start - offset, chunk.start + overlap.stop - offset)
         for instance, overlap in overlaps
         if overlap.length
     )

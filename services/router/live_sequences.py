@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import PrefillDone, RankKvReceived, SampledToken
 from csps.protocols.gang.step_messages import SequenceMoved
 from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, Reserve, RunStep
+from csps.services.scheduling.events.commands import MoveKv, Reserve, RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
@@ -363,5 +364,5 @@ class ElasticEventRecorder:
             yield "scale_up"
 
 
-def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[PlacedSlice]:
+def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[KvSlice]:
     return (kv_slice for sequence in sequences for kv_slice in sequence.placement.slices)

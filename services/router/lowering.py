@@ -33,7 +33,7 @@ from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.live_sequences import InstanceRanks, LiveMove, LiveSequence
 from csps.services.scheduling.deciding.step_layout import rows_of, span_of
 from csps.services.scheduling.events import commands
-from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, RunStep
+from csps.services.scheduling.events.commands import MoveKv, RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of, instance_id
 from csps.services.scheduling.events.slices import bounds_of, tokens_on
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
@@ -77,7 +77,7 @@ def prefill_messages(
 
 
 def _chunk(
-    chunk: commands.Chunk, sequence: LiveSequence, history: tuple[commands.PlacedSlice, ...]
+    chunk: commands.Chunk, sequence: LiveSequence, history: tuple[KvSlice, ...]
 ) -> PrefillChunk:
     handle, stop = sequence.handle, chunk.start + chunk.length
     return PrefillChunk(
@@ -96,13 +96,13 @@ def _chunk(
     )
 
 
-def _destinations(command: commands.Reserve) -> tuple[commands.PlacedSlice, ...]:
+def _destinations(command: commands.Reserve) -> tuple[KvSlice, ...]:
     """Return the slices to which a prompt's KV is sent.
 
     A sequence without slices decodes nothing, so nothing is sent; but KV without a destination
     would be retained where it was computed.
     """
-    return command.slices or (commands.PlacedSlice(command.master, 0, command.prompt_tokens),)
+    return command.slices or (KvSlice(command.master, 0, command.prompt_tokens),)
 
 
 def _tokens_of_rows(
@@ -124,7 +124,7 @@ def without_cancelled(
     command: RunStep,
     cancelled: Container[SequenceId],
     *,
-    placements: dict[SequenceId, tuple[PlacedSlice, ...]],
+    placements: dict[SequenceId, tuple[KvSlice, ...]],
 ) -> tuple[RunStep, list[InstanceId]]:
     """Return the step without cancelled sequences; every other token stays on its instance.
 
@@ -155,7 +155,7 @@ def without_cancelled(
 
 
 def _holders(
-    command: RunStep, remaining: list[int], placements: dict[SequenceId, tuple[PlacedSlice, ...]]
+    command: RunStep, remaining: list[int], placements: dict[SequenceId, tuple[KvSlice, ...]]
 ) -> Iterable[InstanceId]:
     """Yield the instances that hold or will store KV of the remaining chunks."""
     for index in remaining:
@@ -340,11 +340,9 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
     return tokens.astype("<i4", copy=False).tobytes()
 
 
-def kv_slices(slices: tuple[commands.PlacedSlice, ...]) -> tuple[KvSlice, ...]:
+def kv_slices(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     """Return slices as ranks read them: an instance by its index in its gang."""
     return tuple(
-        KvSlice(
-            instance=index_of(kv_slice.instance), span=kv_slice.span, source=kv_slice.source or None
-        )
+        msgspec.structs.replace(kv_slice, instance=index_of(kv_slice.instance))
         for kv_slice in slices
     )

@@ -115,7 +115,7 @@ def decode_batch_of(
         request = ReserveKv(
             sequence_id=sequence_id,
             epoch="",
-            slices=tuple(KvSlice(instance=at, span=half) for at, half in enumerate(halves)),
+            slices=tuple(KvSlice.of(at, half) for at, half in enumerate(halves)),
             master=int(own <= sequence_id < own + foreign + piggybacked_prompts // 2),
             prompt_length=length,
             sampling=Sampling(temperature=0, max_tokens=9),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from csps.actors.attention.base.group import HeadSplit, SpGroup
 from csps.actors.comm.layout import GangLayout, local_chunks
 from csps.actors.timing.timeline import StepClock
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 
@@ -106,7 +106,7 @@ def test_rows_in_any_layout_are_one_members_each(
 
 @pytest.mark.parametrize("rows", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 4)], [(0, 0, 3), (1, 4, 5)]])
 def test_rows_that_miss_or_repeat_positions_are_refused(rows: list[tuple[int, int, int]]) -> None:
-    slices = tuple(KvSlice(instance=i, span=Span(start, stop)) for i, start, stop in rows)
+    slices = tuple(KvSlice(i, start, stop) for i, start, stop in rows)
     with pytest.raises(ValueError, match="each once"):
         PrefillChunk(sequence_id=1, start=0, length=4, rows=slices)
 

@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0, max_tokens=4)
 
 def shares_of(source: int, *cuts: tuple[int, int, int]) -> tuple[KvSlice, ...]:
     """Return slices from (instance, start, stop), computed by another sequence."""
-    return tuple(KvSlice(instance=i, span=Span(a, b), source=source) for i, a, b in cuts)
+    return tuple(KvSlice(i, a, b, source=source) for i, a, b in cuts)
 
 
 async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Prompt:

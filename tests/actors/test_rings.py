@@ -30,7 +30,7 @@ from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import GroupMaker
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.timing.timeline import Event, PhaseTimeline, StepClock
-from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.core.placement import KvSlice, place, striped, zigzag
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 HEAD_DIM = 8
@@ -208,10 +208,7 @@ def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvS
         cut = {"zigzag": zigzag, "striped": striped}[layout]
         return place(chosen, cut(length, len(chosen)), start=start)
     owners = [draw(st.sampled_from(chosen)) for _ in range(length)]
-    found = (
-        KvSlice(instance=owner, span=Span(start + at, start + at + 1))
-        for at, owner in enumerate(owners)
-    )
+    found = (KvSlice(owner, start + at, start + at + 1) for at, owner in enumerate(owners))
     return tuple(draw(st.permutations(list(found))))
 
 

@@ -17,7 +17,7 @@ from paced.ranks import Words
 
 from csps.loadgen.results.result import read_result
 from csps.loadgen.simulator.cluster_file import parse_cluster
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     CancelSequence,
@@ -97,8 +97,8 @@ class Cell:
     async def ask(self, sequence_id: int, *, tokens: int, generated_tokens: int = 0) -> None:
         """Reserve and prefill 10 tokens on both instances, to land on both decode instances."""
         slices = (
-            KvSlice(instance=0, span=Span(start=0, stop=4)),
-            KvSlice(instance=1, span=Span(start=4, stop=10)),
+            KvSlice(0, 0, 4),
+            KvSlice(1, 4, 10),
         )
         sampling = Sampling(max_tokens=tokens)
         before = bytes(4 * generated_tokens)
@@ -188,7 +188,7 @@ async def test_a_piggybacked_prompt_is_computed_in_chunks() -> None:
             reserve = ReserveKv(
                 sequence_id=sequence_id,
                 epoch="e",
-                slices=(KvSlice(instance=1, span=Span(start=0, stop=prompt)),),
+                slices=(KvSlice(1, 0, prompt),),
                 master=1,
                 prompt_length=prompt,
                 sampling=Sampling(max_tokens=tokens),

@@ -8,7 +8,7 @@ from uniform_plan import uniform_plan
 
 from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving, kept_tokens
 from csps.protocols.core.errors import ConfigError, ProtocolError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc import schema
 
@@ -139,7 +139,7 @@ def test_a_step_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wh
             sequence_id=1,
             start=5,
             length=40,
-            history=(KvSlice(instance=0, span=Span(start=0, stop=5)),),
+            history=(KvSlice(0, 0, 5),),
         ),
         PrefillChunk(sequence_id=1, start=0, length=40, last=False),
     ],

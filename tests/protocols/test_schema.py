@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.core.errors import ProtocolError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang import messages, step_messages
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
@@ -198,7 +198,7 @@ def test_every_message_of_the_protocol_can_travel() -> None:
 
 
 def test_a_prefill_step_travels() -> None:
-    history = KvSlice(instance=1, span=Span(start=0, stop=5))
+    history = KvSlice(1, 0, 5)
     chunk = PrefillChunk(sequence_id=3, start=5, length=2, history=(history,))
     chunk = replace(chunk, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
     step = PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.decisions import DecodePlacement
-from csps.services.scheduling.events.commands import Cancel, MoveKv, PlacedSlice, SetGroup
+from csps.services.scheduling.events.commands import Cancel, MoveKv, SetGroup
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
 from csps.services.scheduling.events.limits import Timers
 from csps.services.scheduling.events.slices import own, tokens_on
@@ -184,7 +185,7 @@ class Sequences:
         """
         gang, prompt = sequence.decode, sum(kv_slice.tokens for kv_slice in sequence.slices)
         to_come = sequence.answer or (
-            PlacedSlice(sequence.master.id, prompt, prompt + generated_tokens),
+            KvSlice(sequence.master.id, prompt, prompt + generated_tokens),
         )
         slots = self.ledger.slots_of(sequence.id)
         # The prefix is released last: evicted before, it would take the new segments with it.

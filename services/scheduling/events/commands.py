@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.events.events import (
     GangId,
     InstanceId,
@@ -26,47 +26,16 @@ class Command(
     """Base of all commands: immutable, one array in the log."""
 
 
-class PlacedSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions start, start + step, … below stop of a sequence, on an instance."""
-
-    instance: InstanceId
-    start: int
-    stop: int
-    step: int = 1
-    source: SequenceId = 0
-    """Other sequence that computed these positions, whose KV is read in place; 0: the sequence
-    itself."""
-
-    @classmethod
-    def of(cls, instance: InstanceId, span: Span, source: SequenceId = 0) -> PlacedSlice:
-        """Make the slice of a span's positions."""
-        return cls(instance, span.start, span.stop, span.step, source)
-
-    def cut(self, span: Span) -> PlacedSlice:
-        """Return the slice of some of the positions."""
-        return PlacedSlice(self.instance, span.start, span.stop, span.step, self.source)
-
-    @property
-    def span(self) -> Span:
-        """Positions of the slice."""
-        return Span(self.start, self.stop, self.step)
-
-    @property
-    def tokens(self) -> int:
-        """Number of positions."""
-        return -(-(self.stop - self.start) // self.step)
-
-
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Positions [start, start + length) of a sequence, computed by one step."""
 
     sequence_id: SequenceId
     start: int
     length: int
-    rows: tuple[PlacedSlice, ...] = ()
+    rows: tuple[KvSlice, ...] = ()
     """Positions that each instance computes; set in all chunks of a step or in none. Empty: cut at
     the step's bounds."""
-    placement: tuple[PlacedSlice, ...] = ()
+    placement: tuple[KvSlice, ...] = ()
     """Holders of the chunk's KV from this step on, and of earlier KV that moves. Empty: the
     instances that compute it, and nothing moves."""
     retain: bool = False
@@ -84,7 +53,7 @@ class Reserve(Command, frozen=True, tag="reserve"):
     """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
     output_tokens: int
     """Most tokens that may still be generated."""
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the prompt's KV: each position once. Empty if nothing is decoded."""
     master: InstanceId
     """Instance that samples the tokens that no step samples."""
@@ -93,7 +62,7 @@ class Reserve(Command, frozen=True, tag="reserve"):
     piggybacked: bool = False
     """True if `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
     computes them."""
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     cached: int = 0
     """First tokens of the prompt that nothing computes, because their KV is cached."""
@@ -110,7 +79,7 @@ class RunStep(Command, frozen=True, tag="run_step"):
     """Cuts of the chunks, laid end to end: `group[i]` computes tokens [bounds[i], bounds[i+1]), or
     as many of all chunks if these have `rows`."""
     chunks: tuple[Chunk, ...]
-    history: tuple[tuple[PlacedSlice, ...], ...]
+    history: tuple[tuple[KvSlice, ...], ...]
     """Placement of the KV before each chunk, which earlier chunks computed."""
     strategy: str
     """Name of the engine's strategy (`actors/attention`)."""
@@ -167,10 +136,10 @@ class MoveKv(Command, frozen=True, tag="move_kv"):
     step_id: StepId
     """Step that moves the KV, which has no `events.StepDone`."""
     sequence_id: SequenceId
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the prompt's KV afterwards."""
     master: InstanceId
-    answer: tuple[PlacedSlice, ...]
+    answer: tuple[KvSlice, ...]
 
 
 class Cancel(Command, frozen=True, tag="cancel"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from csps.protocols.core.placement import Span
-from csps.services.scheduling.events.commands import Evict, PlacedSlice, Retain
+from csps.protocols.core.placement import KvSlice, Span
+from csps.services.scheduling.events.commands import Evict, Retain
 from csps.services.scheduling.events.events import GangId, InstanceId, Retained, SequenceId, gang_of
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.events.slices import tokens_on, within
@@ -98,7 +98,7 @@ class PrefixCache:
         return self.settings.enabled and blocks * self.settings.block_tokens > cached
 
     def prefilled(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
+        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
     ) -> None:
         """Retain what a sequence has computed where it is not decoded.
 
@@ -123,7 +123,7 @@ class PrefixCache:
         gang: Gang,
         source: SequenceId,
         hashes: Hashes,
-        slices: tuple[PlacedSlice, ...],
+        slices: tuple[KvSlice, ...],
         slots: dict[InstanceId, int],
     ) -> None:
         """Retain what a sequence has computed where it was decoded.
@@ -138,7 +138,7 @@ class PrefixCache:
         self._update(gang)
 
     def _insert(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
+        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
     ) -> range:
         """Insert a sequence's KV into the tree; return the positions that are retained."""
         start, stop = (
@@ -147,7 +147,7 @@ class PrefixCache:
         )
         if stop <= start:
             return range(0)
-        named = (PlacedSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
+        named = (KvSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
         return self.trees[gang.id].insert(hashes, start, within(named, Span(start, stop)))
 
     def retained(self, event: Retained) -> None:

@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from csps.protocols.core.errors import to_wire
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Location
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
     Evict,
     MoveKv,
-    PlacedSlice,
     ResetGang,
     Retain,
     RunStep,
@@ -164,7 +164,7 @@ class Cached(NamedTuple):
     tokens: int
     """Whole blocks, and fewer than the prompt has: its last token samples the first of the answer.
     """
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the KV."""
     taken: Mapping[InstanceId, int] = MappingProxyType({})
     """Slots that are no longer free once the KV is used."""
@@ -247,10 +247,10 @@ class Sequence(Live, kw_only=True, eq=False):
     request: Request
     prefill: Gang
     decode: Gang
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of its prompt's KV for decoding; empty if nothing is decoded."""
     master: Instance
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     generated_before: int
     """Tokens of the answer that earlier attempts delivered."""
@@ -282,7 +282,7 @@ class Sequence(Live, kw_only=True, eq=False):
     there as well, `prefill_ref` covers both."""
     retain: bool = False
     """True if its KV is to be retained where it is decoded."""
-    retained_slices: tuple[PlacedSlice, ...] = ()
+    retained_slices: tuple[KvSlice, ...] = ()
     """Placement of what its steps compute, if it is retained there and decoded elsewhere."""
     plan: StepPlan | None = None
     """Plan of its steps, if they are sent one by one."""

@@ -14,11 +14,11 @@ from csps.configurator.costs.latency import (
     StepCost,
 )
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
     Chunk,
-    PlacedSlice,
     Reserve,
     Restart,
     RunStep,
@@ -177,7 +177,7 @@ class SingleGroupScheduler:
         number = self._sequence_of[request] = self._numbers
         cuts = enumerate(pairwise(_cut(tokens, self._decoders)))
         slices = tuple(
-            PlacedSlice(instance_id(self._decode, index), start, stop)
+            KvSlice(instance_id(self._decode, index), start, stop)
             for index, (start, stop) in cuts
             if stop > start
         )

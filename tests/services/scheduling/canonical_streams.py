@@ -45,7 +45,7 @@ RENAMED: dict[str, str] = {
     "chunks": "pieces",
     "high_priority": "urgent",
     "piggybacked": "rides",
-    "PlacedSlice.source": "origin",
+    "KvSlice.source": "origin",
     "Chunk.placement": "keep",
     "Chunk.retain": "stays",
     "reserve.retain": "stays",

@@ -11,6 +11,7 @@ from arbitrary_layout_policy import AnyLayout, lay
 from random_executor import RandomCell
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -103,7 +104,7 @@ class KeepingCell(RandomCell):
             if chunk.retain:
                 self.retain.add(place)
 
-    def _check_reused(self, number: int, slices: tuple[cmd.PlacedSlice, ...], cached: int) -> None:
+    def _check_reused(self, number: int, slices: tuple[KvSlice, ...], cached: int) -> None:
         """What others have computed lies there, is the beginning of this prompt, and nothing
         else."""
         named = [kv_slice for kv_slice in slices if kv_slice.source]
@@ -148,7 +149,7 @@ class KeepingCell(RandomCell):
         if command.stop > command.start:
             assert reused <= command.start < command.stop <= computed, "kept, not computed"
         answer = reserve.answer or (
-            cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
+            KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
         )
         assert not sequence.unreceived or self._elastic, "kept, but not there"
         self.lies[command.gang, command.sequence_id] = {

@@ -19,13 +19,13 @@ from canonical_streams import (
 )
 from recorded_workloads import WORKLOADS
 
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Chunk,
     Evict,
     Fail,
-    PlacedSlice,
     RunStep,
 )
 from csps.services.scheduling.events.events import (
@@ -96,7 +96,7 @@ STEP = RunStep(
     step_id=9,
     group=(65536,),
     bounds=(0, 100),
-    chunks=(Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 100),)),),
+    chunks=(Chunk(5, 0, 100, rows=(KvSlice(65536, 0, 100),)),),
     history=((),),
     strategy="ulysses",
     cls="exact",
@@ -134,7 +134,7 @@ def test_the_first_other_field_is_named(tmp_path: Path) -> None:
 
 def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP], 2)
-    shorter = Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 99),))
+    shorter = Chunk(5, 0, 100, rows=(KvSlice(65536, 0, 99),))
     other = msgspec.structs.replace(STEP, chunks=(shorter,))
     with pytest.raises(AssertionError, match=r"\.pieces\[0\]\.rows\[0\]\.stop: 100, now 99"):
         follower.commands([other], 50)
@@ -207,7 +207,7 @@ def test_present_names_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch
     renamed = canonical_streams.RENAMED | {
         "evict": "give",
         "evict.start": "begin",
-        "PlacedSlice.stop": "end",
+        "KvSlice.stop": "end",
         "tp": "ranks",
     }
     renamed |= {"submitted": "arrived", "hashes": "blocks", "generation": ""}

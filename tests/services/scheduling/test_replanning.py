@@ -11,6 +11,7 @@ from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
 from scripted_policies import Scripted
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
     Decision,
@@ -46,7 +47,7 @@ def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> P
 
 
 def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
-    placement = DecodePlacement(request, (cmd.PlacedSlice(D0, 0, length),), D0)
+    placement = DecodePlacement(request, (KvSlice(D0, 0, length),), D0)
     return StartPlan(steps=steps, decode=(placement,), ahead_ns=AHEAD_NS)
 
 
@@ -110,7 +111,7 @@ def test_a_step_is_sent_shortly_before_it_begins() -> None:
     assert second.chunks[0].start == 100
     assert second.ends_ns == begin_ns + 2 * SECOND
     (third,) = only(made.wait(until_ns=begin_ns + 2 * SECOND), cmd.RunStep)
-    assert third.history[0][0] == cmd.PlacedSlice(P0, 0, 100)
+    assert third.history[0][0] == KvSlice(P0, 0, 100)
 
 
 def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
@@ -131,7 +132,7 @@ def test_what_no_rank_has_heard_of_is_planned_again() -> None:
     assert made.taken == 500
     (second,) = only(made.turn(*done(first)), cmd.RunStep)
     assert (second.group, second.chunks[0].length) == ((P1, P0), 400)
-    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    assert second.history == ((KvSlice(P0, 0, 100),),)
     made.turn(ev.FirstToken(sequence_id=sequence), *done(second))
     assert made.taken == 0
 
