@@ -51,6 +51,7 @@ from csps.protocols.gang.messages import (
     RequestFailed,
     ReserveKv,
     SampledTokens,
+    SamplerInputs,
     Sampling,
     SlotsFreed,
 )
@@ -61,7 +62,7 @@ from csps.protocols.gang.step_messages import (
     SequenceMoved,
     SequencePlacement,
 )
-from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.schema import encode, pack, unpack
 from csps.services.profiling.local_gangs import RankProcesses
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
@@ -374,14 +375,15 @@ class _Gang:
         answer: tuple[KvSlice, ...],
     ) -> tuple[int, list[PrefillDone]]:
         sequence_id, step = next(self._numbers), next(self._numbers)
-        sampling = Sampling(temperature=0, max_tokens=ANSWER)
+        sampler = encode(SamplerInputs(sampling=Sampling(temperature=0, max_tokens=ANSWER)))
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="",
             slices=slices,
             master=master,
             prompt_length=length,
-            sampling=sampling,
+            output_tokens=ANSWER,
+            sampler=sampler,
             answer=answer,
         )
         await self.client.call_all("reserve", pack(reserve))
@@ -392,7 +394,6 @@ class _Gang:
             length=length,
             rows=rows if len(group) > 1 else (),
             destinations=slices,
-            sampling=sampling,
         )
         counts = [
             sum(kv_slice.span.length for kv_slice in rows if kv_slice.instance == member)
@@ -412,6 +413,7 @@ class _Gang:
                 chunks=(chunk,),
                 tokens=b"".join(array.tobytes() for array in own),
                 strategy="ring_kv" if len(group) > 1 else "ulysses",
+                samplers={sequence_id: sampler},
             )
             self.client.notify(rank, "prefill", pack(job))
         return sequence_id, await self._all("prefill_done", step, len(group))

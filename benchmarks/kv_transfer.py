@@ -34,7 +34,7 @@ from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.messages import ConnectKv, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk
 from csps.services.settings.settings import shipped_models
 
@@ -101,7 +101,7 @@ class Pair:
                 slices=self.slices,
                 master=0,
                 prompt_length=self.span.length,
-                sampling=Sampling(),
+                output_tokens=16,
             ),
             spans=(self.span,),
             heads=range(self.spec.kv_heads),

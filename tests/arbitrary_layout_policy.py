@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from csps.protocols.core.placement import LAYOUTS, KvSlice, Span, contiguous, place, round_robin
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
@@ -249,7 +250,7 @@ def _on_one(requests: list[Request], pair: GangPair, free: Free) -> StartPlan:
 
 
 def rows_of(
-    step: PlannedStep | cmd.RunStep, chunk: PlannedChunk | cmd.Chunk
+    step: PlannedStep | PrefillStep, chunk: PlannedChunk | PrefillChunk
 ) -> Iterator[tuple[int, InstanceId]]:
     """Return (position, instance that computes it) of each row."""
     if chunk.rows:
@@ -271,8 +272,8 @@ def rows_of(
 
 def lay(
     lies: dict[int, InstanceId],
-    chunk: PlannedChunk | cmd.Chunk,
-    step: PlannedStep | cmd.RunStep,
+    chunk: PlannedChunk | PrefillChunk,
+    step: PlannedStep | PrefillStep,
     in_place: DecodePlacement | cmd.Reserve | None,
 ) -> None:
     """Record where the KV of a sequence is after a step."""

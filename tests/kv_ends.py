@@ -26,7 +26,7 @@ from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.messages import ConnectKv, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk
 
 LAYERS, HEAD_DIM, SEQUENCE_ID, EPOCH = 2, 4, 7, "epoch"
@@ -62,7 +62,7 @@ def reservation(
         slices=tuple(KvSlice.of(0, span) for span in spans),
         master=0,
         prompt_length=max(span.stop for span in spans),
-        sampling=Sampling(),
+        output_tokens=16,
         kept_only=kept_only,
     )
     return Reservation(request=request, spans=spans, heads=heads, layers=layers, owner="router")

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from csps.protocols.core.placement import KvSlice, rest_of
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -111,7 +112,7 @@ class RandomCell:
         self.wake_at_ns: int | None = None
         self.requests: dict[int, SentRequest] = {}
         self.sequences: dict[int, SentSequence] = {}
-        self.steps: dict[int, tuple[cmd.RunStep, list[int]]] = {}
+        self.steps: dict[int, tuple[PrefillStep, list[int]]] = {}
         self.gangs: dict[int, ev.GangUp] = {}
         self.dead: set[int] = set()
         self.linked = False
@@ -182,7 +183,8 @@ class RandomCell:
         for sequence in self.sequences.values():
             used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for step, undone in self.steps.values():
-            sizes = {} if self._wanted == 1 else slots_of(step, step.history)
+            histories = [chunk.history for chunk in step.chunks]
+            sizes = {} if self._wanted == 1 else slots_of(step, histories)
             used.update({instance: sizes.get(instance, 0) for instance in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
@@ -277,7 +279,7 @@ class RandomCell:
         took_ns = self.random.randint(0, 50 * MS)
         self._pending.append(ev.StepDone(step_id=number, instance=instance, took_ns=took_ns))
 
-    def _computed(self, step: cmd.RunStep) -> None:
+    def _computed(self, step: PrefillStep) -> None:
         """Report the first token, which the master does before it reports the step."""
         for chunk in step.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -452,16 +454,17 @@ class RandomCell:
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
-        gang = gang_of(command.group[0])
+        step = command.step
+        gang = gang_of(step.group[0])
         assert gang in self.gangs, "launched on a dead gang"
         assert self.gangs[gang].may_prefill
-        assert command.step_id not in self.steps
-        assert sum(_sizes(command)) == sum(chunk.length for chunk in command.chunks)
-        self.steps[command.step_id] = command, list(command.group)
-        for chunk in command.chunks:
+        assert step.step_id not in self.steps
+        assert sum(_sizes(step)) == sum(chunk.length for chunk in step.chunks)
+        self.steps[step.step_id] = step, list(step.group)
+        for chunk in step.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.prefill = gang
-            sequence.steps.append(command.step_id)
+            sequence.steps.append(step.step_id)
 
     def _set_group(self, command: cmd.SetGroup) -> None:
         assert command.gang in self.gangs, "joined on a dead gang"
@@ -555,5 +558,5 @@ class RandomCell:
         self._gang_dies(command.gang)
 
 
-def _sizes(step: cmd.RunStep) -> list[int]:
+def _sizes(step: PrefillStep) -> list[int]:
     return [stop - start for start, stop in zip(step.bounds, step.bounds[1:], strict=False)]

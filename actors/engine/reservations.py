@@ -21,7 +21,7 @@ from csps.actors.attention.query_exchange import QueryExchangeTimes
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.notifications import Notify
-from csps.actors.sampling.token_sampler import TokenSampler, generated_before, sampler_of
+from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
 from csps.protocols.gang.messages import ReserveKv
@@ -137,8 +137,7 @@ def instances_of(request: ReserveKv) -> frozenset[int]:
 
 def last_position(request: ReserveKv) -> int:
     """Return the end of the positions to compute: the answer's last token is never embedded."""
-    to_come = request.sampling.max_tokens - generated_before(request.generated_tokens)
-    return request.prompt_length + max(0, to_come - 1)
+    return request.prompt_length + max(0, request.output_tokens - 1)
 
 
 def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
@@ -202,7 +201,7 @@ class Reservations:
         # Made here and not when the sequence joins: bad parameters are refused now, and long lists
         # of tokens do not delay an iteration.
         masters = request.master == engine.instance
-        sampler = sampler_of(request, engine.spec.vocab) if masters else None
+        sampler = sampler_of(request.sampler, engine.spec.vocab) if masters else None
         with self._changing:
             self._refuse_cancelled(request.sequence_id, owner)
             self._take(request, [*spans, *answers])

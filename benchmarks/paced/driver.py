@@ -10,7 +10,7 @@ from typing import Any
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
-from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens, Sampling
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack, unpack
 from paced.cell import SECRET
@@ -51,19 +51,16 @@ class Driver:
         """Return `time.monotonic()` of each token of an answer."""
         self._stamps, self._counts = [], Counter()
         slices = (KvSlice(0, 0, prompt),)
-        sampling = Sampling(max_tokens=tokens)
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
             slices=slices,
             master=0,
             prompt_length=prompt,
-            sampling=sampling,
+            output_tokens=tokens,
         )
         await self._decode.call_all("reserve", pack(reserve))
-        chunk = PrefillChunk(
-            sequence_id=sequence_id, start=0, length=prompt, destinations=slices, sampling=sampling
-        )
+        chunk = PrefillChunk(sequence_id, 0, prompt, destinations=slices, decoded=tokens > 1)
         job = PrefillStep(step_id=sequence_id, group=(0,), bounds=(0, prompt), chunks=(chunk,))
         self._prefill.notify_all("prefill", pack(job))
         await self._until("tokens", 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import PrefillGang
@@ -14,7 +16,6 @@ from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledTok
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.protocols.rpc.schema import unpack
 from csps.protocols.rpc.server import Peer
-from csps.services.scheduling.events.commands import Chunk, RunStep
 from csps.services.scheduling.events.events import index_of, instance_id
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
@@ -81,18 +82,17 @@ class PacedPrefill:
 
     # --- what the model tells (PrefillListener) ---
 
-    def started(self, step: RunStep) -> None:
+    def started(self, step: PrefillStep) -> None:
         """Ignore the start of a step, which real ranks do not report either."""
 
-    def computed(self, step: RunStep) -> None:
+    def computed(self, step: PrefillStep) -> None:
         job = self._jobs[step.step_id]
         sampled = []
         for chunk in job.chunks:
             if chunk.last:
-                index = len(chunk.generated_tokens) // 4
-                ends = index + 1 == chunk.sampling.max_tokens
+                index = chunk.first_index
                 token = self._words.token(index)
-                reason = "length" if ends else None
+                reason = None if chunk.decoded else "length"
                 sampled.append(
                     SampledToken(
                         sequence_id=chunk.sequence_id,
@@ -130,24 +130,19 @@ def _placed(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     )
 
 
-def _step(job: PrefillStep) -> RunStep:
-    return RunStep(
-        step_id=job.step_id,
+def _step(job: PrefillStep) -> PrefillStep:
+    """Return the step with instances numbered as the scheduler does."""
+    return msgspec.structs.replace(
+        job,
         group=tuple(instance_id(PREFILL, index) for index in job.group),
-        bounds=job.bounds,
         chunks=tuple(
-            Chunk(
-                chunk.sequence_id,
-                chunk.start,
-                chunk.length,
-                _placed(chunk.rows),
-                _placed(chunk.placement),
+            msgspec.structs.replace(
+                chunk,
+                rows=_placed(chunk.rows),
+                history=_placed(chunk.history),
+                placement=_placed(chunk.placement),
+                retain=False,
             )
             for chunk in job.chunks
         ),
-        history=tuple(_placed(chunk.history) for chunk in job.chunks),
-        strategy=job.strategy,
-        cls="exact",
-        high_priority=job.high_priority,
-        ends_ns=0,
     )

@@ -13,6 +13,7 @@ from csps.loadgen.simulator.requests import GangListener, SimulatedSequence
 from csps.loadgen.simulator.step_order import StepOrder
 from csps.loadgen.simulator.timeline import EventTimeline, SimulatedNetwork
 from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.commands import (
     Cancel,
     Evict,
@@ -186,12 +187,13 @@ class SimulatedGangs:
 
     def run_step(self, command: RunStep) -> None:
         """Queue a step."""
-        if prefill := self.prefilling(gang_of(command.group[0])):
-            sequences = [self.sequence(chunk.sequence_id) for chunk in command.chunks]
+        step = command.step
+        if prefill := self.prefilling(gang_of(step.group[0])):
+            sequences = [self.sequence(chunk.sequence_id) for chunk in step.chunks]
             slices = {
                 sequence.sequence: sequence.slices for sequence in sequences if sequence is not None
             }
-            prefill.run(command, slices)
+            prefill.run(step, slices)
 
     def join(self, command: SetGroup) -> None:
         """Decode sequences from the next iteration on."""
@@ -251,13 +253,13 @@ class _PrefillNotifications:
     def _prefill(self) -> PrefillGang | None:
         return self._gangs.prefilling(self._gang)
 
-    def started(self, step: RunStep) -> None:
+    def started(self, step: PrefillStep) -> None:
         if self._prefill is not None:
             for chunk in step.chunks:
                 if (sequence := self._gangs.sequence(chunk.sequence_id)) is not None:
                     self._listener.started(sequence.request)
 
-    def computed(self, step: RunStep) -> None:
+    def computed(self, step: PrefillStep) -> None:
         if self._prefill is None:
             return
         for chunk in step.chunks:

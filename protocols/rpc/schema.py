@@ -57,6 +57,26 @@ def unpack(cls: type[T], data: Any) -> T:
         raise ProtocolError(f"{cls.__name__}: {exc}") from None
 
 
+def encode(obj: Any) -> bytes:
+    """Return a message as bytes: a part of other messages that is packed once for all of them."""
+    return msgspec.msgpack.encode(obj)
+
+
+def decode(cls: type[T], data: bytes) -> T:
+    """Return the `cls` that `encode` has packed.
+
+    Raises
+    ------
+    ProtocolError
+        `data` is not exactly a `cls`.
+    """
+    try:
+        plain = msgspec.msgpack.decode(data)
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"{cls.__name__}: {exc}") from None
+    return unpack(cls, plain)
+
+
 def _converted(cls: type[T], data: Any) -> T:
     # The data goes through another struct first: msgspec accepts unknown fields of a dataclass, and
     # fills in defaults for missing ones.

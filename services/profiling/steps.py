@@ -10,17 +10,18 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from csps.protocols.attention.csa import CsaPlan
 from csps.protocols.attention.plan import parse_option
 from csps.protocols.core.placement import KvSlice, Span, place, zigzag_of
-from csps.protocols.gang.messages import JoinBatch, ReserveKv, Sampling
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, SamplerInputs, Sampling
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
-from csps.protocols.rpc.schema import pack
+from csps.protocols.rpc.schema import encode, pack
 from csps.services.measured.fits import EXACT
 from csps.services.profiling.local_gangs import LocalGangs
 from csps.services.profiling.runs import DecodeRun, PrefillRun, RingRun
@@ -69,7 +70,7 @@ def _threads_s(pid: int) -> dict[int, float]:
 
 STEP_TOKENS = 16_384
 """About the tokens of a step for prompts that are prefilled only to be decoded."""
-GREEDY = Sampling(temperature=0.0, max_tokens=1)
+GREEDY = encode(SamplerInputs(sampling=Sampling(temperature=0.0, max_tokens=1)))
 Slices = tuple[KvSlice, ...]
 
 
@@ -88,7 +89,7 @@ async def measure_step(gangs: LocalGangs, run: PrefillRun) -> list[float]:
                     length=run.tokens,
                     history=history,
                     last=index == run.chunks - 1,
-                    sampling=GREEDY,
+                    decoded=False,
                 )
                 for sequence_id, history in zip(sequence_ids, histories, strict=True)
             ]
@@ -121,7 +122,7 @@ async def measure_ring(gangs: LocalGangs, run: RingRun) -> list[float]:
                 rows=rows,
                 history=history,
                 last=start + length == run.longest,
-                sampling=GREEDY,
+                decoded=False,
             )
             seconds.append(await _prefill(gangs, [chunk], run.sp, run.strategy))
             history, start = (*history, *rows), start + length
@@ -189,7 +190,7 @@ async def measure_work(
             every_query=strategy == "sp_tp",
         )
     sequence_id = next(gangs.ids)
-    chunk = PrefillChunk(sequence_id=sequence_id, start=0, length=tokens, sampling=GREEDY)
+    chunk = PrefillChunk(sequence_id, 0, tokens, decoded=False)
     processes = {rank.pid for rank in gangs.prefill.descriptions}
     try:
         before = {pid: CpuTime.of(pid) for pid in processes}
@@ -221,9 +222,10 @@ async def _prefill(
         chunks=tuple(chunks),
         strategy=strategy,
         csa=csa,
+        samplers={chunk.sequence_id: GREEDY for chunk in chunks if chunk.last},
     )
     messages = [
-        pack(replace(step, tokens=tokens[start:stop].tobytes()))
+        pack(msgspec.structs.replace(step, tokens=tokens[start:stop].tobytes()))
         for start, stop in itertools.pairwise(step.bounds)
     ]
     bystander = pack(step)
@@ -276,17 +278,12 @@ async def _fill(
             slices=slices,
             master=position % run.sp,
             prompt_length=run.context,
-            sampling=sampling,
+            output_tokens=sampling.max_tokens,
+            sampler=encode(SamplerInputs(sampling=sampling)),
         )
         await gangs.decode.call_all("reserve", pack(request))
     chunks = [
-        PrefillChunk(
-            sequence_id=sequence_id,
-            start=0,
-            length=run.context,
-            destinations=slices,
-            sampling=sampling,
-        )
+        PrefillChunk(sequence_id, 0, run.context, destinations=slices)
         for sequence_id in sequence_ids
     ]
     fits = sum(gangs.prefill.capacities) - gangs.prefill.instances

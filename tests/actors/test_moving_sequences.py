@@ -218,6 +218,7 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
                 stop=59,
                 before=placed(request),
                 after=on(request, 1),
+                sampler=request.sampler,
             )
         )
         cell.decode.notify(1, "move", message)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from csa_cases import scattered
@@ -296,7 +297,9 @@ def one_prompt(
     )
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        chunk = replace(chunk, rows=place(order, cut(length, members), start=history))
+        chunk = msgspec.structs.replace(
+            chunk, rows=place(order, cut(length, members), start=history)
+        )
         bounds = tuple(bounds_of_rows([chunk], order))
     return Case(*heads, (chunk,), bounds, order, dtype)
 

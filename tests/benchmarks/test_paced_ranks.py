@@ -24,7 +24,6 @@ from csps.protocols.gang.messages import (
     JoinBatch,
     ReserveKv,
     SampledTokens,
-    Sampling,
 )
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack, unpack
@@ -100,16 +99,14 @@ class Cell:
             KvSlice(0, 0, 4),
             KvSlice(1, 4, 10),
         )
-        sampling = Sampling(max_tokens=tokens)
-        before = bytes(4 * generated_tokens)
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
             slices=slices,
             master=1,
             prompt_length=10,
-            sampling=sampling,
-            generated_tokens=before,
+            output_tokens=tokens - generated_tokens,
+            first_index=generated_tokens,
         )
         await self.gangs["decode"].call_all("reserve", pack(reserve))
         chunk = PrefillChunk(
@@ -117,8 +114,8 @@ class Cell:
             start=0,
             length=10,
             destinations=slices,
-            sampling=sampling,
-            generated_tokens=before,
+            decoded=tokens - generated_tokens > 1,
+            first_index=generated_tokens,
         )
         job = PrefillStep(step_id=sequence_id, group=(0, 1), bounds=(0, 5, 10), chunks=(chunk,))
         self.gangs["prefill"].notify_all("prefill", pack(job))
@@ -191,7 +188,7 @@ async def test_a_piggybacked_prompt_is_computed_in_chunks() -> None:
                 slices=(KvSlice(1, 0, prompt),),
                 master=1,
                 prompt_length=prompt,
-                sampling=Sampling(max_tokens=tokens),
+                output_tokens=tokens,
             )
             await gang.call_all("reserve", pack(reserve))
         generated_tokens: list[tuple[tuple[int, int], ...]] = []

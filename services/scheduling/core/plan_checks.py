@@ -205,15 +205,15 @@ class PlanChecks:
         )
         assert request.id not in self._replanned, f"two replans of request {request.id}"
         self._replanned[request.id] = None
-        unsent = [step.command for step in plan.steps if step.command is not None]
+        unsent = [step.command.step.chunks[0] for step in plan.steps if step.command is not None]
         assert unsent, f"sequence {sequence.id} has no unsent steps"
         if not replan.steps:
             return CheckedReplan(sequence, replan, [], [], sequence.retained_slices)
-        begun = {request.id: unsent[0].history[0]}
+        begun = {request.id: unsent[0].history}
         whole = StartPlan(steps=replan.steps, decode=())
         found, slots = list(histories_of(whole, begun, in_place=False)), []
         pair = GangPair(prefill=sequence.prefill, decode=sequence.decode)
-        stop = unsent[0].chunks[0].start
+        stop = unsent[0].start
         for step, histories in zip(replan.steps, found, strict=True):
             assert [chunk.request_id for chunk in step.chunks] == [request.id], (
                 f"chunks of other requests than {request.id}"

@@ -9,8 +9,8 @@ import msgspec
 
 from csps.protocols.attention.plan import RINGS
 from csps.protocols.core.placement import RING_LAYOUTS, KvSlice, Span, place
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep, StartPlan
-from csps.services.scheduling.events.commands import Chunk, RunStep
 from csps.services.scheduling.events.events import InstanceId, RequestId
 from csps.services.scheduling.events.slices import outside, own, within
 
@@ -18,8 +18,8 @@ Histories = tuple[tuple[KvSlice, ...], ...]
 """Placement of the KV before each chunk of a step."""
 
 
-AnyChunk = PlannedChunk | Chunk
-AnyStep = PlannedStep | RunStep
+AnyChunk = PlannedChunk | PrefillChunk
+AnyStep = PlannedStep | PrefillStep
 """Step that is planned or launched."""
 
 
@@ -54,7 +54,7 @@ def cut_at_bounds(step: AnyStep) -> bool:
     return not any(chunk.rows or chunk.placement for chunk in step.chunks)
 
 
-def slots_of(step: AnyStep, histories: Histories) -> dict[InstanceId, int]:
+def slots_of(step: AnyStep, histories: Sequence[tuple[KvSlice, ...]]) -> dict[InstanceId, int]:
     """Return the slots that a step needs: for what an instance computes, and for what it receives
     to store."""
     if cut_at_bounds(step):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.events import (
     GangId,
     InstanceId,
@@ -24,23 +25,6 @@ class Command(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="command", gc=False
 ):
     """Base of all commands: immutable, one array in the log."""
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions [start, start + length) of a sequence, computed by one step."""
-
-    sequence_id: SequenceId
-    start: int
-    length: int
-    rows: tuple[KvSlice, ...] = ()
-    """Positions that each instance computes; set in all chunks of a step or in none. Empty: cut at
-    the step's bounds."""
-    placement: tuple[KvSlice, ...] = ()
-    """Holders of the chunk's KV from this step on, and of earlier KV that moves. Empty: the
-    instances that compute it, and nothing moves."""
-    retain: bool = False
-    """True if what the sequence computes stays after its transfer until `Evict` or `Cancel`; set in
-    all chunks of a sequence or in none."""
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
@@ -73,21 +57,11 @@ class Reserve(Command, frozen=True, tag="reserve"):
 class RunStep(Command, frozen=True, tag="run_step"):
     """Compute chunks on a group of instances of one gang."""
 
-    step_id: StepId
-    group: tuple[InstanceId, ...]
-    bounds: tuple[int, ...]
-    """Cuts of the chunks, laid end to end: `group[i]` computes tokens [bounds[i], bounds[i+1]), or
-    as many of all chunks if these have `rows`."""
-    chunks: tuple[Chunk, ...]
-    history: tuple[tuple[KvSlice, ...], ...]
-    """Placement of the KV before each chunk, which earlier chunks computed."""
-    strategy: str
-    """Name of the engine's strategy (`actors/attention`)."""
+    step: PrefillStep
+    """Step as the ranks get it, but for what only the router knows. Its strategy names an option,
+    whose levels and micro-partitions the executor lowers for this group."""
     cls: str
-    """Request class of all chunks. The executor lowers levels and micro-partitions for this group.
-    """
-    high_priority: bool
-    """True if the step may preempt a low-priority step."""
+    """Request class of all chunks."""
     ends_ns: int
     """Predicted end, at launch."""
 

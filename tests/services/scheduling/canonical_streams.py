@@ -46,13 +46,26 @@ RENAMED: dict[str, str] = {
     "high_priority": "urgent",
     "piggybacked": "rides",
     "KvSlice.source": "origin",
-    "Chunk.placement": "keep",
-    "Chunk.retain": "stays",
+    "run_step.step": "*",
+    "PrefillStep.tokens": "",
+    "PrefillStep.csa": "",
+    "PrefillStep.samplers": "",
+    "PrefillStep.trace": "",
+    "PrefillChunk.history": "^history",
+    "PrefillChunk.placement": "keep",
+    "PrefillChunk.retain": "stays",
+    "PrefillChunk.destinations": "",
+    "PrefillChunk.last": "",
+    "PrefillChunk.decoded": "",
+    "PrefillChunk.first_index": "",
     "reserve.retain": "stays",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
 structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all
-others. A field that the recording lacks is renamed to "" and left out."""
+others. A field that the recording lacks is renamed to "" and left out. Where the recording has the
+fields of a structure in the one around it, the structure is renamed to "*". A field that the
+recording has in the structure around it, as a list with a value of each element, is renamed to "^"
+and that list's name."""
 
 REWORDED: dict[str, str] = {
     r"^decode instance \d+ received KV of (\d+) tokens, expected (\w+)$": (
@@ -124,7 +137,26 @@ def _names(of: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
 
 
 def _fields(of: msgspec.Struct, text: Callable[[str], str]) -> Canonical:
-    return {recorded: _plain(getattr(of, name), text) for name, recorded, _ in _names(type(of))}
+    fields: Canonical = {}
+    for name, recorded, _ in _names(type(of)):
+        value = getattr(of, name)
+        if recorded == "*":
+            fields |= _fields(value, text)
+        elif not recorded.startswith("^"):
+            fields[recorded] = _plain(value, text)
+            fields |= _raised(value, text)
+    return fields
+
+
+def _raised(value: Any, text: Callable[[str], str]) -> Canonical:
+    """Collect the fields that the recording has beside the list of these structures."""
+    if not (isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct)):
+        return {}
+    return {
+        recorded[1:]: [_plain(getattr(element, name), text) for element in value]
+        for name, recorded, _ in _names(type(value[0]))
+        if recorded.startswith("^")
+    }
 
 
 def _plain(value: Any, text: Callable[[str], str]) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, gang, group, numbers, plans, sizes, waiting
 from property_examples import examples
 from random_executor import gang_up
-from scheduler_harness import SchedulerHarness, only
+from scheduler_harness import SchedulerHarness, only, steps_of
 
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
@@ -260,7 +260,7 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
         commands = harness.turn(harness.submit(prompt, output))
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:
-            (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+            (reserve,), (step,) = only(commands, cmd.Reserve), steps_of(commands)
             done = [
                 ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
                 for instance in step.group

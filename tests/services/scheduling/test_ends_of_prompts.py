@@ -223,8 +223,8 @@ def play(played: TimedCell, turns: Turns) -> list[tuple[int, int, int]]:
     played.play(arrivals, hashes)
     assert len(played.finished) == len(arrivals)
     for step in played.ended_steps:
-        if not step.command.high_priority:
-            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
+        if not step.command.step.high_priority:
+            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command.step))
             assert step.delayed_ns <= bound_ns
     return arrivals
 

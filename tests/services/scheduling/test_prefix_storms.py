@@ -92,15 +92,16 @@ class KeepingCell(RandomCell):
 
     def _run_step(self, command: cmd.RunStep) -> None:
         super()._run_step(command)
-        for chunk, history in zip(command.chunks, command.history, strict=True):
+        for chunk in command.step.chunks:
+            history = chunk.history
             reserve = self.sequences[chunk.sequence_id].reserve
-            place = gang_of(command.group[0]), chunk.sequence_id
+            place = gang_of(command.step.group[0]), chunk.sequence_id
             lies = self.lies.setdefault(place, {})
             self._check_reused(chunk.sequence_id, history, reserve.cached)
             told = {p: it.instance for it in own(history) for p in it.span.positions}
             assert told == lies, "history is not where it was left"
             assert chunk.start == reserve.cached + len(lies), "chunks follow one upon another"
-            lay(lies, chunk, command, reserve if self._elastic else None)
+            lay(lies, chunk, command.step, reserve if self._elastic else None)
             if chunk.retain:
                 self.retain.add(place)
 
@@ -195,7 +196,7 @@ class KeepingCell(RandomCell):
             )
 
     def _check_unread(self, place: Place, gone: range) -> None:
-        reading = [history for step, _ in self.steps.values() for history in step.history]
+        reading = [chunk.history for step, _ in self.steps.values() for chunk in step.chunks]
         reading += [
             sequence.reserve.slices for sequence in self.sequences.values() if sequence.unfreed
         ]
@@ -224,7 +225,7 @@ class KeepingCell(RandomCell):
             used.update(self.lies.get(place, {}).values())
         for step, undone in self.steps.values():
             if not (self._elastic or any(chunk.retain for chunk in step.chunks)):
-                sizes = slots_of(step, step.history)
+                sizes = slots_of(step, [chunk.history for chunk in step.chunks])
                 used.update({it: sizes.get(it, 0) for it in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):

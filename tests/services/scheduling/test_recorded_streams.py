@@ -20,10 +20,10 @@ from canonical_streams import (
 from recorded_workloads import WORKLOADS
 
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.commands import (
     AnyCommand,
-    Chunk,
     Evict,
     Fail,
     RunStep,
@@ -93,14 +93,13 @@ class Following:
 
 EVICT = Evict(gang=2, sequence_id=5, start=0, stop=64)
 STEP = RunStep(
-    step_id=9,
-    group=(65536,),
-    bounds=(0, 100),
-    chunks=(Chunk(5, 0, 100, rows=(KvSlice(65536, 0, 100),)),),
-    history=((),),
-    strategy="ulysses",
+    step=PrefillStep(
+        step_id=9,
+        group=(65536,),
+        bounds=(0, 100),
+        chunks=(PrefillChunk(5, 0, 100, rows=(KvSlice(65536, 0, 100),)),),
+    ),
     cls="exact",
-    high_priority=False,
     ends_ns=7,
 )
 
@@ -134,8 +133,9 @@ def test_the_first_other_field_is_named(tmp_path: Path) -> None:
 
 def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP], 2)
-    shorter = Chunk(5, 0, 100, rows=(KvSlice(65536, 0, 99),))
-    other = msgspec.structs.replace(STEP, chunks=(shorter,))
+    shorter = PrefillChunk(5, 0, 100, rows=(KvSlice(65536, 0, 99),))
+    step = msgspec.structs.replace(STEP.step, chunks=(shorter,))
+    other = msgspec.structs.replace(STEP, step=step)
     with pytest.raises(AssertionError, match=r"\.pieces\[0\]\.rows\[0\]\.stop: 100, now 99"):
         follower.commands([other], 50)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_harness import SchedulerHarness, only
+from scheduler_harness import SchedulerHarness, only, steps_of
 from scripted_policies import Scripted
 
 from csps.protocols.core.placement import KvSlice
@@ -54,17 +54,21 @@ def submitted(made: SchedulerHarness) -> list[cmd.AnyCommand]:
 
 def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     commands = submitted(scripted(CHUNKS))
-    first, second, third = only(commands, cmd.RunStep)
+    first, second, third = steps_of(commands)
     first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
-    assert first.history == ((),)
-    assert second.history == ((KvSlice(P0, 0, 100),),)
+    assert first.chunks[0].history == ()
+    assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     history = (
         KvSlice(P0, 0, 100),
         KvSlice(P1, 100, 250),
         KvSlice(P0, 250, 400),
     )
-    assert third.history == (history, ())
-    assert third.chunks == (cmd.Chunk(first_id, 400, 100), cmd.Chunk(two, 0, 100))
+    assert [(chunk.sequence_id, chunk.start, chunk.length) for chunk in third.chunks] == [
+        (first_id, 400, 100),
+        (two, 0, 100),
+    ]
+    assert [chunk.history for chunk in third.chunks] == [history, ()]
+    assert [chunk.last for chunk in third.chunks] == [True, True]
     assert [type(command) for command in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
@@ -81,9 +85,9 @@ def test_kv_with_another_holder_is_history_there_and_takes_slots_there() -> None
         decode=(DecodePlacement(1, (KvSlice(D0, 0, 500),), D0),),
     )
     made = scripted(plan)
-    first, second = only(made.turn(made.submit(500, 10)), cmd.RunStep)
+    first, second = steps_of(made.turn(made.submit(500, 10)))
     assert first.chunks[0].rows == striped
-    assert second.history == ((KvSlice(P1, 0, 100),),)
+    assert second.chunks[0].history == (KvSlice(P1, 0, 100),)
     assert second.chunks[0].placement == turns
     # 50 computed and 50 + 50 kept; then 400 computed, 50 that come back and 200 that are kept.
     assert made.scheduler.counts.prefill_kv == (50 + 100 + 400 + 50 + 200) / 8000
@@ -107,7 +111,7 @@ def test_holders_of_an_answer_have_its_slots() -> None:
 def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
     made = scripted(CHUNKS)
     commands = submitted(made)
-    steps = only(commands, cmd.RunStep)
+    steps = steps_of(commands)
     first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
@@ -123,7 +127,7 @@ def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
 
 def test_missing_first_token_is_an_error_only_after_the_last_chunk() -> None:
     made = scripted(CHUNKS)
-    steps = only(submitted(made), cmd.RunStep)
+    steps = steps_of(submitted(made))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
         for step in steps
@@ -136,7 +140,7 @@ def test_missing_first_token_is_an_error_only_after_the_last_chunk() -> None:
 def test_gang_that_dies_between_chunks_frees_all_slots() -> None:
     made = scripted(CHUNKS)
     commands = submitted(made)
-    first = only(commands, cmd.RunStep)[0]
+    first = steps_of(commands)[0]
     made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=10))
     commands = made.turn(ev.GangDown(gang=1, reason="died"))
     assert len(only(commands, cmd.Restart)) == 2
@@ -264,7 +268,7 @@ def test_policy_that_names_a_time_decides_again_then() -> None:
     made.turn(made.submit(500, 10))
     assert made.wake_at_ns == 5_000_000_000
     policy.decisions = (changed(),)
-    assert len(only(made.wait(), cmd.RunStep)) == 1
+    assert len(steps_of(made.wait())) == 1
     assert made.wake_at_ns != 5_000_000_000
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from csps.configurator.costs.cost_table import Costs, StepLatency
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
@@ -34,7 +35,6 @@ from csps.services.scheduling.deciding.decisions import (
 )
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
-from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import bounds_of, level_sizes, outside, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
@@ -248,7 +248,7 @@ class _Pair:
             sent = [step.end_ns for step in candidate.instance.steps.values() if not step.unsent]
             candidate.free_at_ns = max([self._now_ns, *sent])
         for sequence in view.planned:
-            unsent = _unsent_commands(sequence)
+            unsent = _unsent_steps(sequence)
             if unsent[0].group[0] not in index_of:
                 continue  # The sequence belongs to another gang.
             free_ns = [candidate.free_at_ns for candidate in self._candidates]
@@ -260,12 +260,12 @@ class _Pair:
                 )
                 if steps:
                     continue
-            for command, end_ns in zip(unsent, ends_ns, strict=True):
-                for instance in command.group:
+            for step, end_ns in zip(unsent, ends_ns, strict=True):
+                for instance in step.group:
                     self._candidates[index_of[instance]].free_at_ns = end_ns
 
     def _better(
-        self, sequence: Sequence, first: RunStep, end_ns: int, cost: Costs
+        self, sequence: Sequence, first: PrefillStep, end_ns: int, cost: Costs
     ) -> tuple[PlannedStep, ...]:
         """Plan other chunks from the first unsent one on.
 
@@ -274,7 +274,7 @@ class _Pair:
             less than the improvement rate.
         """
         # The steps already sent compute everything before the first unsent chunk.
-        computed = Cached(first.chunks[0].start, first.history[0])
+        computed = Cached(first.chunks[0].start, first.chunks[0].history)
         work = self._work(sequence.request.prompt_tokens, computed, cost)
         left_ns = end_ns - self._now_ns
         # Other requests pay for a change of plan, as they do for a larger group.
@@ -349,7 +349,7 @@ def _predicted_ends(
     free, ends = list(free_ns), []
     for step in _plan_of(sequence).unsent:
         assert step.command is not None, f"unsent step {step.id} has no command"
-        group = [index_of[instance] for instance in step.command.group]
+        group = [index_of[instance] for instance in step.command.step.group]
         end_ns = max(free[index] for index in group) + step.predicted_ns
         for index in group:
             free[index] = end_ns
@@ -357,9 +357,9 @@ def _predicted_ends(
     return ends
 
 
-def _unsent_commands(sequence: Sequence) -> list[RunStep]:
-    """Return the commands of the steps that no rank has received."""
-    return [step.command for step in _plan_of(sequence).unsent if step.command is not None]
+def _unsent_steps(sequence: Sequence) -> list[PrefillStep]:
+    """Return the steps that no rank has received."""
+    return [step.command.step for step in _plan_of(sequence).unsent if step.command is not None]
 
 
 def _plan_of(sequence: Sequence) -> StepPlan:

@@ -17,6 +17,7 @@ from csps.loadgen.simulator.kernel import SimulationResult as Run
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.commands import AnyCommand, MoveKv, Reserve, RunStep
 from csps.services.scheduling.events.events import AnyEvent, index_of
 from csps.services.scheduling.events.limits import ReuseSettings
@@ -95,8 +96,8 @@ class Watched:
         return [it for _, it in self.commands if isinstance(it, Reserve)]
 
     @property
-    def steps(self) -> list[RunStep]:
-        return [it for _, it in self.commands if isinstance(it, RunStep)]
+    def steps(self) -> list[PrefillStep]:
+        return [it.step for _, it in self.commands if isinstance(it, RunStep)]
 
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
