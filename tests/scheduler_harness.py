@@ -161,6 +161,12 @@ def steps_of(commands: list[cmd.AnyCommand]) -> list[PrefillStep]:
     return [command.step for command in only(commands, cmd.RunStep)]
 
 
+def messages(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
+    """Return the messages of a kind that commands send to gangs."""
+    sent_to_gangs = only(commands, cmd.ToGang)
+    return [command.message for command in sent_to_gangs if isinstance(command.message, kind)]
+
+
 def only(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
     """Return the commands of a kind."""
     return [command for command in commands if isinstance(command, kind)]

@@ -11,6 +11,7 @@ from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import GroupShape
+from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
@@ -180,20 +181,21 @@ class TimedCell:
             for sequence in command.joined:
                 tokens = self._reserved[sequence].output_tokens - 1
                 self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
-        elif isinstance(command, cmd.Retain | cmd.Evict):
-            self._retain_or_evict(command)
+        elif isinstance(command, cmd.ToGang):
+            assert isinstance(command.message, RetainKv | EvictKv), command
+            self._retain_or_evict(command.gang, command.message)
         else:
             assert isinstance(command, cmd.Cancel), command  # of an answer of one token
             self._free(command.sequence_id)
 
-    def _retain_or_evict(self, command: cmd.Retain | cmd.Evict) -> None:
-        cache = self._prefix_caches[command.gang]
-        if isinstance(command, cmd.Retain):
-            reserve = self._reserved[command.sequence_id]
+    def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
+        cache = self._prefix_caches[gang]
+        if isinstance(message, RetainKv):
+            reserve = self._reserved[message.sequence_id]
             stop = reserve.prompt_tokens + reserve.output_tokens
             answer = reserve.answer or (KvSlice(reserve.master, reserve.prompt_tokens, stop),)
-            cache.add(command.sequence_id, (*own(reserve.slices), *answer))
-        self._events += cache.apply(command)
+            cache.add(message.sequence_id, (*own(reserve.slices), *answer))
+        self._events += cache.apply(gang, message)
 
     def _at_work(self) -> Iterator[RunningStep]:
         """Yield the steps that progress: those at the head of the queues of all their instances."""

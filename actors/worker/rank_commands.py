@@ -184,4 +184,4 @@ class RankCommands:
 
     def _evict(self, payload: Any) -> None:
         message = schema.unpack(EvictKv, payload)
-        self._post(lambda sequencer: sequencer.evict(message.sequence_id, message.spans))
+        self._post(lambda sequencer: sequencer.evict(message.sequence_id, message.released))

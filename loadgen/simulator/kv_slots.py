@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from csps.protocols.core.placement import KvSlice, Span
-from csps.services.scheduling.events.commands import Evict, Retain
-from csps.services.scheduling.events.events import Retained, SequenceId, index_of, instance_id
+from csps.protocols.gang.messages import EvictKv, RetainKv
+from csps.services.scheduling.events.events import (
+    GangId,
+    Retained,
+    SequenceId,
+    index_of,
+    instance_id,
+)
 from csps.services.scheduling.events.slices import outside, tokens_on, within
 
 
@@ -105,22 +111,22 @@ class SimulatedPrefixCache:
         """Retain more of a sequence, whose slots were freed before."""
         self._set(sequence, (*outside(self._stored.get(sequence, ()), slices), *slices))
 
-    def apply(self, command: Retain | Evict) -> list[Retained]:
-        """Apply a command; return how many tokens each instance still retains."""
-        stored = self._stored.get(command.sequence_id, ())
-        span = Span(command.start, max(command.start, command.stop))
-        if isinstance(command, Retain):
+    def apply(self, gang: GangId, message: RetainKv | EvictKv) -> list[Retained]:
+        """Apply a message to a gang; return how many tokens each instance still retains."""
+        stored = self._stored.get(message.sequence_id, ())
+        span = Span(message.start, max(message.start, message.stop))
+        if isinstance(message, RetainKv):
             left = within(stored, span)
         else:
             left = tuple(
                 kv_slice.cut(rest) for kv_slice in stored for rest in kv_slice.span.without(span)
             )
-        self._set(command.sequence_id, left)
-        instances = (instance_id(command.gang, index) for index in range(len(self._slots.free)))
+        self._set(message.sequence_id, left)
+        instances = (instance_id(gang, index) for index in range(len(self._slots.free)))
         tokens = tokens_on(left)
         return [
             Retained(
-                sequence_id=command.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
+                sequence_id=message.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
             )
             for instance in instances
         ]

@@ -14,7 +14,7 @@ from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.decode_batch import IterationLog, SimulatedMember
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
 from csps.protocols.core.placement import KvSlice
-from csps.services.scheduling.events.commands import Evict
+from csps.protocols.gang.messages import EvictKv
 from csps.services.scheduling.events.events import (
     AnyEvent,
     InstanceId,
@@ -110,8 +110,8 @@ class SimulatedSequence:
     """Prompt tokens that are reused instead of computed."""
     retain: bool = False
     """True if the KV stays until the gang is told what to retain."""
-    evictions: list[Evict] = field(default_factory=list)
-    """Evictions that arrived before the `Retain` that they apply to."""
+    evictions: list[EvictKv] = field(default_factory=list)
+    """Evictions that arrived before the `RetainKv` that they apply to."""
     missing: dict[InstanceId, int] = field(default_factory=dict)
     """KV tokens that have not arrived yet, by decode instance."""
     member: SimulatedMember | None = None

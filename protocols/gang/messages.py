@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from csps.protocols.core.placement import EVERYTHING, KvSlice, Span
+import msgspec
+
+from csps.protocols.core.placement import KvSlice, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,36 +221,42 @@ class CancelSequence:
     sequence_id: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetainKv:
-    """`retain`, to rank 0: a sequence with `retain` has ended; keep only these spans of its KV.
+EVERY_POSITION = 1 << 62
+"""Stop of positions that have all of a sequence."""
+
+
+class RetainKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """`retain`, to rank 0: a sequence with `retain` has ended; keep only these positions of its KV,
+    all computed by the sequence itself.
 
     The sequence leaves its decode batch, if it is in one. Each rank of the gang answers with
     `retained`, or with `freed` if nothing is left. The message may come more than once.
     """
 
     sequence_id: int
-    spans: tuple[Span, ...] = EVERYTHING
-    """Positions to retain, all computed by the sequence itself; a rank has some of them."""
+    start: int = 0
+    stop: int = EVERY_POSITION
 
     @property
     def released(self) -> tuple[Span, ...]:
         """All other positions."""
-        rest = EVERYTHING
-        for span in self.spans:
-            rest = tuple(part for left in rest for part in left.without(span))
-        return rest
+        return Span(0, EVERY_POSITION).without(Span(self.start, max(self.start, self.stop)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvictKv:
+class EvictKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`evict`, to rank 0: free some retained KV of a sequence that has ended. Answered as `retain`.
 
     Slots that other sequences reference (`KvSlice.source`) are freed with the last reference.
     """
 
     sequence_id: int
-    spans: tuple[Span, ...] = EVERYTHING
+    start: int = 0
+    stop: int = EVERY_POSITION
+
+    @property
+    def released(self) -> tuple[Span, ...]:
+        """Positions to free."""
+        return (Span(self.start, self.stop),) if self.start < self.stop else ()
 
 
 # --- to prefill ranks ----------------------------------------------------------------------
@@ -328,13 +336,12 @@ class ReserveKv:
         return sum(kv_slice.tokens for kv_slice in self.slices if kv_slice.source)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinBatch:
+class JoinBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`join`, to rank 0: decode the sequence. Its KV was received on all ranks, or is
     piggybacked."""
 
     sequence_id: int
-    first_token: int | None
+    first_token: int | None = None
     """First token of the answer. None: piggybacked prefill, whose first token comes in
     `SampledTokens`."""
     budget: int = 0

@@ -14,7 +14,7 @@ from the step alone, whether it is a member or not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -188,8 +188,7 @@ class PrefillStep(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequencePlacement:
+class SequencePlacement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Placement of a decoding sequence: KV holders and master."""
 
     slices: tuple[KvSlice, ...]
@@ -206,8 +205,7 @@ class SequencePlacement:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoveSequence:
+class MoveSequence(msgspec.Struct, frozen=True, kw_only=True):
     """`move`, to every rank of an elastic gang: move a sequence's KV, or change its master.
 
     It is a step without chunks, whose members are the instances that the sequence needs before or
@@ -224,7 +222,7 @@ class MoveSequence:
     after: SequencePlacement
     sampler: bytes = b""
     """Packed `SamplerInputs`, sent only to the ranks of a new master."""
-    trace: dict[str, str] = field(default_factory=dict)
+    trace: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         for placement in (self.before, self.after):

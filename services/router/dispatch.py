@@ -17,11 +17,10 @@ import msgspec
 from csps.configurator.costs.cost_table import Bucket, bucket_of
 from csps.protocols.attention.csa import CsaPlan
 from csps.protocols.core.errors import BoundNotMet, ConnectionLost, DeadlineExceeded
-from csps.protocols.core.placement import Span
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, RetainKv
-from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import AttemptPlacement
 from csps.services.router.cost_table_service import CostTableService
@@ -51,6 +50,7 @@ from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import (
     AnyEvent,
     Freed,
+    GangId,
     InstanceId,
     SequenceId,
     StepDone,
@@ -94,10 +94,7 @@ class Executor:
             commands.Reserve: self._reserve,
             commands.RunStep: self._run_step,
             commands.SetGroup: self._set_group,
-            commands.Piggyback: self._piggyback,
-            commands.Retain: self._retain,
-            commands.Evict: self._evict,
-            commands.MoveKv: self._move,
+            commands.ToGang: self._to_gang,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -211,13 +208,19 @@ class Executor:
                 gang.notify(0, "join", pack(message))
                 self._requests.handed_over(sequence.handle)
 
-    def _piggyback(self, command: commands.Piggyback) -> None:
-        sequence = self._sequences.by_id[command.sequence_id]
-        self._in_background(self._piggyback_when_reserved(command, sequence))
+    def _to_gang(self, command: commands.ToGang) -> None:
+        message, gang = command.message, self._gangs.get(command.gang)
+        if isinstance(message, JoinBatch):
+            sequence = self._sequences.by_id[message.sequence_id]
+            self._in_background(self._piggyback_when_reserved(message, sequence))
+        elif gang is None:
+            return
+        elif isinstance(message, MoveSequence):
+            self._move(gang, message)
+        else:
+            self._retain_or_evict(command.gang, gang, message)
 
-    async def _piggyback_when_reserved(
-        self, command: commands.Piggyback, sequence: LiveSequence
-    ) -> None:
+    async def _piggyback_when_reserved(self, message: JoinBatch, sequence: LiveSequence) -> None:
         """Notify the leader of a piggybacked prefill once all ranks have reserved."""
         assert sequence.reserving is not None, (
             f"piggybacked sequence {sequence.id} has no reservation"
@@ -226,7 +229,6 @@ class Executor:
         await asyncio.gather(sequence.reserving)
         if sequence.over:
             return
-        message = JoinBatch(sequence_id=sequence.id, first_token=None, budget=command.budget)
         sequence.decode.notify(0, "join", pack(message))
         handle, reserved = sequence.handle, sequence.command
         handle.placement = AttemptPlacement(
@@ -235,44 +237,34 @@ class Executor:
             slices=in_gang(reserved.slices),
             master=index_of(reserved.master),
         )
-        handle.plan = piggyback_plan(handle.spec, command.budget)
+        handle.plan = piggyback_plan(handle.spec, message.budget)
         self._requests.launched(handle)
 
-    def _move(self, command: commands.MoveKv) -> None:
-        sequence, gang = self._sequences.serving(command.sequence_id), self._gangs.get(command.gang)
-        if sequence is None or gang is None:
+    def _move(self, gang: GangClient, move: MoveSequence) -> None:
+        sequence = self._sequences.serving(move.sequence_id)
+        if sequence is None:
             return
-        _log.debug("move sequence_id %d within gang %s", command.sequence_id, gang.gang_id)
+        _log.debug("move sequence_id %d within gang %s", move.sequence_id, gang.gang_id)
         if not sequence.decode_ended:
-            for rank, message in enumerate(move_messages(command, sequence, gang)):
+            for rank, message in enumerate(move_messages(move, sequence, gang)):
                 gang.notify(rank, "move", message)
             return
-        for instance in decode_slots(command, 0):  # its last token was sampled: nothing moves
+        for instance in decode_slots(move.after, 0):  # its last token was sampled: nothing moves
             if instance not in sequence.pending_free:
                 self._post_event(Freed(sequence_id=sequence.id, instance=instance))
 
     # --- prefix cache --------------------------------------------------------------------------
 
-    def _retain(self, command: commands.Retain) -> None:
-        self._notify_leader(command, "retain", RetainKv)
-        if (sequence := self._sequences.by_id.get(command.sequence_id)) is not None:
-            sequence.pending_free.clear()  # retain acks replace `freed` from here on
-            self._end_sequence(command.sequence_id)
-
-    def _evict(self, command: commands.Evict) -> None:
-        self._notify_leader(command, "evict", EvictKv)
-
-    def _notify_leader(
-        self,
-        command: commands.Retain | commands.Evict,
-        method: str,
-        message: type[RetainKv | EvictKv],
+    def _retain_or_evict(
+        self, gang_number: GangId, gang: GangClient, message: RetainKv | EvictKv
     ) -> None:
-        if (gang := self._gangs.get(command.gang)) is None:
-            return
-        spans = (Span(command.start, command.stop),) if command.start < command.stop else ()
-        self._notifications.retain_acks.expect_ack(command.gang, command.sequence_id)
-        gang.notify(0, method, pack(message(sequence_id=command.sequence_id, spans=spans)))
+        self._notifications.retain_acks.expect_ack(gang_number, message.sequence_id)
+        retain = isinstance(message, RetainKv)
+        gang.notify(0, "retain" if retain else "evict", pack(message))
+        sequence = self._sequences.by_id.get(message.sequence_id)
+        if retain and sequence is not None:
+            sequence.pending_free.clear()  # retain acks replace `freed` from here on
+            self._sequences.end(sequence)
 
     # --- ending --------------------------------------------------------------------------------
 

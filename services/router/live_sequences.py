@@ -25,11 +25,11 @@ from csps.protocols.gang.messages import (
     SampledToken,
     SamplerInputs,
 )
-from csps.protocols.gang.step_messages import SequenceMoved
+from csps.protocols.gang.step_messages import MoveSequence, SequenceMoved
 from csps.protocols.rpc.schema import encode
 from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.scheduling.events.commands import MoveKv, Reserve, RunStep
+from csps.services.scheduling.events.commands import Reserve, RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
@@ -124,8 +124,7 @@ class LiveMove:
     token of the new master may arrive before the last token of the old one.
     """
 
-    command: MoveKv
-    before: HasPlacement
+    message: MoveSequence
     pending_acks: InstanceRanks
     began: float = field(default_factory=time.monotonic)
     acks: list[SequenceMoved] = field(default_factory=list)
@@ -151,9 +150,9 @@ class LiveMove:
 
 def end_move(sequence: LiveSequence, move: LiveMove) -> None:
     """Let the sequence continue where it was moved to."""
-    before, after = decode_slots(sequence.placement, 0), decode_slots(move.command, 0)
+    before, after = decode_slots(sequence.placement, 0), decode_slots(move.message.after, 0)
     sequence.move = None
-    sequence.placement = move.command
+    sequence.placement = move.message.after
     # Ranks there may already have reported that the sequence ended: no `expect` here.
     sequence.pending_free.discard(instance for instance in before if instance not in after)
 
@@ -380,11 +379,11 @@ class ElasticEventRecorder:
             self._note(sequence, event)
 
     def _kinds(self, gang: GangClient, move: LiveMove) -> Iterator[ElasticEventKind]:
-        before, after = decode_members(move.before), decode_members(move.command)
+        before, after = decode_members(move.message.before), decode_members(move.message.after)
         regrouped = self._groups.move(gang, before, after)
         if move.tokens:
             yield "migrate"
-        elif move.before.master != move.command.master:
+        elif move.message.before.master != move.message.after.master:
             yield "remaster"
         if regrouped.merged:
             yield "merge"

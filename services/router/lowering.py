@@ -31,10 +31,9 @@ from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.live_sequences import InstanceRanks, LiveMove, LiveSequence, token_bytes
 from csps.services.scheduling.deciding.step_layout import rows_of
-from csps.services.scheduling.events.commands import MoveKv
-from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of, instance_id
+from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import bounds_of, tokens_on
-from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
+from csps.services.scheduling.state.ledger import decode_slots
 
 NOTHING = np.empty(0, np.int32)
 """No tokens."""
@@ -270,25 +269,20 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
 
 
 def move_messages(
-    command: MoveKv, sequence: LiveSequence, gang: GangClient
+    move: MoveSequence, sequence: LiveSequence, gang: GangClient
 ) -> list[dict[str, Any]]:
     """Record a sequence's move and return `move` for every rank of its gang, in rank order. The
     ranks of a new master get what they need to sample."""
-    reserved = sequence.command
-    message = MoveSequence(
-        step_id=command.step_id,
-        sequence_id=sequence.id,
-        prompt_length=reserved.prompt_tokens,
-        stop=reserved.prompt_tokens + max(0, reserved.output_tokens - 1),
-        before=_sequence_placement(sequence.placement),
-        after=_sequence_placement(command),
+    sequence.move = LiveMove(move, InstanceRanks(gang, move.instances))
+    # New instances report as well when they free their slots.
+    known = decode_slots(move.before, 0)
+    sequence.pending_free.expect(member for member in move.instances if member not in known)
+    message = msgspec.structs.replace(
+        move,
+        before=_placement_in_gang(move.before),
+        after=_placement_in_gang(move.after),
         trace=sequence.handle.carrier,
     )
-    members = [instance_id(command.gang, instance) for instance in message.instances]
-    sequence.move = LiveMove(command, sequence.placement, InstanceRanks(gang, members))
-    # New instances report as well when they free their slots.
-    known = decode_slots(sequence.placement, 0)
-    sequence.pending_free.expect(member for member in members if member not in known)
     messages = [pack(message)] * gang.world_size
     if message.after.master != message.before.master:
         at_master = messages[0] | {"sampler": sequence.sampler}
@@ -297,8 +291,7 @@ def move_messages(
     return messages
 
 
-def _sequence_placement(placement: HasPlacement) -> SequencePlacement:
-    """Return a placement as ranks read it."""
+def _placement_in_gang(placement: SequencePlacement) -> SequencePlacement:
     return SequencePlacement(
         slices=in_gang(placement.slices),
         master=index_of(placement.master),

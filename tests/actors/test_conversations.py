@@ -254,13 +254,18 @@ class Talk:
             kept = Span(0, 0)  # it was not sent
         own = [kv_slice for kv_slice in (*request.slices, *answer_holders) if not kv_slice.source]
         self.decoded.learn(sequence_id, own, kept.stop)
-        left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
+        left = await cell.keep(
+            cell.decode, RetainKv(sequence_id=sequence_id, start=kept.start, stop=kept.stop)
+        )
         expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
         assert left == expected * cell.decode.tp
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
             self.prefilled.forget(sequence_id, [released])
-            await cell.keep(cell.prefill, EvictKv(sequence_id=sequence_id, spans=(released,)))
+            await cell.keep(
+                cell.prefill,
+                EvictKv(sequence_id=sequence_id, start=released.start, stop=released.stop),
+            )
         for rank in cell.ranks:
             rank.engine.pool.slots.check_integrity()
 

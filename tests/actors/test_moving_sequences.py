@@ -250,7 +250,7 @@ async def test_history_returns_after_the_step_that_moved_it_away(
         first = replace(talking(1, 40, 4, 0), retain=True)
         await decode(cell, first)
         await cell.until(lambda: cell.finished(1))
-        await cell.keep(cell.decode, RetainKv(sequence_id=1, spans=(Span(0, 40),)))
+        await cell.keep(cell.decode, RetainKv(sequence_id=1, start=0, stop=40))
         request = replace(talking(2, 50, LASTING, 1), prompt=np.append(first.prompt, prompt_of(10)))
         await cell.reserve(request)
         history = (KvSlice(0, 0, 40, source=1),)

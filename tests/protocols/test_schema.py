@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,7 +191,12 @@ def test_fields_that_no_message_may_have(kind: Any) -> None:
 
 def test_every_message_of_the_protocol_can_travel() -> None:
     modules = (messages, step_messages)
-    classes = {cls for module in modules for cls in vars(module).values() if is_dataclass(cls)}
+    classes = {
+        cls
+        for module in modules
+        for cls in vars(module).values()
+        if is_dataclass(cls) or (isinstance(cls, type) and issubclass(cls, msgspec.Struct))
+    }
     assert len(classes) > 25
     for cls in classes:
         with pytest.raises(ProtocolError):  # compiles the converters, which is what could fail

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Many
 import msgspec
 
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import JoinBatch
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.plan_checks import (
     CheckedPiggyback,
@@ -32,8 +33,7 @@ from csps.services.scheduling.deciding.decisions import (
     WakeAt,
 )
 from csps.services.scheduling.deciding.step_layout import Histories, stored_by
-from csps.services.scheduling.events import commands
-from csps.services.scheduling.events.commands import Reserve, RunStep
+from csps.services.scheduling.events.commands import Reserve, RunStep, ToGang
 from csps.services.scheduling.events.events import InstanceId, RequestId
 from csps.services.scheduling.events.limits import SchedulerDeadlines
 from csps.services.scheduling.state.gangs import Gangs
@@ -222,9 +222,8 @@ class Launcher:
         )
         self._requests.take(request, sequence)
         self._reserve(sequence)
-        self._round.emit(
-            commands.Piggyback(gang=sequence.decode.id, sequence_id=sequence.id, budget=plan.budget)
-        )
+        message = JoinBatch(sequence_id=sequence.id, budget=plan.budget)
+        self._round.emit(ToGang(gang=sequence.decode.id, message=message))
 
     def _reserve(self, sequence: Sequence) -> None:
         request, limits = sequence.request, self._deadlines

@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.services.scheduling.events.events import (
     GangId,
     InstanceId,
     RequestId,
     SequenceId,
-    StepId,
     WireError,
 )
 
@@ -44,14 +44,14 @@ class Reserve(Command, frozen=True, tag="reserve"):
     deadline_ns: int
     """Time by which the instances have to confirm."""
     piggybacked: bool = False
-    """True if `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
+    """True if `JoinBatch` follows: the master's ranks get the prompt's tokens, because no step
     computes them."""
     answer: tuple[KvSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     cached: int = 0
     """First tokens of the prompt that nothing computes, because their KV is cached."""
     retain: bool = False
-    """True if all KV stays when the answer ends, until `Retain` names what stays, or `Cancel`."""
+    """True if all KV stays when the answer ends, until `RetainKv` names what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
@@ -73,47 +73,19 @@ class SetGroup(Command, frozen=True, tag="set_group"):
     joined: tuple[SequenceId, ...]
 
 
-class Piggyback(Command, frozen=True, tag="piggyback"):
-    """Add a sequence to a gang's decode batch before its prefill. Iterations compute its prompt
-    beside the sequences that decode (`protocols.gang.iteration`) and sample its tokens."""
+class ToGang(Command, frozen=True, tag="to_gang"):
+    """Send a gang a message.
+
+    JoinBatch     add a sequence to the decode batch before its prefill: iterations compute its
+                  prompt beside the sequences that decode (piggybacked), and sample its tokens
+    RetainKv, EvictKv
+                  all instances of the gang answer with what they have left (`events.Retained`)
+    MoveSequence  after `events.Moved` the sequence decodes at its new placement, and the slots that
+                  it left are free; the step that moves it has no `events.StepDone`
+    """
 
     gang: GangId
-    sequence_id: SequenceId
-    budget: int
-    """Tokens that an iteration may compute on each master from now on."""
-
-
-class Retain(Command, frozen=True, tag="retain"):
-    """Retain these positions of a sequence that is over in the gang; it has computed them itself.
-    All instances of the gang answer with what they have left (`events.Retained`)."""
-
-    gang: GangId
-    sequence_id: SequenceId
-    start: int
-    stop: int
-
-
-class Evict(Command, frozen=True, tag="evict"):
-    """Evict some of a sequence's retained positions. Instances answer as for `Retain`."""
-
-    gang: GangId
-    sequence_id: SequenceId
-    start: int
-    stop: int
-
-
-class MoveKv(Command, frozen=True, tag="move_kv"):
-    """Move the KV of a sequence that is decoded to other instances of its gang. After
-    `events.Moved` the sequence goes on there, and the slots that it left are free."""
-
-    gang: GangId
-    step_id: StepId
-    """Step that moves the KV, which has no `events.StepDone`."""
-    sequence_id: SequenceId
-    slices: tuple[KvSlice, ...]
-    """Placement of the prompt's KV afterwards."""
-    master: InstanceId
-    answer: tuple[KvSlice, ...]
+    message: JoinBatch | RetainKv | EvictKv | MoveSequence
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
@@ -153,17 +125,4 @@ class ResetGang(Command, frozen=True, tag="reset_gang"):
     reason: str
 
 
-AnyCommand = (
-    Reserve
-    | RunStep
-    | SetGroup
-    | Piggyback
-    | Retain
-    | Evict
-    | MoveKv
-    | Cancel
-    | Restart
-    | Refuse
-    | Fail
-    | ResetGang
-)
+AnyCommand = Reserve | RunStep | SetGroup | ToGang | Cancel | Restart | Refuse | Fail | ResetGang

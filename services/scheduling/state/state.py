@@ -18,15 +18,14 @@ import msgspec
 from csps.protocols.core.errors import to_wire
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Location
+from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
-    Evict,
-    MoveKv,
     ResetGang,
-    Retain,
     RunStep,
     SetGroup,
+    ToGang,
 )
 from csps.services.scheduling.events.events import (
     GangId,
@@ -267,8 +266,8 @@ class Sequence(Live, kw_only=True, eq=False):
     transfer_timer: Timer | None = None
     """Timer that ends the sequence if its KV transfer takes too long."""
     joined_ns: int | None = None
-    moving: MoveKv | None = None
-    """Command that moves its KV, until it is there."""
+    moving: MoveSequence | None = None
+    """Message that moves its KV, until it is there."""
     slots_stop: int = 0
     """First position without a slot."""
     over: bool = False
@@ -417,9 +416,7 @@ class Round:
             if isinstance(command, Cancel) and gang in command.gangs:
                 gangs = tuple(other for other in command.gangs if other != gang)
                 left += [Cancel(sequence_id=command.sequence_id, gangs=gangs)] if gangs else []
-            elif not (
-                isinstance(command, ResetGang | SetGroup | Retain | Evict) and command.gang == gang
-            ):
+            elif not (isinstance(command, ResetGang | SetGroup | ToGang) and command.gang == gang):
                 left.append(command)
         self.commands = left
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from csps.services.scheduling.events.commands import AnyCommand
+from csps.services.scheduling.events.commands import AnyCommand, ToGang
 from csps.services.scheduling.events.events import AnyEvent
 
 RENAMED: dict[str, str] = {
@@ -33,9 +33,10 @@ RENAMED: dict[str, str] = {
     "heartbeat": "heard",
     "cost_table_updated": "calibrated",
     # commands
-    "piggyback": "ride",
-    "retain": "keep",
-    "evict": "release",
+    "JoinBatch": "ride",
+    "RetainKv": "keep",
+    "EvictKv": "release",
+    "MoveSequence": "move_kv",
     # fields
     "request_id": "request",
     "sequence_id": "sequence",
@@ -47,6 +48,15 @@ RENAMED: dict[str, str] = {
     "piggybacked": "rides",
     "KvSlice.source": "origin",
     "run_step.step": "*",
+    "to_gang.message": "*",
+    "JoinBatch.first_token": "",
+    "JoinBatch.instances": "",
+    "MoveSequence.prompt_length": "",
+    "MoveSequence.stop": "",
+    "MoveSequence.before": "",
+    "MoveSequence.after": "*",
+    "MoveSequence.sampler": "",
+    "MoveSequence.trace": "",
     "PrefillStep.tokens": "",
     "PrefillStep.csa": "",
     "PrefillStep.samplers": "",
@@ -62,10 +72,13 @@ RENAMED: dict[str, str] = {
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
 structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all
-others. A field that the recording lacks is renamed to "" and left out. Where the recording has the
-fields of a structure in the one around it, the structure is renamed to "*". A field that the
-recording has in the structure around it, as a list with a value of each element, is renamed to "^"
-and that list's name."""
+others. A message to a gang is named by its class.
+
+A field that the recording lacks is renamed to "" and left out. Where the recording has the fields
+of a structure in the one around it, the structure is renamed to "*". A field that the recording has
+in the structure around it, as a list with a value of each element, is renamed to "^" and that
+list's name.
+"""
 
 REWORDED: dict[str, str] = {
     r"^decode instance \d+ received KV of (\d+) tokens, expected (\w+)$": (
@@ -91,7 +104,8 @@ Canonical = dict[str, Any]
 
 def canonical_command(command: AnyCommand) -> Canonical:
     """Write a command in the recorded vocabulary."""
-    return {"command": _kind(type(command)), **_fields(command, _reworded)}
+    named = command.message if isinstance(command, ToGang) else command
+    return {"command": _kind(type(named)), **_fields(command, _reworded)}
 
 
 def canonical_event(event: AnyEvent) -> Canonical:

@@ -12,6 +12,7 @@ from random_executor import RandomCell
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -43,7 +44,7 @@ class KeepingCell(RandomCell):
         self.lies: dict[Place, dict[int, InstanceId]] = {}
         """Where that lies which a sequence has computed."""
         self.retain: set[Place] = set()
-        self._orders: dict[int, deque[cmd.Retain | cmd.Evict]] = {}
+        self._orders: dict[int, deque[RetainKv | EvictKv]] = {}
         """Commands that each gang has not executed."""
         self.reused = self.held = 0
 
@@ -139,35 +140,32 @@ class KeepingCell(RandomCell):
             if not sequence.steps and not self._elastic and place not in self.retain:
                 self.lies.pop(place, None)
 
-    def _retain(self, command: cmd.Retain) -> None:
-        sequence = self.sequences[command.sequence_id]
+    def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
+        if isinstance(message, RetainKv):
+            self._retain(gang, message)
+        self._orders.setdefault(gang, deque()).append(message)
+
+    def _retain(self, gang: int, message: RetainKv) -> None:
+        sequence = self.sequences[message.sequence_id]
         reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
         assert reserve.retain, "kept, but it was not to stay"
         assert not sequence.freeing, "kept, but it was cancelled"
         drawn = request.generated - (request.output - reserve.output_tokens)
         computed = reserve.prompt_tokens + max(drawn - 1, 0)
         reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
-        if command.stop > command.start:
-            assert reused <= command.start < command.stop <= computed, "kept, not computed"
+        if message.stop > message.start:
+            assert reused <= message.start < message.stop <= computed, "kept, not computed"
         answer = reserve.answer or (
             KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
         )
         assert not sequence.unreceived or self._elastic, "kept, but not there"
-        self.lies[command.gang, command.sequence_id] = {
+        self.lies[gang, message.sequence_id] = {
             p: it.instance
             for it in (*own(reserve.slices), *answer)
             for p in it.span.positions
-            if command.start <= p < command.stop
+            if message.start <= p < message.stop
         }
         sequence.silent = True
-        self._order(command)
-
-    def _evict(self, command: cmd.Evict) -> None:
-        self._order(command)
-
-    def _order(self, command: cmd.Retain | cmd.Evict) -> None:
-        assert command.gang in self.gangs, "told a dead gang"
-        self._orders.setdefault(command.gang, deque()).append(command)
 
     def _progress_only(self) -> None:
         if any(self._orders.values()) and self.random.random() < 0.4:
@@ -180,7 +178,7 @@ class KeepingCell(RandomCell):
         gang = self.random.choice([it for it, orders in self._orders.items() if orders])
         order = self._orders[gang].popleft()
         lies = self.lies.setdefault((gang, order.sequence_id), {})
-        if isinstance(order, cmd.Evict):
+        if isinstance(order, EvictKv):
             gone = range(order.start, order.stop)
             self._check_unread((gang, order.sequence_id), gone)
             for p in [ly for ly in lies if ly in gone]:
