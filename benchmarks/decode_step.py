@@ -114,7 +114,7 @@ def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int
             epoch="e",
             slices=tuple(KvSlice(r, start, stop) for r, (start, stop) in spans),
             master=sequence_id % ranks,
-            prompt_length=context,
+            prompt_tokens=context,
             output_tokens=steps,
             sampler=encode(SamplerInputs(sampling=Sampling(temperature=0.0, max_tokens=steps))),
         ),

@@ -381,7 +381,7 @@ class _Gang:
             epoch="",
             slices=slices,
             master=master,
-            prompt_length=length,
+            prompt_tokens=length,
             output_tokens=ANSWER,
             sampler=sampler,
             answer=answer,
@@ -430,7 +430,7 @@ class _Gang:
         message = MoveSequence(
             step_id=next(self._numbers),
             sequence_id=sequence_id,
-            prompt_length=length,
+            prompt_tokens=length,
             stop=length + ANSWER - 1,
             before=places[0],
             after=places[1],

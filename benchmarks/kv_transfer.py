@@ -100,7 +100,7 @@ class Pair:
                 epoch=EPOCH,
                 slices=self.slices,
                 master=0,
-                prompt_length=self.span.length,
+                prompt_tokens=self.span.length,
                 output_tokens=16,
             ),
             spans=(self.span,),

@@ -304,7 +304,7 @@ class Cell:
         message = MoveSequence(
             step_id=number,
             sequence_id=request.sequence_id,
-            prompt_length=length,
+            prompt_tokens=length,
             stop=length + request.sampling.max_tokens - 1,
             before=before,
             after=after,
@@ -404,7 +404,7 @@ class Request:
             epoch=epoch,
             slices=self.slices,
             master=self.master,
-            prompt_length=len(self.prompt),
+            prompt_tokens=len(self.prompt),
             output_tokens=self.sampling.max_tokens - len(self.generated_tokens),
             first_index=len(self.generated_tokens),
             sampler=self.sampler,

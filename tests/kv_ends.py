@@ -61,7 +61,7 @@ def reservation(
         epoch=EPOCH,
         slices=tuple(KvSlice.of(0, span) for span in spans),
         master=0,
-        prompt_length=max(span.stop for span in spans),
+        prompt_tokens=max(span.stop for span in spans),
         output_tokens=16,
         kept_only=kept_only,
     )

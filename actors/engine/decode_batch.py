@@ -131,7 +131,7 @@ class DecodeBatch:
         )
         if token is not None:
             sequence.next, sequence.token, sequence.index = (
-                request.prompt_length,
+                request.prompt_tokens,
                 token,
                 sequence.index + 1,
             )

@@ -66,7 +66,7 @@ class BatchSequence:
     @property
     def prompt(self) -> int:
         """Return the number of given positions, tokens of an earlier attempt included."""
-        return self.request.prompt_length
+        return self.request.prompt_tokens
 
     @property
     def state(self) -> SequenceCursor:
@@ -137,12 +137,12 @@ def instances_of(request: ReserveKv) -> frozenset[int]:
 
 def last_position(request: ReserveKv) -> int:
     """Return the end of the positions to compute: the answer's last token is never embedded."""
-    return request.prompt_length + max(0, request.output_tokens - 1)
+    return request.prompt_tokens + max(0, request.output_tokens - 1)
 
 
 def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
     """Return where the KV of the answer's positions is to lie."""
-    answer = Span(request.prompt_length, last_position(request))
+    answer = Span(request.prompt_tokens, last_position(request))
     if not request.answer:
         return (KvSlice.of(request.master, answer),)
     return tuple(_within(request.answer, answer))
@@ -189,7 +189,7 @@ class Reservations:
                 already.
         """
         engine = self._engine
-        answer = Span(request.prompt_length, last_position(request))
+        answer = Span(request.prompt_tokens, last_position(request))
         if request.answer and rest_of(answer, (kv_slice.span for kv_slice in request.answer)):
             raise ProtocolError(
                 f"sequence {request.sequence_id}: no instance stores some positions of the answer"

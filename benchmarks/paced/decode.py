@@ -98,13 +98,13 @@ class PacedDecode:
         request = sequence.request
         member = SimulatedMember(
             sequence=request.sequence_id,
-            context=request.prompt_length + 1,
+            context=request.prompt_tokens + 1,
             tokens=request.output_tokens - 1,
             master=request.master,
             ranks=message.instances,
         )
         if message.first_token is None:
-            member.prompt = request.prompt_length
+            member.prompt = request.prompt_tokens
             self._batch.piggyback(member, message.budget)
         else:
             assert not sequence.missing, (

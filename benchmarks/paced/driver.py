@@ -56,7 +56,7 @@ class Driver:
             epoch="e",
             slices=slices,
             master=0,
-            prompt_length=prompt,
+            prompt_tokens=prompt,
             output_tokens=tokens,
         )
         await self._decode.call_all("reserve", pack(reserve))

@@ -45,9 +45,8 @@ class PacedPrefill:
         self._timeline, self._cluster = timeline, cluster
         self._kv_receiver, self._words = kv_receiver, words
         self._jobs: dict[int, PrefillStep] = {}
-        self.ranks = PacedRanks(
-            "prefill", cluster, {"prefill": self._prefill, "cancel": self._cancel}, secret
-        )
+        handlers = {"sampler": _ignore, "prefill": self._prefill, "cancel": self._cancel}
+        self.ranks = PacedRanks("prefill", cluster, handlers, secret)
         self._gang = PrefillGang(
             order=StepOrder(timeline, len(cluster.prefill.instances), cluster.quantum_ns),
             slots=Slots(cluster.prefill.kv_slots),
@@ -122,6 +121,10 @@ class PacedPrefill:
                 yielded_s=0.0,
             ),
         )
+
+
+def _ignore(payload: Any, _: Peer) -> None:
+    """Take no notice: nothing is sampled here."""
 
 
 def _placed(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:

@@ -215,7 +215,7 @@ class MoveSequence(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int
     """Number of the step, as `PrefillStep.step_id`."""
     sequence_id: int
-    prompt_length: int
+    prompt_tokens: int
     stop: int
     """First position that never has KV."""
     before: SequencePlacement
@@ -240,7 +240,7 @@ class MoveSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     def slices_of(self, placement: SequencePlacement) -> tuple[KvSlice, ...]:
         """Return the holders of all positions that ever have KV."""
-        to_come = Span(self.prompt_length, max(self.prompt_length, self.stop))
+        to_come = Span(self.prompt_tokens, max(self.prompt_tokens, self.stop))
         answer = placement.answer or (KvSlice.of(placement.master, to_come),)
         cuts = (
             kv_slice.cut(kv_slice.span.intersection(Span(0, self.stop)))

@@ -277,7 +277,7 @@ async def _fill(
             epoch=gangs.epoch,
             slices=slices,
             master=position % run.sp,
-            prompt_length=run.context,
+            prompt_tokens=run.context,
             output_tokens=sampling.max_tokens,
             sampler=encode(SamplerInputs(sampling=sampling)),
         )

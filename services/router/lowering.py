@@ -252,7 +252,7 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
         epoch=epoch,
         slices=in_gang(command.slices),
         master=index_of(command.master),
-        prompt_length=command.prompt_tokens,
+        prompt_tokens=command.prompt_tokens,
         output_tokens=command.output_tokens,
         first_index=sequence.first_index,
         answer=in_gang(command.answer),

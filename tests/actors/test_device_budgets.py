@@ -119,7 +119,7 @@ def decode_batch_of(
             epoch="",
             slices=tuple(KvSlice.of(at, half) for at, half in enumerate(halves)),
             master=int(own <= sequence_id < own + foreign + piggybacked_prompts // 2),
-            prompt_length=length,
+            prompt_tokens=length,
             output_tokens=9,
             sampler=encode(SamplerInputs(sampling=Sampling(temperature=0, max_tokens=9))),
             prompt=bytes(4 * length) if piggybacked else b"",

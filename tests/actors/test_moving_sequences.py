@@ -214,7 +214,7 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
             MoveSequence(
                 step_id=1_000,
                 sequence_id=1,
-                prompt_length=20,
+                prompt_tokens=20,
                 stop=59,
                 before=placed(request),
                 after=on(request, 1),

@@ -104,7 +104,7 @@ class Cell:
             epoch="e",
             slices=slices,
             master=1,
-            prompt_length=10,
+            prompt_tokens=10,
             output_tokens=tokens - generated_tokens,
             first_index=generated_tokens,
         )
@@ -187,7 +187,7 @@ async def test_a_piggybacked_prompt_is_computed_in_chunks() -> None:
                 epoch="e",
                 slices=(KvSlice(1, 0, prompt),),
                 master=1,
-                prompt_length=prompt,
+                prompt_tokens=prompt,
                 output_tokens=tokens,
             )
             await gang.call_all("reserve", pack(reserve))

@@ -319,7 +319,7 @@ async def check_continues(
     tokens = b"".join(rank.steps[-1].tokens for rank in cell.prefill.ranks)
     assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *generated_tokens]
     reserved = [rank.reserved[chunk.sequence_id] for rank in cell.decode.ranks]
-    assert {(message.prompt_length, message.first_index) for message in reserved} == {
+    assert {(message.prompt_tokens, message.first_index) for message in reserved} == {
         (chunk.length, chunk.first_index)
     }
     assert {message.sampler for message in reserved} <= {b"", packed}

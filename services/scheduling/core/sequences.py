@@ -216,7 +216,7 @@ class Sequences:
         sequence.moving = MoveSequence(
             step_id=self._gangs.next_id("step"),
             sequence_id=sequence.id,
-            prompt_length=sequence.answer_span[0],
+            prompt_tokens=sequence.answer_span[0],
             stop=sequence.slots_stop - 1,
             before=SequencePlacement(
                 slices=sequence.slices, master=sequence.master_id, answer=sequence.answer

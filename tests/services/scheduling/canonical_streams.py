@@ -51,7 +51,7 @@ RENAMED: dict[str, str] = {
     "to_gang.message": "*",
     "JoinBatch.first_token": "",
     "JoinBatch.instances": "",
-    "MoveSequence.prompt_length": "",
+    "MoveSequence.prompt_tokens": "",
     "MoveSequence.stop": "",
     "MoveSequence.before": "",
     "MoveSequence.after": "*",
