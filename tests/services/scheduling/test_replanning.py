@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from random_executor import RandomCell
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only, steps_of
 from scripted_policies import Scripted
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
     Decision,
@@ -46,7 +48,7 @@ def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> P
 
 
 def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
-    placement = DecodePlacement(request, (cmd.PlacedSlice(D0, 0, length),), D0)
+    placement = DecodePlacement(request, (KvSlice(D0, 0, length),), D0)
     return StartPlan(steps=steps, decode=(placement,), ahead_ns=AHEAD_NS)
 
 
@@ -63,7 +65,11 @@ class Seeing(Scripted):
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         self.seen = [
-            (it.id, it.plan.version, [unsent.command.chunks[0].start for unsent in it.plan.unsent])  # type: ignore[union-attr]
+            (
+                it.id,
+                it.plan.version,
+                [unsent.command.step.chunks[0].start for unsent in it.plan.unsent],
+            )  # type: ignore[union-attr]
             for it in view.planned
         ]
         return super().decide(view)
@@ -88,14 +94,14 @@ class Line(SchedulerHarness):
         return round(self.scheduler.counts.prefill_kv * SLOTS)
 
 
-def started(made: Line) -> tuple[int, cmd.RunStep]:
+def started(made: Line) -> tuple[int, PrefillStep]:
     """The request's sequence, and the one step that the ranks hear of."""
     commands = made.turn(made.submit(500, 10))
-    (reserve,), (first,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+    (reserve,), (first,) = only(commands, cmd.Reserve), steps_of(commands)
     return reserve.sequence_id, first
 
 
-def done(it: cmd.RunStep) -> list[ev.AnyEvent]:
+def done(it: PrefillStep) -> list[ev.AnyEvent]:
     return [ev.StepDone(step_id=it.step_id, instance=at, took_ns=SECOND) for at in it.group]
 
 
@@ -107,16 +113,16 @@ def test_a_step_is_sent_shortly_before_it_begins() -> None:
     assert first.group == (P0,)
     assert made.taken == 500
     (second,) = only(made.wait(until_ns=begin_ns + SECOND), cmd.RunStep)
-    assert second.chunks[0].start == 100
+    assert second.step.chunks[0].start == 100
     assert second.ends_ns == begin_ns + 2 * SECOND
-    (third,) = only(made.wait(until_ns=begin_ns + 2 * SECOND), cmd.RunStep)
-    assert third.history[0][0] == cmd.PlacedSlice(P0, 0, 100)
+    (third,) = steps_of(made.wait(until_ns=begin_ns + 2 * SECOND))
+    assert third.chunks[0].history[0] == KvSlice(P0, 0, 100)
 
 
 def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
     made = Line(CHUNKS)
     _, first = started(made)
-    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    (second,) = steps_of(made.turn(*done(first)))
     assert second.chunks[0].start == 100
 
 
@@ -125,13 +131,11 @@ def test_what_no_rank_has_heard_of_is_planned_again() -> None:
     made = Line(CHUNKS)
     sequence, first = started(made)
     rest = step((P1, P0), 100, 400)
-    assert (
-        only(made.decide(Replan(sequence_id=sequence, version=0, steps=(rest,))), cmd.RunStep) == []
-    )
+    assert not steps_of(made.decide(Replan(sequence_id=sequence, version=0, steps=(rest,))))
     assert made.taken == 500
-    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    (second,) = steps_of(made.turn(*done(first)))
     assert (second.group, second.chunks[0].length) == ((P1, P0), 400)
-    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     made.turn(ev.FirstToken(sequence_id=sequence), *done(second))
     assert made.taken == 0
 
@@ -157,7 +161,7 @@ def test_a_new_plan_keeps_its_place_in_the_line() -> None:
     sent = [first]
     while len(sent) < 5:
         commands = made.turn(*done(sent[-1]))
-        sent += only(commands, cmd.RunStep) or only(made.wait(), cmd.RunStep)
+        sent += steps_of(commands) or steps_of(made.wait())
     order = [(it.chunks[0].sequence_id - sequence, it.chunks[0].start) for it in sent]
     assert order == [(0, 0), (0, 100), (0, 400), (1, 0), (1, 100)]
 

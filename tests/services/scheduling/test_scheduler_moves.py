@@ -6,10 +6,10 @@ It is decoded by instances 0 and 1 of an elastic gang, and moved to 1 and 2.
 from __future__ import annotations
 
 from random_executor import gang_up
-from scheduler_harness import SchedulerHarness, Sent, only
+from scheduler_harness import SchedulerHarness, Sent, messages
 from scripted_policies import OneMove
 
-from csps.services.scheduling.events import commands as cmd
+from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
 
@@ -27,7 +27,7 @@ def decoding() -> tuple[SchedulerHarness, Sent]:
 
 def moving() -> tuple[SchedulerHarness, Sent]:
     harness, plan = decoding()
-    (move,) = only(harness.turn(harness.submit()), cmd.MoveKv)
+    (move,) = messages(harness.turn(harness.submit()), MoveSequence)
     assert move.sequence_id == plan.sequence
     return harness, plan
 
@@ -72,7 +72,7 @@ def test_sequence_that_an_instance_has_freed_is_not_moved() -> None:
     """The event of the last token is under way."""
     harness, plan = decoding()
     harness.turn(*freed(plan, SECOND))
-    assert not only(harness.turn(harness.submit()), cmd.MoveKv)
+    assert not messages(harness.turn(harness.submit()), MoveSequence)
     harness.turn(plan.finished(OUTPUT))
     harness.turn(*freed(plan, FIRST))
     assert used(harness) == [0, 0, 0]
