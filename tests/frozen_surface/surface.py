@@ -144,6 +144,7 @@ from csps.services.evaluation.scores import summary
 from csps.services.http.api import HttpApi as Api
 from csps.services.http.api import client_request_id_of as request_id_of
 from csps.services.http.errors import BodyTooSlow
+from csps.services.http.errors import HeadersTooLarge
 from csps.services.http.errors import MethodNotAllowed
 from csps.services.http.errors import NoSuchRoute
 from csps.services.http.errors import PayloadTooLarge
@@ -218,6 +219,7 @@ TRACEPARENT = {"traceparent": f"00-{7:032x}-{9:016x}-01", "tracestate": "csps=ti
 ERRORS_ELSEWHERE = (
     BadLogits,
     BodyTooSlow,
+    HeadersTooLarge,
     MethodNotAllowed,
     NoSuchRoute,
     NotHeld,
