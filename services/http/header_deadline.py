@@ -36,6 +36,19 @@ MAX_HEADER_BYTES = 64 * 1024
 the limit of bytes in which the parser finds nothing whole: it concatenates these again and again,
 so a header of 64 MiB would take 20 s."""
 MAX_HEADERS = 128
+TEXT_HEADERS = frozenset(
+    {
+        b"authorization",
+        b"x-request-disconnect-disabled",
+        b"x-request-id",
+        b"x-request-timeout-seconds",
+        b"x-slo-tpot-ms",
+        b"x-slo-ttft-ms",
+    }
+)
+"""Headers that Serve or the application answer to, which must be UTF-8. Others are dropped if they
+are not: Serve decodes some of them, and would answer 500, and a header that a proxy added is no
+mistake of the client's."""
 MAX_PIPELINED = 16
 """Limit of requests that a client sends on one connection before their answers."""
 
@@ -147,6 +160,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the deadline for the body."""
+        if not all(value.isascii() for _, value in self.headers):
+            self._keep_text()
         self._in_headers, self._in_body = False, True
         self._unparsed_bytes = 0
         self._disarm()
@@ -176,6 +191,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes += size
         if self._header_bytes > MAX_HEADER_BYTES:
             raise self._refused(_too_large())
+
+    def _keep_text(self) -> None:
+        """Drop the headers that are not UTF-8; refuse the request if it is one that matters."""
+        for name, value in self.headers:
+            if name in TEXT_HEADERS and not _is_utf8(value):
+                shown = name.decode()
+                raise self._refused(InvalidRequest(f"{shown}: must be UTF-8", param=shown))
+        # In place: the application's scope has this list.
+        self.headers[:] = [header for header in self.headers if _is_utf8(header[1])]
 
     # --- the deadline --------------------------------------------------------------------------
 
@@ -244,6 +268,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._arm()
         else:
             self.transport.close()
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _too_large() -> HeadersTooLarge:

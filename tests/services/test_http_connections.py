@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import pytest
 import uvicorn
 from fake_service import FakeService
 from live_server import serving
+from ray.serve._private import replica
+from ray.serve._private.common import DeploymentID, RequestMetadata
+from ray.serve._private.http_util import RequestIdMiddleware
+from ray.serve.config import HTTPOptions
 from uvicorn.server import ServerState
 
 from csps.services.http import header_deadline
@@ -24,6 +29,7 @@ from csps.services.http.header_deadline import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
+    TEXT_HEADERS,
     BoundedHttpProtocol,
 )
 from csps.services.http.request_parser import RequestParser
@@ -231,6 +237,81 @@ async def test_a_websocket_handshake_is_an_ordinary_request(connection: Connecti
     connection.receive(START + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
     await asyncio.sleep(0)
     assert [scope["type"] for scope in connection.scopes] == ["http"]
+
+
+# --- headers that are not text ---------------------------------------------------------------
+
+
+class ServeEntry:
+    """Serve's own way from its HTTP server to the application, up to where it admits a request."""
+
+    def __init__(self) -> None:
+        (entry,) = (
+            cls
+            for cls in vars(replica).values()
+            if isinstance(cls, type) and "_direct_ingress_asgi" in vars(cls)
+        )
+        self._replica: Any = object.__new__(entry)
+        self._replica._user_callable_initialized = True
+        self._replica._route_prefix = "/"
+        self._replica._deployment_id = DeploymentID(name="Router")
+        self._replica._user_callable_asgi_app = None
+        self._replica._http_options = HTTPOptions()
+        self._replica._can_accept_request = self._admit
+        self.admitted: list[RequestMetadata] = []
+
+    def _admit(self, metadata: RequestMetadata) -> bool:
+        self.admitted.append(metadata)
+        raise Admitted
+
+    async def enter(self, scope: Any) -> None:
+        async def nothing(*message: Any) -> None: ...
+
+        with suppress(Admitted):
+            await RequestIdMiddleware(self._replica._direct_ingress_asgi)(scope, nothing, nothing)
+
+
+class Admitted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"x-request-id",
+        b"x-request-timeout-seconds",
+        b"x-request-disconnect-disabled",
+        b"x-session-id",
+        b"serve_multiplexed_model_id",
+        b"traceparent",
+        b"user-agent",
+        b"authorization",
+        b"x-slo-ttft-ms",
+    ],
+)
+async def test_a_header_that_is_not_utf8_is_never_an_internal_error(
+    connection: Connection, name: bytes
+) -> None:
+    connection.receive(START + name + b": \xff\r\n\r\n")
+    await asyncio.sleep(0)
+    if name in TEXT_HEADERS:
+        assert connection.transport.status == 400
+        assert connection.transport.error["param"] == name.decode()
+        assert not connection.scopes
+    else:
+        (scope,) = connection.scopes
+        assert not any(value == b"\xff" for _, value in scope["headers"])
+        serve = ServeEntry()
+        await serve.enter(scope)
+        assert serve.admitted
+
+
+async def test_serve_reads_headers_that_are_utf8(connection: Connection) -> None:
+    connection.receive(START + "x-request-id: né\r\nuser-agent: Zoë\r\n\r\n".encode())
+    await asyncio.sleep(0)
+    serve = ServeEntry()
+    await serve.enter(connection.scopes[0])
+    assert [metadata.request_id for metadata in serve.admitted] == ["né"]
 
 
 # --- over sockets ----------------------------------------------------------------------------
