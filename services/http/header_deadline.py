@@ -19,7 +19,13 @@ from typing import Any
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from csps.protocols.core.errors import ConfigError, InvalidRequest, RequestError, abridged
+from csps.protocols.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    abridged,
+)
 from csps.protocols.openai.responses import error_body
 from csps.services.http.errors import HeadersTooLarge
 
@@ -28,6 +34,11 @@ HEADER_DEADLINE_S = 10.0
 VARIABLE = "CSPS_HEADER_DEADLINE_S"
 """Environment variable that changes the deadline; Ray's proxies start before the settings are
 read."""
+MAX_CONNECTIONS = 2048
+"""Limit of connections to one HTTP server of this process. Each may hold 64 KiB of headers and
+what one read brings of a body."""
+CONNECTIONS_VARIABLE = "CSPS_MAX_CONNECTIONS"
+"""Environment variable that changes the limit."""
 HOOK = "csps.services.http.header_deadline:install"
 """Value of `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
 
@@ -75,6 +86,20 @@ def header_deadline_s() -> float:
     return seconds
 
 
+def connections_allowed(variable: str, default: int) -> int:
+    """Return a limit of connections: an environment variable's, or else `default`.
+
+    Raises:
+        ConfigError: the variable is not a number of connections.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:10]) < 2**31):
+        raise ConfigError(f"{variable} is {abridged(text)}: expected a number from 1 on")
+    return int(text)
+
+
 def install() -> list[Any]:
     """Make every HTTP server that this process starts from now on keep the limits.
 
@@ -96,6 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline_s = header_deadline_s()
+        self._max_connections = connections_allowed(CONNECTIONS_VARIABLE, MAX_CONNECTIONS)
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = False
         self._in_body = False
@@ -107,9 +133,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Error after which nothing is parsed any more."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline with the connection."""
+        """Start the deadline with the connection, or refuse it if there are too many."""
         super().connection_made(transport)
         self._arm()
+        if len(self.connections) > self._max_connections:
+            self._refuse(QueueFull("too many connections are open", retry_after_s=1.0))
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the deadline."""
@@ -258,10 +287,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _send_refusal(self) -> None:
         if self.transport.is_closing() or self._refusal is None:
             return
-        status, error, _ = error_body(self._refusal)
+        status, error, headers = error_body(self._refusal)
         body = json.dumps(error).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+        headers |= {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
         if self.transport.can_write_eof():
             # Closing before the client's last byte would have the kernel drop the answer with it.
             self.transport.write_eof()

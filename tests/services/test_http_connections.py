@@ -26,6 +26,7 @@ from uvicorn.server import ServerState
 from csps.services.http import header_deadline
 from csps.services.http.api import HttpApi
 from csps.services.http.header_deadline import (
+    CONNECTIONS_VARIABLE,
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
@@ -237,6 +238,22 @@ async def test_a_websocket_handshake_is_an_ordinary_request(connection: Connecti
     connection.receive(START + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
     await asyncio.sleep(0)
     assert [scope["type"] for scope in connection.scopes] == ["http"]
+
+
+# --- how many connections --------------------------------------------------------------------
+
+
+async def test_connections_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECTIONS_VARIABLE, "2")
+    state = ServerState()
+    connections = [Connection(state=state) for _ in range(3)]
+    refused = connections.pop()
+    assert refused.transport.status == 429
+    assert b"\r\nRetry-After: 1\r\n" in refused.transport.written
+    assert not any(connection.transport.closed for connection in connections)
+    refused.end()
+    connections.pop().end()
+    assert not Connection(state=state).transport.closed
 
 
 # --- headers that are not text ---------------------------------------------------------------
