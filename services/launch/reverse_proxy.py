@@ -46,9 +46,10 @@ _FRONT_RULES = (
     "stick-table type ipv6 size 64k expire 1m store conn_cur",
     "tcp-request connection track-sc0 src",
     "tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }} !{{ {local} }}",
+    "http-request deny deny_status 404 if {{ path,url_dec -m beg /metrics }} !{{ {local} }}",
 )
-"""Rules for connections from clients. Ray has a limit for all of them together (4096), of which
-one address could take everything."""
+"""Rules for what comes from clients. Ray has a limit for all connections together (4096), of which
+one address could take everything. Metrics need no key, and tell of other clients' prompts."""
 _LOCAL = "src 127.0.0.1 ::1"
 _LAUNCHER = """#!/bin/sh
 # Serve lets HAProxy's counters listen on every interface. They are for this machine only.

@@ -126,6 +126,15 @@ async def test_one_address_cannot_take_all_connections(front: int) -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/metrics/", "/%6Detrics", "/metrics?x=1", "http://x/metrics"]
+)
+async def test_metrics_are_for_this_machine_only(front: int, path: str) -> None:
+    assert await status(front, CLIENT, path) == 404
+    assert await status(front, "127.0.0.1", path) == 200
+    assert await status(front, CLIENT, "/v1/metrics") == 200
+
+
 @pytest.mark.parametrize("variable", [CONNECTIONS_VARIABLE, http_front.CLIENT_CONNECTIONS_VARIABLE])
 @pytest.mark.parametrize("text", ["many", "-1", "0", "1.5", "9" * 30])
 def test_a_wrong_limit_of_connections_is_named(
