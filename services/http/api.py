@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
 from csps.services.http.answer import AnswerDelta, GeneratedResponse
-from csps.services.http.body import TokenizerPool, read_body, while_connected
+from csps.services.http.body import TokenizerPool, end_tasks, read_body, while_connected
 from csps.services.http.errors import error_response, on_http_error
 from csps.services.http.request_parser import (
     ParsedRequest,
@@ -305,13 +305,20 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, send: Send) -> None:
+        """Send events, and heartbeats between them; an error of either ends the stream."""
+        events = asyncio.ensure_future(self._send_events(send))
         heartbeats = asyncio.ensure_future(self._send_heartbeats(send))
         try:
-            async for event in self._events:
-                self._sent += 1
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            done, _ = await asyncio.wait({events, heartbeats}, return_when="FIRST_COMPLETED")
+            for ended in done:
+                ended.result()
         finally:
-            heartbeats.cancel()
+            await end_tasks(events, heartbeats)
+
+    async def _send_events(self, send: Send) -> None:
+        async for event in self._events:
+            self._sent += 1
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_heartbeats(self, send: Send) -> None:

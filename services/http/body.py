@@ -95,7 +95,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return task.result()
     finally:
-        await _end(task, watcher)
+        await end_tasks(task, watcher)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -104,7 +104,8 @@ async def _disconnected(receive: Receive) -> None:
         message = await receive()
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait until they have ended; their errors are nobody's any more."""
     for task in tasks:
         task.cancel()
     for task in tasks:
