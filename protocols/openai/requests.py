@@ -28,6 +28,8 @@ from csps.protocols.openai.csps_options import (
 )
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Limit of one stop string: an answer's last characters are withheld while they may begin one."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
 """Limit of integers without a closer limit: they fit a message, and their sums 64 bits."""
@@ -82,10 +84,12 @@ def _part_text(part: Any) -> str:
 
 def _stop(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         fail(f"must be a string or an array of strings, got {shown(value)}")
-    if len(strings) > MAX_STOP_STRINGS:
-        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARACTERS:
+        fail(f"strings of at most {MAX_STOP_CHARACTERS} characters are supported, got {longest}")
     if "" in strings:
         fail("must not contain an empty string")
     return tuple(strings)

@@ -294,12 +294,12 @@ class AnswerText:
 class StopStrings:
     """Finds stop strings in the text of one answer, across token boundaries.
 
-    Text that may be the beginning of a stop string is withheld until more text decides.
+    Text that may be the beginning of a stop string is withheld until more text decides. An answer
+    ends at the first character that completes a stop string, however its text was cut into tokens.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._stops = [_StopString(stop) for stop in stops]
         self._withheld = ""
         self.found = False
         """A stop string was found; nothing more is returned."""
@@ -308,12 +308,14 @@ class StopStrings:
         """Return the text that can be shown after `text`."""
         if self.found or not self._stops:
             return "" if self.found else text
-        text = self._withheld + text
-        end = self._first_stop(text)
-        if end is not None:
+        ends = [(end, stop) for stop in self._stops if (end := stop.push(text)) is not None]
+        text, before = self._withheld + text, len(self._withheld)
+        if ends:
+            first = min(end for end, _ in ends)
+            longest = max(stop.length for end, stop in ends if end == first)
             self.found, self._withheld = True, ""
-            return text[:end]
-        certain = len(text) - self._doubtful(text)
+            return text[: before + first - longest]
+        certain = len(text) - max(stop.matched for stop in self._stops)
         self._withheld = text[certain:]
         return text[:certain]
 
@@ -322,15 +324,50 @@ class StopStrings:
         withheld, self._withheld = self._withheld, ""
         return withheld
 
-    def _first_stop(self, text: str) -> int | None:
-        """Return where the leftmost stop string begins."""
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(starts, default=None)
 
-    def _doubtful(self, text: str) -> int:
-        """Return how many characters at the end of `text` may begin a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+class _StopString:
+    """Knuth, Morris and Pratt's search for one string in text that comes in pieces.
+
+    Comparing the ends of the text with the string's beginnings instead takes time quadratic in the
+    text that is withheld, on the event loop.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._shorter = _shorter_matches(stop)
+        self.length = len(stop)
+        self.matched = 0
+        """Characters at the end of the text that are the string's first ones: the most that are."""
+
+    def push(self, text: str) -> int | None:
+        """Return where in `text` the string ends first, or None if it does not."""
+        stop, matched, at = self._stop, self.matched, 0
+        while at < len(text):
+            if matched == 0:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            while matched >= 0 and text[at] != stop[matched]:
+                matched = self._shorter[matched]
+            matched, at = matched + 1, at + 1
+            if matched == len(stop):
+                return at
+        self.matched = matched
+        return None
+
+
+def _shorter_matches(stop: str) -> list[int]:
+    """Return, for each number of matched characters, the next smaller number to try where the next
+    character is another one; -1 for none.
+
+    Numbers after which the same character would follow are left out. A character therefore costs at
+    most a few steps, and not as many as are matched.
+    """
+    shorter, border = [-1], 0
+    for matched in range(1, len(stop)):
+        same = stop[matched] == stop[border]
+        shorter.append(shorter[border] if same else border)
+        while border >= 0 and stop[matched] != stop[border]:
+            border = shorter[border]
+        border += 1
+    return shorter

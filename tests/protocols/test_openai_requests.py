@@ -245,6 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n: only 1 is supported, got 2"),
     ({"stop": [""]}, "stop: must not contain an empty string"),
     ({"stop": ["x"] * 17}, "stop: at most 16 strings are supported, got 17"),
+    ({"stop": "x" * 1025}, "stop: strings of at most 1024 characters are supported, got 1025"),
     ({"stop": [1]}, "stop: must be a string or an array of strings, got an array"),
     ({"stop": 1}, "stop: must be a string or an array of strings, got 1"),
     ({"stop_token_ids": [-1]}, "stop_token_ids: must be an array of token ids"),
