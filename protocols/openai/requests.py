@@ -30,6 +30,9 @@ from csps.protocols.openai.csps_options import (
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 """Limit of one stop string: an answer's last characters are withheld while they may begin one."""
+MAX_LISTED_TOKENS = 1024
+"""Limit of `logit_bias` and of `stop_token_ids`. A batch's sampling parameters travel in one
+message to each rank: with lists as long as a vocabulary, thirty requests exceeded its limit."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
 """Limit of integers without a closer limit: they fit a message, and their sums 64 bits."""
@@ -98,13 +101,20 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if value != [] and not _is_token_ids(value):
         fail(f"must be an array of token ids, got {shown(value)}")
+    _check_listed(len(value))
     return tuple(value)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         fail(f"must be an object of token ids and biases, got {shown(value)}")
+    _check_listed(len(value))
     return {_bias_token(token): _bias(bias) for token, bias in value.items()}
+
+
+def _check_listed(count: int) -> None:
+    if count > MAX_LISTED_TOKENS:
+        fail(f"at most {MAX_LISTED_TOKENS} tokens are supported, got {count}")
 
 
 def _bias_token(token: str) -> int:

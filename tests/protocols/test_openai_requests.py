@@ -249,6 +249,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [1]}, "stop: must be a string or an array of strings, got an array"),
     ({"stop": 1}, "stop: must be a string or an array of strings, got 1"),
     ({"stop_token_ids": [-1]}, "stop_token_ids: must be an array of token ids"),
+    (
+        {"stop_token_ids": list(range(1025))},
+        "stop_token_ids: at most 1024 tokens are supported, got 1025",
+    ),
+    (
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        "logit_bias: at most 1024 tokens are supported, got 1025",
+    ),
     ({"logit_bias": {"x": 1}}, "logit_bias: keys must be token ids, got 'x'"),
     ({"logit_bias": {"\u0663": 1}}, "logit_bias: keys must be token ids"),
     ({"logit_bias": {"1": 101}}, "logit_bias: biases must be numbers between -100 and 100"),
@@ -288,6 +296,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"csps": {"attention": "csa", "drop_ratio": [[[0.5]]]}},
         "csps.drop_ratio: must be at least 0 and less than 1, got an array",
+    ),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": [[0.5] * 1024] * 17}},
+        "csps.drop_ratio: at most 16384 numbers are supported, got 17408",
     ),
     ({"csps": {"attention": "csa", "drop_ratio": True}}, "csps.drop_ratio: must be at least 0"),
     ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
