@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
-from csps.protocols.openai.requests import CompletionRequest
+from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
     DONE,
     AssistantMessage,
@@ -45,19 +45,21 @@ class GeneratedResponse:
         parsed: ParsedRequest,
         handle: RequestHandle,
         *,
+        model: str,
         tokenizer: Tokenizer,
         trace: RequestTrace,
     ) -> None:
-        self._request = parsed.request
+        self._options = parsed.answer
         self._spec = parsed.spec
+        self._model = model
         self._handle = handle
         self._trace = trace
         self._created = int(time.time())
         self._answer = AnswerText(
             tokenizer,
-            stop=parsed.request.stop,
-            min_tokens=parsed.request.min_tokens,
-            skip_special=parsed.request.skip_special_tokens,
+            stop=parsed.answer.stop,
+            min_tokens=parsed.spec.sampling.min_tokens,
+            skip_special=parsed.answer.skip_special_tokens,
         )
 
     async def deltas(self) -> AsyncGenerator[list[AnswerDelta]]:
@@ -85,7 +87,7 @@ class GeneratedResponse:
             raise
         finally:
             self._trace.answered(
-                self._handle, model=self._request.model, response_id=self._id, reason=reason
+                self._handle, model=self._model, response_id=self._id, reason=reason
             )
             self._trace.end()
 
@@ -100,7 +102,7 @@ class GeneratedResponse:
         assert reason is not None, "deltas() ended without a finish reason"
         body = (
             self._completion(text, logprobs, reason)
-            if isinstance(self._request, CompletionRequest)
+            if not self._options.chat
             else self._chat(text, logprobs, reason)
         )
         return body.model_dump(exclude={"csps"} if body.csps is None else None)
@@ -116,7 +118,7 @@ class GeneratedResponse:
         return CompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._request.model,
+            model=self._model,
             choices=[choice],
             usage=self._usage(),
             csps=self._report(),
@@ -133,7 +135,7 @@ class GeneratedResponse:
         return ChatCompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._request.model,
+            model=self._model,
             choices=[choice],
             usage=self._usage(),
             csps=self._report(),
@@ -165,15 +167,17 @@ class GeneratedResponse:
             yield last_event(error) + DONE
 
     def _stream(self) -> CompletionStream | ChatStream:
-        is_completion = isinstance(self._request, CompletionRequest)
-        make = CompletionStream if is_completion else ChatStream
+        make = ChatStream if self._options.chat else CompletionStream
         return make(
             request_id=self._id,
-            model=self._request.model,
+            model=self._model,
             created=self._created,
             prompt_tokens=int(self._spec.prompt.size),
             cached_tokens=lambda: self._handle.cached_tokens,
-            options=self._request.stream_options,
+            options=StreamOptions(
+                include_usage=self._options.include_usage,
+                continuous_usage_stats=self._options.continuous_usage,
+            ),
         )
 
     def _events(
@@ -199,7 +203,7 @@ class GeneratedResponse:
 
     @property
     def _id(self) -> str:
-        prefix = "cmpl" if isinstance(self._request, CompletionRequest) else "chatcmpl"
+        prefix = "chatcmpl" if self._options.chat else "cmpl"
         return f"{prefix}-{self._spec.client_request_id}"
 
     def _usage(self) -> Usage:
@@ -207,7 +211,7 @@ class GeneratedResponse:
         return Usage.of(prompt_tokens, self._answer.tokens, self._handle.cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self._handle.explain() if self._request.csps.explain else None
+        return self._handle.explain() if self._options.explain else None
 
 
 class AnswerDelta(NamedTuple):

@@ -199,8 +199,14 @@ class HttpApi:
             parsed = await parse_body()
         trace.parsed(parsed.spec, self.parser.model)
         handle = self.service.submit(parsed.spec)
-        response = GeneratedResponse(parsed, handle, tokenizer=self.parser.tokenizer, trace=trace)
-        return response, parsed.request.stream
+        response = GeneratedResponse(
+            parsed,
+            handle,
+            model=self.parser.model,
+            tokenizer=self.parser.tokenizer,
+            trace=trace,
+        )
+        return response, parsed.answer.stream
 
     def _card(self) -> ModelCard:
         longest, capacity_check = self.parser.max_positions, self.service.capacity_check
