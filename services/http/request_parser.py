@@ -44,7 +44,7 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parses requests for one model. Thread-safe.
+    """Makes requests of what `body_parser` has parsed, for one model.
 
     Raises:
         CheckpointError: the model directory lacks what is needed to parse requests.
@@ -87,22 +87,6 @@ class RequestParser:
             tpot_ms=own.tpot_ms if asked.tpot_ms is None else asked.tpot_ms,
             e2e_ms=own.e2e_ms,
         )
-
-    def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
-        """Parse the body of `POST /v1/completions`.
-
-        Raises:
-            RequestError, InvalidTextError: the client's mistake.
-        """
-        return self.finish(self.body_parser.parse("completion", body, metadata.owner), metadata)
-
-    def chat(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
-        """Parse the body of `POST /v1/chat/completions`.
-
-        Raises:
-            RequestError, InvalidTextError: the client's mistake.
-        """
-        return self.finish(self.body_parser.parse("chat", body, metadata.owner), metadata)
 
     def finish(self, body: ParsedBody, metadata: RequestMetadata) -> ParsedRequest:
         """Return the request for a body that `body_parser` has parsed; takes microseconds.

@@ -148,6 +148,7 @@ from csps.services.http.errors import HeadersTooLarge
 from csps.services.http.errors import MethodNotAllowed
 from csps.services.http.errors import NoSuchRoute
 from csps.services.http.errors import PayloadTooLarge
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.http.request_parser import read_slo
 from csps.services.http.api import EventStream
@@ -986,6 +987,7 @@ async def _answers() -> Json:
         service: Any = _Service(ready=ready)
         api = Api(
             parser=parser,
+            parser_pool=ParserPool(parser.body_parser),
             service=service,
             keys=ApiKeys(keys),
             metrics=Metrics("m"),

@@ -18,7 +18,8 @@ import pytest
 
 from csps.protocols.openai.requests import MAX_LISTED_TOKENS
 from csps.protocols.rpc.schema import pack
-from csps.services.http.request_parser import RequestMetadata, RequestParser
+from csps.services.http.body_parser import Endpoint
+from csps.services.http.request_parser import ParsedRequest, RequestMetadata, RequestParser
 from csps.services.settings.settings import Settings
 
 CALLBACK_S = 0.05
@@ -36,6 +37,11 @@ def body_of(**fields: Any) -> bytes:
     return json.dumps({"model": "needle", "prompt": "hi", **fields}).encode()
 
 
+def parsed_by(parser: RequestParser, endpoint: Endpoint, body: bytes) -> ParsedRequest:
+    metadata = RequestMetadata(client_request_id="x" * 128)
+    return parser.finish(parser.body_parser.parse(endpoint, body, b""), metadata)
+
+
 # --- long lists ------------------------------------------------------------------------------
 
 
@@ -48,8 +54,7 @@ def test_sampling_parameters_of_a_batch_fit_a_message_many_times(parser: Request
         stop=["\N{GRINNING FACE}" * 1024] * 16,
         seed=-(2**63),
     )
-    metadata = RequestMetadata(client_request_id="x" * 128)
-    sampling = parser.completion(longest, metadata).spec.sampling
+    sampling = parsed_by(parser, "completion", longest).spec.sampling
     before = time.thread_time()
     message = msgpack.packb([pack(sampling)] * MAX_BATCH)
     assert time.thread_time() - before < CALLBACK_S
@@ -72,11 +77,10 @@ CHAT = b'{"model": "needle", "messages": [{"role": "user", "content": "hi"}], %s
 async def test_an_ignored_field_takes_no_memory(parser: RequestParser, kind: str) -> None:
     """8 MiB of `[],` became 193 MiB for as long as the request lived."""
     body = CHAT % IGNORED[kind]
-    metadata = RequestMetadata(client_request_id="x")
-    parser.chat(CHAT % b'"user": ""', metadata)  # what is made once
+    parsed_by(parser, "chat", CHAT % b'"user": ""')  # what is made once
     tracemalloc.start()
     try:
-        parsed = parser.chat(body, metadata)
+        parsed = parsed_by(parser, "chat", body)
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -118,6 +122,6 @@ def test_a_request_keeps_its_prompt_and_what_is_bounded(parser: RequestParser) -
         "csps": {"attention": "csa", "drop_ratio": [[0.25 + n / 1e6 for n in range(1024)]] * 16},
     }
     body = json.dumps({"model": "needle", **worst}).encode()
-    parsed = parser.completion(body, RequestMetadata(client_request_id="x" * 128))
+    parsed = parsed_by(parser, "completion", body)
     rest = retained_bytes(parsed, set()) - 4 * tokens
     assert rest < 1.5 * 2**20

@@ -21,6 +21,7 @@ from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import GangLost, QueueFull
 from csps.services.http import api as http_api
 from csps.services.http.api import HEARTBEAT, EventStream, HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
@@ -46,6 +47,7 @@ async def service(parser: RequestParser) -> FakeService:
 def api(parser: RequestParser, service: FakeService) -> HttpApi:
     return HttpApi(
         parser=parser,
+        parser_pool=ParserPool(parser.body_parser),
         service=service,
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),

@@ -33,6 +33,7 @@ from csps.services.http.header_deadline import (
     TEXT_HEADERS,
     BoundedHttpProtocol,
 )
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
@@ -345,6 +346,7 @@ def api(tiny_llama: Path) -> HttpApi:
     parser = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
     return HttpApi(
         parser=parser,
+        parser_pool=ParserPool(parser.body_parser),
         service=FakeService(parser.tokenizer, "Yes."),
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),

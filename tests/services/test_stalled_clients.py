@@ -21,6 +21,7 @@ from stalled_clients import HALF_SENT, HEADERS, IN_THE_BODY, IN_THE_HEADERS, out
 from csps.protocols.core.errors import ConfigError
 from csps.services.http import header_deadline
 from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.launch import reverse_proxy as http_front
 from csps.services.settings.credentials import ApiKeys
@@ -59,6 +60,7 @@ async def router(tiny_llama: Path, patience_s: float) -> AsyncIterator[tuple[str
     parser = RequestParser(settings)
     api = HttpApi(
         parser=parser,
+        parser_pool=ParserPool(parser.body_parser),
         service=FakeService(parser.tokenizer, "Yes."),
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
