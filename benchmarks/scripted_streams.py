@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from csps.protocols.gang.messages import SampledToken
 from csps.services.app import one_loop
 from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec, SloBounds
@@ -79,6 +80,7 @@ def make_api(*, rate: float, streams: int) -> Starlette:
     service = ScriptedService(script, rate=rate, streams=streams)
     api = HttpApi(
         parser=parser,
+        parser_pool=ParserPool(parser.body_parser),
         service=service,
         keys=ApiKeys([]),
         metrics=ScriptedMetrics("needle"),

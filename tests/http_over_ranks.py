@@ -23,6 +23,7 @@ from csps.services.cluster.fencing import MemoryGenerations
 from csps.services.cluster.membership import ClusterView, StaticDirectory
 from csps.services.deployments.configurator import attention_shape
 from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import Configure, CostTableService
 from csps.services.router.scheduler_factory import make_reuse
@@ -103,8 +104,12 @@ async def served(
         service = await stack.enter_async_context(
             _service(prefill, decode, scheduler, costs, settings, metrics)
         )
+        parser = RequestParser(settings)
+        parser_pool = ParserPool(parser.body_parser)
+        stack.push_async_callback(parser_pool.close)
         api = HttpApi(
-            parser=RequestParser(settings),
+            parser=parser,
+            parser_pool=parser_pool,
             service=service,
             keys=ApiKeys(keys),
             metrics=metrics,

@@ -43,6 +43,7 @@ from csps.services.cluster.membership import (
 )
 from csps.services.deployments.configurator import attention_shape
 from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.service import RequestService
@@ -86,8 +87,11 @@ async def serve(
         observer=metrics,
     )
     metrics.watch(service)
+    parser = RequestParser(settings)
+    parser_pool = ParserPool(parser.body_parser)
     api = HttpApi(
-        parser=RequestParser(settings),
+        parser=parser,
+        parser_pool=parser_pool,
         service=service,
         keys=ApiKeys([]),
         metrics=metrics,
@@ -102,6 +106,7 @@ async def serve(
         service.check_health()
         service.check_integrity()
     finally:
+        await parser_pool.close()
         await service.close(0.0)
 
 

@@ -124,3 +124,11 @@ def read_json(path: Path) -> CheckpointJson:
 def read_json_if_present(path: Path) -> CheckpointJson:
     """Read a file as `read_json` does; return an empty object if there is no such file."""
     return read_json(path) if path.exists() else CheckpointJson(path=path, values={})
+
+
+def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        if token_ids := read_json_if_present(model_dir / name).token_ids("eos_token_id"):
+            return token_ids
+    return ()

@@ -12,8 +12,8 @@ from csps.models.network.checkpoint_json import (
     CheckpointError,
     CheckpointJson,
     UnsupportedModelError,
+    read_eos_token_ids,
     read_json,
-    read_json_if_present,
 )
 from csps.models.network.rope import RopeSpec, read_rope, scaled_max_positions
 
@@ -130,14 +130,6 @@ def read_spec(model_dir: Path) -> ModelSpec:
     if (activation := config.text("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"{config.path}: activation {activation!r} is not supported")
     return _READERS[architecture](config)
-
-
-def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        if token_ids := read_json_if_present(model_dir / name).token_ids("eos_token_id"):
-            return token_ids
-    return ()
 
 
 def _architecture(config: CheckpointJson) -> str:

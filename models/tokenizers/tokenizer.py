@@ -23,9 +23,9 @@ from tokenizers import Tokenizer as Backend
 from csps.models.network.checkpoint_json import (
     CheckpointError,
     InvalidTextError,
+    read_eos_token_ids,
     read_json_if_present,
 )
-from csps.models.network.spec import read_eos_token_ids
 
 EntryBytes = Callable[[str], bytes]
 

@@ -92,6 +92,8 @@ MAX_TOKENS = 2**24
 """Limit of everything that counts tokens of a prompt."""
 MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
 """Limits of arrays by layer and by KV head; the configurator knows the model's numbers."""
+MAX_RATIOS = 16_384
+"""Limit of drop ratios in all; those of 80 layers with 128 KV heads are fewer."""
 MAX_MICRO_PARTITIONS = 64
 """Limit of micro-partitions; each is a message from every rank to every other one, in every
 layer."""
@@ -99,10 +101,13 @@ layer."""
 
 def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
     """Parse drop ratios: 0.5 for all, [0, 0.5] by layer, [0, [0.5, 0.9]] by layer and KV head."""
-    return tuple(
-        tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
+    by_layer = [
+        _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")
         for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
-    )
+    ]
+    if (count := sum(map(len, by_layer))) > MAX_RATIOS:
+        fail(f"at most {MAX_RATIOS} numbers are supported, got {count}")
+    return tuple(tuple(map(_drop_ratio, of_layer)) for of_layer in by_layer)
 
 
 def _drop_ratio(value: Any) -> float:

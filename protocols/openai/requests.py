@@ -2,21 +2,31 @@
 
 `parse_request` converts the bytes of a body to a model or raises `InvalidRequest`. Every field of
 OpenAI's schema is known here. A field that does not apply to this server is ignored where that does
-no harm (`user`), and refused where the answer would differ from what was asked for (`tools`). An
-unknown field is refused with the name that it resembles. JSON null means "not given", as for
-OpenAI.
+no harm (`user`), and refused where the answer would differ from what was asked for (`tools`). What
+is ignored must be JSON and is not looked at: objects of Python take 24 times the memory of their
+bytes. An unknown field is refused with the name that it resembles. JSON null means "not given", as
+for OpenAI.
 
 Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`csps_options`).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import FailFast, Field, PlainValidator, ValidationError, model_validator
+import msgspec
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
-from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.core.errors import InvalidRequest, nearest
 from csps.protocols.openai.csps_options import (
     CspsRequestOptions,
     JsonModel,
@@ -28,6 +38,12 @@ from csps.protocols.openai.csps_options import (
 )
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Limit of one stop string: an answer's last characters are withheld while they may begin one."""
+MAX_LISTED_TOKENS = 1024
+"""Limit of `logit_bias` and of `stop_token_ids`. A batch's sampling parameters travel in one
+message to each rank: with lists as long as a vocabulary, thirty requests exceeded its limit."""
+MAX_MESSAGES = 8192
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
 """Limit of integers without a closer limit: they fit a message, and their sums 64 bits."""
@@ -82,10 +98,12 @@ def _part_text(part: Any) -> str:
 
 def _stop(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         fail(f"must be a string or an array of strings, got {shown(value)}")
-    if len(strings) > MAX_STOP_STRINGS:
-        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARACTERS:
+        fail(f"strings of at most {MAX_STOP_CHARACTERS} characters are supported, got {longest}")
     if "" in strings:
         fail("must not contain an empty string")
     return tuple(strings)
@@ -94,13 +112,20 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if value != [] and not _is_token_ids(value):
         fail(f"must be an array of token ids, got {shown(value)}")
+    _check_listed(len(value))
     return tuple(value)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         fail(f"must be an object of token ids and biases, got {shown(value)}")
+    _check_listed(len(value))
     return {_bias_token(token): _bias(bias) for token, bias in value.items()}
+
+
+def _check_listed(count: int) -> None:
+    if count > MAX_LISTED_TOKENS:
+        fail(f"at most {MAX_LISTED_TOKENS} tokens are supported, got {count}")
 
 
 def _bias_token(token: str) -> int:
@@ -127,6 +152,12 @@ def _nothing(value: Any) -> None:
         fail("not supported by this server")
 
 
+def _few_messages(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        fail(f"at most {MAX_MESSAGES} messages are supported, got {len(value)}")
+    return value
+
+
 def _text_only(value: Any) -> list[str]:
     if value != ["text"]:
         fail("only ['text'] is supported")
@@ -138,6 +169,10 @@ def _text_format(value: Any) -> dict[str, Any]:
         fail("only {'type': 'text'} is supported")
     return {"type": "text"}
 
+
+_IGNORE = PlainValidator(lambda value: None)
+Ignored = Annotated[Any, _IGNORE]
+"""Type of fields that cannot change the answer: any value, read as None."""
 
 # --- models ---------------------------------------------------------------------------------
 
@@ -172,7 +207,7 @@ class GenerationRequest(JsonModel):
         default_factory=dict
     )
     n: Annotated[int, only(1)] = 1
-    user: str | None = None
+    user: Ignored = None
 
     # vLLM's
     top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
@@ -238,7 +273,7 @@ class Message(JsonModel):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Ignored = None
     audio: Annotated[None, PlainValidator(_nothing)] = None
     function_call: Annotated[None, PlainValidator(_nothing)] = None
     tool_calls: Annotated[None, PlainValidator(_nothing)] = None
@@ -254,7 +289,7 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     # Without FailFast a body with a million invalid messages would collect a million errors.
-    messages: Annotated[list[Message], FailFast()]
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]
     logprobs: bool = False
     top_logprobs: Annotated[int, between(0, 20)] | None = None
     """Number of alternatives to report beside each sampled token, with `logprobs`."""
@@ -277,19 +312,19 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] = "none"
 
     # Ignored
-    metadata: dict[str, str] | None = None
-    moderation: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: str | None = None
-    web_search_options: dict[str, Any] | None = None
+    metadata: Ignored = None
+    moderation: Ignored = None
+    parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    reasoning_effort: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+    verbosity: Ignored = None
+    web_search_options: Ignored = None
 
     @property
     def alternatives(self) -> int | None:
@@ -316,19 +351,53 @@ def parse_request(cls: type[R], body: bytes) -> R:
     Raises
     ------
     InvalidRequest
-        `body` is not UTF-8, not JSON (NaN, lone surrogates and nesting deeper than 200 count as
-        such), not an object, or not a `cls`. The message names the first field at fault.
+        `body` is not JSON (NaN, lone surrogates and nesting deeper than 200 count as such), not an
+        object, or not a `cls`. The message names the first field at fault.
     """
     try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as exc:
-        raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"The request body must be a JSON object, got {shown(data)}")
-    try:
-        return cls.model_validate(data)
+        return cls.model_validate(_values(cls, body))
     except ValidationError as exc:
         raise _explained(exc.errors(include_url=False)[0]) from None
+
+
+def _values(cls: type[R], body: bytes) -> dict[str, Any]:
+    """Return the fields of a body that are given and not ignored."""
+    form, names = _raw_form(cls)
+    try:
+        raw = msgspec.json.decode(body, type=form)
+        return {
+            name: from_json(bytes(value), allow_inf_nan=False)
+            for name in names
+            if (value := getattr(raw, name)) is not msgspec.UNSET
+        }
+    except msgspec.ValidationError as exc:
+        raise _not_the_form(cls, str(exc)) from None
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
+
+
+@functools.cache
+def _raw_form(cls: type[GenerationRequest]) -> tuple[type[msgspec.Struct], tuple[str, ...]]:
+    """Return a struct whose fields are JSON that is not parsed yet; and those to parse."""
+    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in cls.model_fields]
+    ignored = {name for name, field in cls.model_fields.items() if _IGNORE in field.metadata}
+    form = msgspec.defstruct(cls.__name__, fields, forbid_unknown_fields=True)
+    return form, tuple(name for name in cls.model_fields if name not in ignored)
+
+
+_UNKNOWN_FIELD = "Object contains unknown field `"
+_KINDS = {"array": "an array", "str": "a string", "null": "null", "bool": "a boolean"}
+
+
+def _not_the_form(cls: type[GenerationRequest], error: str) -> InvalidRequest:
+    """Convert an error of msgspec: an unknown field, or no object at all."""
+    if error.startswith(_UNKNOWN_FIELD):
+        name = error[len(_UNKNOWN_FIELD) : -1]
+        hint = nearest(name, cls.model_fields)
+        return InvalidRequest(f"{name[:64]}: unknown field{hint}", param=name[:64])
+    kind = error.partition("got `")[2][:-1]
+    got = _KINDS.get(kind, "a number")
+    return InvalidRequest(f"The request body must be a JSON object, got {got}")
 
 
 _EXPECTED: dict[str, str] = {

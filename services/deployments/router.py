@@ -16,7 +16,7 @@ from csps.services.cluster.registry import Registry, RegistryDirectory
 from csps.services.deployments.configurator import Configurator, ConfiguratorClient, attention_shape
 from csps.services.deployments.gang_rank import GangRank
 from csps.services.http.api import HttpApi
-from csps.services.http.body import TokenizerPool
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
@@ -43,7 +43,8 @@ class Router:
         self._flush_spans = tracing.install("csps-router", settings.telemetry)
         self._configurator = ConfiguratorClient(configurator, secret)
         self._metrics = Metrics(settings.model_name)
-        self._tokenizer_pool = TokenizerPool()
+        self._parser = RequestParser(settings)
+        self._parser_pool = ParserPool(self._parser.body_parser)
         table = initial_costs(settings)
         self._log = open_log(settings, table)
         store_table = None if self._log is None else self._log.store_table
@@ -67,13 +68,13 @@ class Router:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI application; Serve calls this after the constructor."""
         api = HttpApi(
-            parser=RequestParser(self._settings),
+            parser=self._parser,
             service=self._service,
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
             timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
-            tokenizer_pool=self._tokenizer_pool,
+            parser_pool=self._parser_pool,
         )
         return api.app(self._lifespan)
 
@@ -84,14 +85,18 @@ class Router:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         await self._service.start()
-        ahead = asyncio.create_task(self._configurator.connect())
+        ahead = [
+            asyncio.create_task(work)
+            for work in (self._configurator.connect(), self._parser_pool.start())
+        ]
         try:
             yield
         finally:
-            ahead.cancel()
+            for task in ahead:
+                task.cancel()
             await self._service.close(self._settings.drain_s)
             await self._configurator.close()
-            self._tokenizer_pool.close()
+            await self._parser_pool.close()
             if self._log is not None:
                 self._log.close()
             self._flush_spans()

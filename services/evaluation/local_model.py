@@ -14,8 +14,8 @@ from torch import Tensor
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge
 from csps.models.checkpoints.loading import load_network
+from csps.models.network.checkpoint_json import read_eos_token_ids
 from csps.models.network.network import Network
-from csps.models.network.spec import read_eos_token_ids
 from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
 
 Span = tuple[int, int]

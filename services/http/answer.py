@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
-from csps.protocols.openai.requests import CompletionRequest
+from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
     DONE,
     AssistantMessage,
@@ -45,19 +45,21 @@ class GeneratedResponse:
         parsed: ParsedRequest,
         handle: RequestHandle,
         *,
+        model: str,
         tokenizer: Tokenizer,
         trace: RequestTrace,
     ) -> None:
-        self._request = parsed.request
+        self._options = parsed.answer
         self._spec = parsed.spec
+        self._model = model
         self._handle = handle
         self._trace = trace
         self._created = int(time.time())
         self._answer = AnswerText(
             tokenizer,
-            stop=parsed.request.stop,
-            min_tokens=parsed.request.min_tokens,
-            skip_special=parsed.request.skip_special_tokens,
+            stop=parsed.answer.stop,
+            min_tokens=parsed.spec.sampling.min_tokens,
+            skip_special=parsed.answer.skip_special_tokens,
         )
 
     async def deltas(self) -> AsyncGenerator[list[AnswerDelta]]:
@@ -85,7 +87,7 @@ class GeneratedResponse:
             raise
         finally:
             self._trace.answered(
-                self._handle, model=self._request.model, response_id=self._id, reason=reason
+                self._handle, model=self._model, response_id=self._id, reason=reason
             )
             self._trace.end()
 
@@ -100,7 +102,7 @@ class GeneratedResponse:
         assert reason is not None, "deltas() ended without a finish reason"
         body = (
             self._completion(text, logprobs, reason)
-            if isinstance(self._request, CompletionRequest)
+            if not self._options.chat
             else self._chat(text, logprobs, reason)
         )
         return body.model_dump(exclude={"csps"} if body.csps is None else None)
@@ -116,7 +118,7 @@ class GeneratedResponse:
         return CompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._request.model,
+            model=self._model,
             choices=[choice],
             usage=self._usage(),
             csps=self._report(),
@@ -133,7 +135,7 @@ class GeneratedResponse:
         return ChatCompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._request.model,
+            model=self._model,
             choices=[choice],
             usage=self._usage(),
             csps=self._report(),
@@ -165,15 +167,17 @@ class GeneratedResponse:
             yield last_event(error) + DONE
 
     def _stream(self) -> CompletionStream | ChatStream:
-        is_completion = isinstance(self._request, CompletionRequest)
-        make = CompletionStream if is_completion else ChatStream
+        make = ChatStream if self._options.chat else CompletionStream
         return make(
             request_id=self._id,
-            model=self._request.model,
+            model=self._model,
             created=self._created,
             prompt_tokens=int(self._spec.prompt.size),
             cached_tokens=lambda: self._handle.cached_tokens,
-            options=self._request.stream_options,
+            options=StreamOptions(
+                include_usage=self._options.include_usage,
+                continuous_usage_stats=self._options.continuous_usage,
+            ),
         )
 
     def _events(
@@ -199,7 +203,7 @@ class GeneratedResponse:
 
     @property
     def _id(self) -> str:
-        prefix = "cmpl" if isinstance(self._request, CompletionRequest) else "chatcmpl"
+        prefix = "chatcmpl" if self._options.chat else "cmpl"
         return f"{prefix}-{self._spec.client_request_id}"
 
     def _usage(self) -> Usage:
@@ -207,7 +211,7 @@ class GeneratedResponse:
         return Usage.of(prompt_tokens, self._answer.tokens, self._handle.cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self._handle.explain() if self._request.csps.explain else None
+        return self._handle.explain() if self._options.explain else None
 
 
 class AnswerDelta(NamedTuple):
@@ -294,12 +298,12 @@ class AnswerText:
 class StopStrings:
     """Finds stop strings in the text of one answer, across token boundaries.
 
-    Text that may be the beginning of a stop string is withheld until more text decides.
+    Text that may be the beginning of a stop string is withheld until more text decides. An answer
+    ends at the first character that completes a stop string, however its text was cut into tokens.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._stops = [_StopString(stop) for stop in stops]
         self._withheld = ""
         self.found = False
         """A stop string was found; nothing more is returned."""
@@ -308,12 +312,14 @@ class StopStrings:
         """Return the text that can be shown after `text`."""
         if self.found or not self._stops:
             return "" if self.found else text
-        text = self._withheld + text
-        end = self._first_stop(text)
-        if end is not None:
+        ends = [(end, stop) for stop in self._stops if (end := stop.push(text)) is not None]
+        text, before = self._withheld + text, len(self._withheld)
+        if ends:
+            first = min(end for end, _ in ends)
+            longest = max(stop.length for end, stop in ends if end == first)
             self.found, self._withheld = True, ""
-            return text[:end]
-        certain = len(text) - self._doubtful(text)
+            return text[: before + first - longest]
+        certain = len(text) - max(stop.matched for stop in self._stops)
         self._withheld = text[certain:]
         return text[:certain]
 
@@ -322,15 +328,50 @@ class StopStrings:
         withheld, self._withheld = self._withheld, ""
         return withheld
 
-    def _first_stop(self, text: str) -> int | None:
-        """Return where the leftmost stop string begins."""
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(starts, default=None)
 
-    def _doubtful(self, text: str) -> int:
-        """Return how many characters at the end of `text` may begin a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+class _StopString:
+    """Knuth, Morris and Pratt's search for one string in text that comes in pieces.
+
+    Comparing the ends of the text with the string's beginnings instead takes time quadratic in the
+    text that is withheld, on the event loop.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._shorter = _shorter_matches(stop)
+        self.length = len(stop)
+        self.matched = 0
+        """Characters at the end of the text that are the string's first ones: the most that are."""
+
+    def push(self, text: str) -> int | None:
+        """Return where in `text` the string ends first, or None if it does not."""
+        stop, matched, at = self._stop, self.matched, 0
+        while at < len(text):
+            if matched == 0:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            while matched >= 0 and text[at] != stop[matched]:
+                matched = self._shorter[matched]
+            matched, at = matched + 1, at + 1
+            if matched == len(stop):
+                return at
+        self.matched = matched
+        return None
+
+
+def _shorter_matches(stop: str) -> list[int]:
+    """Return, for each number of matched characters, the next smaller number to try where the next
+    character is another one; -1 for none.
+
+    Numbers after which the same character would follow are left out. A character therefore costs at
+    most a few steps, and not as many as are matched.
+    """
+    shorter, border = [-1], 0
+    for matched in range(1, len(stop)):
+        same = stop[matched] == stop[border]
+        shorter.append(shorter[border] if same else border)
+        while border >= 0 and stop[matched] != stop[border]:
+            border = shorter[border]
+        border += 1
+    return shorter

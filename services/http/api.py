@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -25,14 +24,11 @@ from starlette.types import Receive, Scope, Send
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
 from csps.services.http.answer import AnswerDelta, GeneratedResponse
-from csps.services.http.body import TokenizerPool, read_body, while_connected
+from csps.services.http.body import LargeBytes, counted_body, end_tasks, read_body, while_connected
+from csps.services.http.body_parser import Endpoint, ParsedBody
 from csps.services.http.errors import error_response, on_http_error
-from csps.services.http.request_parser import (
-    ParsedRequest,
-    RequestMetadata,
-    RequestParser,
-    read_slo,
-)
+from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
+from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
@@ -76,12 +72,6 @@ class Service(Protocol):
         ...
 
 
-class ParseMethod(Protocol):
-    """`RequestParser.completion` or `RequestParser.chat`."""
-
-    def __call__(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class HttpApi:
     """The handlers of all routes."""
@@ -91,8 +81,9 @@ class HttpApi:
     keys: ApiKeys
     metrics: Metrics
     max_body_bytes: int
+    parser_pool: ParserPool
     timeline_clients: TimelineClients = field(default_factory=TimelineClients)
-    tokenizer_pool: TokenizerPool = field(default_factory=TokenizerPool)
+    large_bytes: LargeBytes = field(default_factory=LargeBytes)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """Return the ASGI application."""
@@ -110,11 +101,11 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         """Handle `POST /v1/completions`."""
-        return await self._generate(request, self.parser.completion, "text_completion")
+        return await self._generate(request, "completion")
 
     async def chat(self, request: Request) -> Response:
         """Handle `POST /v1/chat/completions`."""
-        return await self._generate(request, self.parser.chat, "chat")
+        return await self._generate(request, "chat")
 
     async def models(self, request: Request) -> Response:
         """Handle `GET /v1/models`."""
@@ -139,43 +130,42 @@ class HttpApi:
         """Handle `GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def _generate(self, request: Request, parse: ParseMethod, operation: str) -> Response:
+    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         began_ns = time.time_ns()
         owner = self.keys.check(request.headers.get("authorization"))
-        response, streams = await self._receive(request, parse, operation, owner, began_ns)
+        response, streams = await self._receive(request, endpoint, owner, began_ns)
         if streams:
             return await _stream(request, response)
         return JSONResponse(await while_connected(request.receive, response.whole()))
 
     async def _receive(
-        self, request: Request, parse: ParseMethod, operation: str, owner: bytes, began_ns: int
+        self, request: Request, endpoint: Endpoint, owner: bytes, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
         """Read, parse and submit a request; return its response, and whether to stream it."""
         # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
         self.service.check_room(self.parser.slo(asked))
-        with self.tokenizer_pool.counted_body() as budget:
+        with counted_body(self.large_bytes) as budget:
             body = await self._read(request, budget.grown, asked)
-            metadata = RequestMetadata(
-                client_request_id=client_request_id,
-                asked=asked,
-                capacity_check=self.service.capacity_check,
-                owner=owner,
-            )
-            parse_body = partial(
-                self.tokenizer_pool.run, body, partial(parse, metadata=metadata), budget
-            )
             trace = RequestTrace(
                 request.headers,
-                operation=operation,
+                operation="chat" if endpoint == "chat" else "text_completion",
                 client_request_id=client_request_id,
                 began_ns=began_ns,
                 may_ask=self.timeline_clients.include(request.headers.get("authorization")),
             )
             try:
                 with trace:
-                    return await self._submit(parse_body, trace)
+                    with trace.reading():
+                        parsed = await self._parse(request, endpoint, body, owner)
+                    metadata = RequestMetadata(
+                        client_request_id=client_request_id,
+                        asked=asked,
+                        capacity_check=self.service.capacity_check,
+                        owner=owner,
+                    )
+                    return self._submit(parsed, metadata, trace)
             except BaseException as error:
                 trace.failed(error)
                 trace.end()
@@ -192,15 +182,28 @@ class HttpApi:
             self.metrics.refused(error, self.parser.slo(asked))
             raise
 
-    async def _submit(
-        self, parse_body: Callable[[], Awaitable[ParsedRequest]], trace: RequestTrace
+    async def _parse(
+        self, request: Request, endpoint: Endpoint, body: bytes, owner: bytes
+    ) -> ParsedBody:
+        parsing = self.parser_pool.parse(endpoint, body, owner)
+        if len(body) <= SMALL_BODY_BYTES:  # parsed sooner than a client leaves
+            return await parsing
+        return await while_connected(request.receive, parsing)
+
+    def _submit(
+        self, body: ParsedBody, metadata: RequestMetadata, trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
-        with trace.reading():
-            parsed = await parse_body()
+        parsed = self.parser.finish(body, metadata)
         trace.parsed(parsed.spec, self.parser.model)
         handle = self.service.submit(parsed.spec)
-        response = GeneratedResponse(parsed, handle, tokenizer=self.parser.tokenizer, trace=trace)
-        return response, parsed.request.stream
+        response = GeneratedResponse(
+            parsed,
+            handle,
+            model=self.parser.model,
+            tokenizer=self.parser.tokenizer,
+            trace=trace,
+        )
+        return response, parsed.answer.stream
 
     def _card(self) -> ModelCard:
         longest, capacity_check = self.parser.max_positions, self.service.capacity_check
@@ -305,13 +308,20 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, send: Send) -> None:
+        """Send events, and heartbeats between them; an error of either ends the stream."""
+        events = asyncio.ensure_future(self._send_events(send))
         heartbeats = asyncio.ensure_future(self._send_heartbeats(send))
         try:
-            async for event in self._events:
-                self._sent += 1
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            done, _ = await asyncio.wait({events, heartbeats}, return_when="FIRST_COMPLETED")
+            for ended in done:
+                ended.result()
         finally:
-            heartbeats.cancel()
+            await end_tasks(events, heartbeats)
+
+    async def _send_events(self, send: Send) -> None:
+        async for event in self._events:
+            self._sent += 1
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_heartbeats(self, send: Send) -> None:

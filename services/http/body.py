@@ -1,4 +1,4 @@
-"""Request bodies: reading them within bounds, counting large ones, parsing them on threads.
+"""Request bodies: reading them within bounds, and counting large ones.
 
 `while_connected` cancels work when the client disconnects.
 """
@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -95,7 +93,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return task.result()
     finally:
-        await _end(task, watcher)
+        await end_tasks(task, watcher)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -104,7 +102,8 @@ async def _disconnected(receive: Receive) -> None:
         message = await receive()
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait until they have ended; their errors are nobody's any more."""
     for task in tasks:
         task.cancel()
     for task in tasks:
@@ -113,18 +112,15 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 LARGE_BODY_BYTES = 256 * 1024
-"""Some 60,000 tokens: parsing a larger body takes longer than a short request's prefill."""
 MAX_LARGE_BYTES = 256 * 1024 * 1024
-"""Limit on all large bodies that arrive, wait for a thread or are parsed."""
+"""Limit on all large bodies that arrive or are parsed."""
 RETRY_AFTER_S = 2.0
-LARGE_AT_ONCE = 2
 
 
 class LargeBytes:
-    """Bytes of all large bodies together. Thread-safe."""
+    """Bytes of all large bodies together."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self.in_use = 0
 
     def take(self, more: int, *, own: int) -> None:
@@ -133,15 +129,13 @@ class LargeBytes:
         Raises:
             QueueFull: other bodies leave too little room; a body alone may have any length.
         """
-        with self._lock:
-            if self.in_use > own and self.in_use + more > MAX_LARGE_BYTES:
-                raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
-            self.in_use += more
+        if self.in_use > own and self.in_use + more > MAX_LARGE_BYTES:
+            raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
+        self.in_use += more
 
     def free(self, size: int) -> None:
         """Discount bytes."""
-        with self._lock:
-            self.in_use -= size
+        self.in_use -= size
 
 
 class BodyBudget:
@@ -150,8 +144,6 @@ class BodyBudget:
     def __init__(self, large_bytes: LargeBytes) -> None:
         self._large_bytes = large_bytes
         self._counted = 0
-        self.reading: Future[Any] | None = None
-        """Work of a thread on the body; it goes on even if the handler is cancelled."""
 
     def grown(self, size: int) -> None:
         """Count the body at its new length.
@@ -164,13 +156,7 @@ class BodyBudget:
             self._counted = size
 
     def release(self) -> None:
-        """Discount the body once the handler and the thread are done with it."""
-        if self.reading is None:
-            self._free(None)
-        else:
-            self.reading.add_done_callback(self._free)
-
-    def _free(self, _: object) -> None:
+        """Discount the body."""
         self._large_bytes.free(self._counted)
 
 
@@ -182,37 +168,3 @@ def counted_body(large_bytes: LargeBytes) -> Iterator[BodyBudget]:
         yield budget
     finally:
         budget.release()
-
-
-class TokenizerPool:
-    """Threads that parse and tokenize: on the event loop it would delay all tokens.
-
-    Small bodies use the loop's own threads, and large bodies two of their own: as many large bodies
-    as there are threads would otherwise delay every short request. A semaphore is not enough,
-    because a client that disconnects cancels the wait but not the thread.
-    """
-
-    def __init__(self) -> None:
-        self._large = ThreadPoolExecutor(LARGE_AT_ONCE, thread_name_prefix="large bodies")
-        self.large_bytes = LargeBytes()
-
-    def counted_body(self) -> AbstractContextManager[BodyBudget]:
-        """Return a budget; enter it before a body's first byte and leave it after `run`."""
-        return counted_body(self.large_bytes)
-
-    async def run(self, body: bytes, read: Callable[[bytes], T], budget: BodyBudget) -> T:
-        """Return `read(body)`, computed on a thread."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return await asyncio.to_thread(read, body)
-        # A cancelled read stays in the executor's queue until a thread takes it. Cleared here, it
-        # does not keep a body that no budget counts any more.
-        pending = [body]
-        budget.reading = reading = self._large.submit(lambda: read(pending.pop()))
-        try:
-            return await asyncio.wrap_future(reading)
-        finally:
-            pending.clear()
-
-    def close(self) -> None:
-        """Start no more work; a running thread finishes."""
-        self._large.shutdown(wait=False, cancel_futures=True)

@@ -24,6 +24,13 @@ class PayloadTooLarge(RequestError):
     code = "payload_too_large"
 
 
+class HeadersTooLarge(RequestError):
+    """A request line and its headers are longer, or more, than this server reads."""
+
+    status: ClassVar[int] = 431
+    code = "headers_too_large"
+
+
 class BodyTooSlow(RequestError):
     """The request body missed its deadline."""
 

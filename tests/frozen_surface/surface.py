@@ -143,9 +143,11 @@ from csps.services.evaluation.scores import summary
 from csps.services.http.api import HttpApi as Api
 from csps.services.http.api import client_request_id_of as request_id_of
 from csps.services.http.errors import BodyTooSlow
+from csps.services.http.errors import HeadersTooLarge
 from csps.services.http.errors import MethodNotAllowed
 from csps.services.http.errors import NoSuchRoute
 from csps.services.http.errors import PayloadTooLarge
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.http.request_parser import read_slo
 from csps.services.http.api import EventStream
@@ -217,6 +219,7 @@ TRACEPARENT = {"traceparent": f"00-{7:032x}-{9:016x}-01", "tracestate": "csps=ti
 ERRORS_ELSEWHERE = (
     BadLogits,
     BodyTooSlow,
+    HeadersTooLarge,
     MethodNotAllowed,
     NoSuchRoute,
     NotHeld,
@@ -983,6 +986,7 @@ async def _answers() -> Json:
         service: Any = _Service(ready=ready)
         api = Api(
             parser=parser,
+            parser_pool=ParserPool(parser.body_parser),
             service=service,
             keys=ApiKeys(keys),
             metrics=Metrics("m"),

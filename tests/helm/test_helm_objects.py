@@ -254,6 +254,13 @@ def test_ingress_needs_a_host() -> None:
         render({"ingress": {"enabled": True}})
 
 
+def test_ingress_leads_to_the_api_and_to_nothing_that_needs_no_key() -> None:
+    """`/metrics` tells of other clients' prompts, and Ray Serve has routes of its own."""
+    (rule,) = render(EVERYTHING).of_kind("Ingress")["spec"]["rules"]
+    paths = {path["path"]: path["pathType"] for path in rule["http"]["paths"]}
+    assert paths == {"/v1": "Prefix", "/health": "Exact"}
+
+
 def test_notes_lead_to_a_first_request() -> None:
     notes = render().notes
     assert "port-forward service/demo-csps 8000:8000" in notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ import httpx
 import pytest
 from fake_service import FakeService
 from live_server import serving
+from starlette.types import Message
 
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import GangLost, QueueFull
 from csps.services.http import api as http_api
 from csps.services.http.api import HEARTBEAT, EventStream, HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
@@ -45,6 +47,7 @@ async def service(parser: RequestParser) -> FakeService:
 def api(parser: RequestParser, service: FakeService) -> HttpApi:
     return HttpApi(
         parser=parser,
+        parser_pool=ParserPool(parser.body_parser),
         service=service,
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
@@ -641,6 +644,32 @@ async def test_a_stream_sends_heartbeats_during_a_long_prefill(
         service.gate.set()
         rest = "\n".join([line async for line in lines if not line.startswith(":")])
     assert "".join(chunk["choices"][0]["text"] for chunk in events(rest.strip())) == ANSWER
+
+
+async def test_a_heartbeat_that_cannot_be_sent_ends_the_stream() -> None:
+    """Its error was reported as never retrieved, and the request went on without heartbeats."""
+    closed, left = asyncio.Event(), asyncio.Event()
+
+    async def silent() -> AsyncGenerator[bytes]:
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            left.set()
+
+    async def close() -> None:
+        closed.set()
+
+    async def send(message: Message) -> None:
+        if message.get("body") == HEARTBEAT:
+            raise OSError("the connection is broken")
+
+    stream = EventStream(silent(), close=close, heartbeat_s=0.001)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(OSError, match="the connection is broken"):
+            await stream({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    assert closed.is_set()
+    assert left.is_set()
 
 
 async def test_a_fault_after_the_stream_began_without_tokens_is_an_event(

