@@ -42,18 +42,19 @@ class DecodeKernel:
     def __init__(
         self,
         function: Callable[..., None],
-        scratch_numbers: Callable[[int], int],
         *,
+        scratch_numbers: int,
+        row_numbers: int,
         token_bytes: int,
         most_queries: int,
     ) -> None:
         """Args:
-        scratch_numbers: function that returns the fp32 numbers of scratch memory for parts of at
-            most so many rows.
+        scratch_numbers: fp32 numbers of scratch memory of a thread.
+        row_numbers: numbers for each row of a part besides.
         token_bytes: size of a token's keys and values in a layer.
         """
         self._function = function
-        self._scratch_numbers = scratch_numbers
+        self._scratch_numbers, self._row_numbers = scratch_numbers, row_numbers
         self._token_bytes = token_bytes
         self.most_queries = most_queries
         """Queries of one sequence up to which this is faster than torch's kernel."""
@@ -64,6 +65,8 @@ class DecodeKernel:
         """Attend each row to its runs of slots, as `csps.kernels.attention.decode_attention`."""
         parts = runs.parts(self._threads(runs.tokens))
         out_nhd, lse_nh = self._run(q_rhd, k_shd, v_shd, parts, scale)
+        if not parts.further:
+            return out_nhd, lse_nh
         rows = runs.rows
         for place, row in enumerate(parts.further, start=rows):
             one, other = slice(row, row + 1), slice(place, place + 1)
@@ -90,16 +93,26 @@ class DecodeKernel:
         q_rhd = q_rhd.float().contiguous()
         out_nhd = torch.empty(parts.rows, heads, dim)
         lse_nh = torch.empty(parts.rows, heads)
-        threads = len(parts.of_thread)
-        scratch = torch.empty(threads, self._scratch_numbers(parts.most_rows))
-        tensors = [q_rhd.data_ptr(), k_shd.data_ptr(), v_shd.data_ptr(), parts.parts, parts.runs]
-        tensors += [out_nhd.data_ptr(), lse_nh.data_ptr()]
-        calls = [
-            (*tensors, memory.data_ptr(), own.start, own.stop, scale * _LOG2_E)
-            for memory, own in zip(scratch, parts.of_thread, strict=True)
-        ]
-        helping = [_helpers().submit(self._function, *call) for call in calls[1:]]
-        self._function(*calls[0])
+        own, *others = parts.of_thread
+        numbers = self._scratch_numbers + parts.most_rows * self._row_numbers
+        scratch = torch.empty(numbers * len(parts.of_thread))
+        memory = scratch.data_ptr()
+        tensors = (
+            q_rhd.data_ptr(),
+            k_shd.data_ptr(),
+            v_shd.data_ptr(),
+            parts.parts,
+            parts.runs,
+            out_nhd.data_ptr(),
+            lse_nh.data_ptr(),
+        )
+        factor = scale * _LOG2_E
+        helping = []
+        for thread, other in enumerate(others, start=1):
+            place = memory + 4 * numbers * thread
+            call = (*tensors, place, other.start, other.stop, factor)
+            helping.append(_helpers().submit(self._function, *call))
+        self._function(*tensors, memory, own.start, own.stop, factor)
         for helper in helping:
             helper.result()
         return out_nhd, lse_nh
@@ -159,12 +172,10 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         _log.warning("%s: decoding runs torch's attention, LLVM failed: %s", what, error)
         return None
 
-    def scratch_numbers(rows: int) -> int:
-        return cpu_decode_ir.scratch_numbers(shape, lanes, rows)
-
     return DecodeKernel(
         function,
-        scratch_numbers,
+        scratch_numbers=cpu_decode_ir.scratch_numbers(shape, lanes),
+        row_numbers=cpu_decode_ir.row_numbers(shape, lanes),
         token_bytes=2 * kv_heads * dim * element.bytes,
         most_queries=_most_queries(shape.group, dtype, native_code.multiplies_bf16_tiles()),
     )

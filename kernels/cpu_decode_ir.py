@@ -58,6 +58,8 @@ ARGUMENTS = {
 NAME = "csps_decode_attention"
 _TOKENS = 4
 """Tokens that are computed together, at most."""
+_SMALL_SLOT_BYTES = 512
+"""Keys of a token up to which few tokens at once, almost in order, are read faster."""
 _UNROLLED = 4
 """Independent maxima, so that they do not wait for each other."""
 
@@ -84,10 +86,15 @@ def lanes_for(dim: int, most: int) -> int:
     return min(most, dim & -dim)
 
 
-def scratch_numbers(shape: HeadShape, lanes: int, rows: int) -> int:
-    """Return the fp32 numbers of scratch memory for parts of at most so many rows."""
+def scratch_numbers(shape: HeadShape, lanes: int) -> int:
+    """Return the fp32 numbers of scratch memory: scores of a block, and a factor for each head."""
     width = _score_width(shape.heads, lanes)
-    return _score_rows(lanes) * width + (1 + 2 * rows) * max(width, lanes)
+    return _score_rows(lanes) * width + max(width, lanes)
+
+
+def row_numbers(shape: HeadShape, lanes: int) -> int:
+    """Return the fp32 numbers of scratch memory for each row of a part: maxima and sums."""
+    return 2 * max(_score_width(shape.heads, lanes), lanes)
 
 
 def decode_attention_ir(shape: HeadShape, lanes: int) -> str:
@@ -296,7 +303,8 @@ class _Kernel:
         code = self._code
         values = code.address("v", self._shape.element) + slot * self._slot
         # The weights of a tile fill as many registers as a vector has lanes.
-        tokens = min(_TOKENS, 1 << (self._lanes // self._heads).bit_length() - 1)
+        most = 2 if self._slot * self._shape.element.bytes <= _SMALL_SLOT_BYTES else _TOKENS
+        tokens = min(most, 1 << (self._lanes // self._heads).bit_length() - 1)
         whole = slots.down_to(tokens)
         with code.loop(0, whole, tokens) as token:
             self._add_tokens(out, values, token, tokens)
