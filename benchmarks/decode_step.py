@@ -1,14 +1,17 @@
 """Time of a decode iteration, by context and batch, over the ranks of a decode gang.
 
     python benchmarks/decode_step.py [--ranks 2] [--context 16384] [--batch 1] [--steps 60]
+    python benchmarks/decode_step.py --ranks 1 --context 512,8192,16384 --attention flash,compiled
     python benchmarks/decode_step.py --transformers --context 16384
 
 Ranks are processes with a torch thread each, as deployed. There is no router, no HTTP and no
 prefill: the prompts' KV is synthetic and written into the pools, each prompt is cut evenly over the
 ranks, and masters take turns. The output has milliseconds between two tokens of the same request
-(median, least, 90th percentile) and each rank's processor time. `--transformers` measures
-generate()'s loop on the same checkpoint in one process with one thread. Several contexts and
-batches may be given, separated by commas.
+(median, least, 90th percentile), each rank's processor time, and the part of it in attention to
+resident KV. `--attention` names what computes it, compiled code or torch's flash kernel; several
+take turns on each context and batch. `--transformers` measures generate()'s loop on the same
+checkpoint in one process with one thread. Several contexts and batches may be given, separated by
+commas.
 """
 
 from __future__ import annotations
@@ -36,26 +39,38 @@ def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
-    """Run a decode rank that takes (context, batch, steps) and answers with iteration times."""
+    """Run a decode rank that takes (attention, ids, context, steps) and answers with iteration
+    times.
+    """
     from csps.actors.attention.base.engine import Engine
     from csps.actors.comm.layout import GangLayout
     from csps.actors.comm.mesh import Mesh
     from csps.actors.comm.process_group import StoreAddress, join_store
     from csps.actors.engine.decode_batch import DecodeBatch
     from csps.actors.kv_cache.kv_pool import KvPool
+    from csps.kernels import cpu_attention, cpu_decode
     from csps.models.checkpoints.loading import load_network
     from csps.protocols.sequencer.log_entries import Change
 
     torch.set_num_threads(1)
     ranks, slots = args["ranks"], args["slots"]
-    network = load_network(args["model"], dtype=torch.float32, device="cpu")
+    dtype = getattr(torch, args["dtype"])
+    network = load_network(args["model"], dtype=dtype, device="cpu")
     spec = network.spec
+    assert cpu_decode.prepare(
+        heads=spec.heads, kv_heads=spec.kv_heads, dim=spec.head_dim, dtype=dtype
+    )
+    paths = {
+        "compiled": cpu_attention.decode_attention,
+        "flash": cpu_attention.decode_by_flash,
+    }
+    attending_s = 0.0
     pool = KvPool(
         layers=spec.layers,
         slots=slots,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device="cpu",
     )
     mesh = Mesh(
@@ -82,24 +97,32 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     stream, version = DecodeBatch(engine, notify, free_sequence=pool.slots.free_sequence), 0
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        sequence_ids, context, steps = order
+        attention, sequence_ids, context, steps = order
+
+        def attend(*call: Any, path: Any = paths[attention]) -> Any:
+            nonlocal attending_s
+            begun = time.thread_time()
+            found = path(*call)
+            attending_s += time.thread_time() - begun
+            return found
+
+        cpu_attention.decode_attention = attend
         for sequence_id in sequence_ids:
             _reserve(stream, sequence_id, context, steps, ranks)
             _fill(pool, sequence_id, context, rank, ranks)
         pipe.send("reserved")
         pipe.recv()
         stamps.clear()
-        begun, rows = (
-            time.process_time(),
-            tuple((sequence_id, FIRST_TOKEN) for sequence_id in sequence_ids),
-        )
+        begun, attending_s = time.process_time(), 0.0
+        rows = tuple((sequence_id, FIRST_TOKEN) for sequence_id in sequence_ids)
         with torch.inference_mode():
             stream.change(Change(0, version + 1, joined=rows))
             for _ in range(steps - 1):
                 stream.iterate()
             stream.change(Change(0, version + 2, left=tuple(sequence_ids)))
         version += 2
-        pipe.send((list(stamps), (time.process_time() - begun) / (steps - 1)))
+        cpu_s = (time.process_time() - begun) / (steps - 1)
+        pipe.send((list(stamps), cpu_s, attending_s / (steps - 1)))
 
 
 def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int) -> None:
@@ -131,8 +154,9 @@ def _fill(pool: Any, sequence_id: int, context: int, rank: int, ranks: int) -> N
         pool.write(layer, sequence_id, Span(start=start, stop=stop), k_thd, v_thd)
 
 
-Measured = tuple[int, int, list[float], list[float]]
-"""Context, batch, gaps in seconds, and processor seconds of an iteration on each rank."""
+Measured = tuple[str, int, int, list[float], list[float], list[float]]
+"""What attends, context, batch, gaps in seconds, and processor seconds of an iteration on each
+rank: all of them, and those of attention to resident KV."""
 
 
 def measured(args: argparse.Namespace) -> Iterator[Measured]:
@@ -148,6 +172,7 @@ def measured(args: argparse.Namespace) -> Iterator[Measured]:
         "slots": slots,
         "port": store.address.port,
         "model": Path(args.model),
+        "dtype": args.dtype,
     }
     pipes = []
     for rank in range(args.ranks):
@@ -157,20 +182,20 @@ def measured(args: argparse.Namespace) -> Iterator[Measured]:
     for pipe in pipes:
         assert pipe.recv() == "ready"
     next_rid = args.ranks
-    for context in args.context:
-        for batch in args.batch:
-            sequence_ids = list(range(next_rid, next_rid + batch))
-            next_rid += batch + -batch % args.ranks
-            for pipe in pipes:
-                pipe.send((sequence_ids, context, args.steps))
-            for pipe in pipes:
-                assert pipe.recv() == "reserved"
-            for pipe in pipes:
-                pipe.send("go")
-            answers = [pipe.recv() for pipe in pipes]
-            stamps = answers[0][0]
-            gaps = [b - a for a, b in itertools.pairwise(stamps[4:])]
-            yield context, batch, gaps, [cpu_s for _, cpu_s in answers]
+    for context, batch, attention in itertools.product(args.context, args.batch, args.attention):
+        sequence_ids = list(range(next_rid, next_rid + batch))
+        next_rid += batch + -batch % args.ranks
+        for pipe in pipes:
+            pipe.send((attention, sequence_ids, context, args.steps))
+        for pipe in pipes:
+            assert pipe.recv() == "reserved"
+        for pipe in pipes:
+            pipe.send("go")
+        answers = [pipe.recv() for pipe in pipes]
+        stamps = answers[0][0]
+        gaps = [b - a for a, b in itertools.pairwise(stamps[4:])]
+        cpu, attending = ([answer[i] for answer in answers] for i in (1, 2))
+        yield attention, context, batch, gaps, cpu, attending
     for pipe in pipes:
         pipe.send(None)
 
@@ -208,11 +233,16 @@ def transformers_gaps(args: argparse.Namespace) -> Iterator[Measured]:
                 streamer=Clock(),
             )
         cpu_s = (time.process_time() - begun) / args.steps
-        yield context, 1, [b - a for a, b in itertools.pairwise(stamps[4:])], [cpu_s]
+        gaps = [b - a for a, b in itertools.pairwise(stamps[4:])]
+        yield "generate", context, 1, gaps, [cpu_s], []
 
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    return ", ".join(f"{1e3 * second:.2f}" for second in seconds)
 
 
 def main() -> None:
@@ -223,16 +253,18 @@ def main() -> None:
     parser.add_argument("--batch", type=_numbers, default=[1])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--attention", type=lambda text: text.split(","), default=["compiled"])
     parser.add_argument("--transformers", action="store_true")
     args = parser.parse_args()
     measure = transformers_gaps if args.transformers else measured
-    for context, batch, gaps, cpu in measure(args):
+    for attention, context, batch, gaps, cpu, attending in measure(args):
         gaps_ms = sorted(1e3 * gap for gap in gaps)
-        cpu_ms = ", ".join(f"{1e3 * seconds:.2f}" for seconds in cpu)
         print(
-            f"context {context:6d} batch {batch:3d}  median {statistics.median(gaps_ms):7.2f}"
-            f"  least {gaps_ms[0]:7.2f}  p90 {gaps_ms[len(gaps_ms) * 9 // 10]:7.2f}"
-            f"  cpu {cpu_ms}  load {os.getloadavg()[0]:.1f}",
+            f"{attention:8} context {context:6d} batch {batch:3d}"
+            f"  median {statistics.median(gaps_ms):7.2f}  least {gaps_ms[0]:7.2f}"
+            f"  p90 {gaps_ms[len(gaps_ms) * 9 // 10]:7.2f}  cpu {_milliseconds(cpu)}"
+            f"  attention {_milliseconds(attending)}  load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
 

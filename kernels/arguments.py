@@ -5,15 +5,64 @@ The checks run before a kernel could read past the end of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
 
 SlotRun = tuple[int, int, int]
 """(query row, first slot, end) of adjacent slots."""
+
+
+_UNEVEN = 8
+"""A thread may have 1/8 more or less than its share of tokens, if no row is cut for that."""
+PART_FIELDS = 5
+"""Integers of a part: first query row, first output row, rows, first run, end of its runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowParts:
+    """Work of a CPU kernel: parts of query rows, each over some runs of slots.
+
+    The kernel reads `parts` (PART_FIELDS integers each) and `runs` (first slot and end).
+    """
+
+    parts: ctypes.Array[ctypes.c_int64]
+    runs: ctypes.Array[ctypes.c_int64]
+    of_thread: list[range]
+    """Parts of each thread."""
+    rows: int
+    """Output rows: one for each query row, then `further` ones."""
+    most_rows: int = 1
+    """Rows of a part, at most."""
+    further: list[int]
+    """Query row of each further output: a row that two threads compute has two."""
+
+    @classmethod
+    def of_one_run(cls, rows: int, slots: int, *, threads: int, most_rows: int) -> RowParts:
+        """Return parts of at most so many rows, all of which see slots [0, slots)."""
+        count = max(threads, -(-rows // most_rows))
+        cuts = [rows * part // count for part in range(count + 1)]
+        parts = [(start, start, stop - start, 0, 1) for start, stop in pairwise(cuts)]
+        of_thread = [count * thread // threads for thread in range(threads + 1)]
+        return cls(
+            parts=_integers(parts),
+            runs=_integers([(0, slots)]),
+            of_thread=[range(start, stop) for start, stop in pairwise(of_thread)],
+            rows=rows,
+            most_rows=max(part[2] for part in parts),
+            further=[],
+        )
+
+
+def _integers(rows: Sequence[tuple[int, ...]]) -> ctypes.Array[ctypes.c_int64]:
+    flat = [number for row in rows for number in row]
+    return (ctypes.c_int64 * len(flat))(*flat)
 
 
 class SlotRuns:
@@ -31,6 +80,7 @@ class SlotRuns:
         self.rows = rows
         self.runs = [run for run in runs if run[1] < run[2]]
         self._splits: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._parts: dict[int, RowParts] = {}
 
     @cached_property
     def one_each(self) -> bool:
@@ -65,6 +115,63 @@ class SlotRuns:
             splits_n3 = splits_n3.to(device, non_blocking=True)
             self._splits[device, longest] = splits_n3, splits_n3[:, 0].long()
         return self._splits[device, longest]
+
+    def parts(self, threads: int) -> RowParts:
+        """Return the rows as parts for some CPU threads, with about as many tokens each."""
+        if threads not in self._parts:
+            self._parts[threads] = self._cut(threads)
+        return self._parts[threads]
+
+    def _cut(self, threads: int) -> RowParts:
+        bounds = self._bounds(threads) if threads > 1 else []
+        runs: list[tuple[int, int]] = []
+        parts: list[tuple[int, ...]] = []
+        further: list[int] = []
+        ends = [0] * threads  # of each thread's parts
+        empty = set(range(self.rows))
+        for (row, thread), pieces in groupby(self._pieces(bounds), key=lambda piece: piece[:2]):
+            first, again = len(runs), row not in empty
+            runs += [(begin, end) for _, _, begin, end in pieces]
+            parts.append((row, self.rows + len(further) if again else row, 1, first, len(runs)))
+            if again:
+                further.append(row)
+            empty.discard(row)
+            ends[thread] = len(parts)
+        parts += [(row, row, 1, 0, 0) for row in empty]
+        ends[-1] = len(parts)
+        return RowParts(
+            parts=_integers(parts),
+            runs=_integers(runs),
+            of_thread=[range(start, max(start, stop)) for start, stop in pairwise([0, *ends])],
+            rows=self.rows + len(further),
+            further=further,
+        )
+
+    def _bounds(self, threads: int) -> list[int]:
+        """Return how many tokens come before each thread but the first."""
+        of_row = [0] * self.rows
+        for row, begin, end in self.runs:
+            of_row[row] += end - begin
+        row_ends = list(accumulate(of_row))
+        bounds = []
+        for thread in range(1, threads):
+            even = thread * self.tokens // threads
+            distance, nearest = min((abs(end - even), end) for end in row_ends)
+            near = distance * threads * _UNEVEN <= self.tokens
+            bounds.append(nearest if near else even)
+        return bounds
+
+    def _pieces(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (row, thread, first slot, end) of the runs, cut at the bounds."""
+        before = 0
+        for row, begin, end in self.runs:
+            while begin < end:
+                thread = bisect_right(bounds, before)
+                room = bounds[thread] - before if thread < len(bounds) else end - begin
+                stop = min(end, begin + room)
+                yield row, thread, begin, stop
+                before += stop - begin
+                begin = stop
 
 
 Positions = Tensor | range

@@ -155,3 +155,13 @@ def decode_attention(
     from csps.kernels import cpu_attention
 
     return cpu_attention.decode_attention(q_rhd, k_shd, v_shd, runs, scale)
+
+
+def prepare_attention(
+    *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile what attention of this shape needs, so that no request waits for it."""
+    if device.type == "cpu":
+        from csps.kernels import cpu_decode
+
+        cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)

@@ -1,8 +1,9 @@
 """Attention, decode attention and importance on CPU, without a mask where none is needed.
 
-Attention runs torch's flash kernel, which returns the LSE and supports GQA; matmul, softmax and
-matmul reach a third of its speed. Without a mask tensor, which costs time and memory, the kernel
-knows two forms only: "all keys" and "causal from the top left corner".
+Few queries run compiled code where it was prepared (`cpu_decode`). Otherwise attention runs torch's
+flash kernel, which returns the LSE and supports GQA; matmul, softmax and matmul reach a third of
+its speed. Without a mask tensor, which costs time and memory, the kernel knows two forms only: "all
+keys" and "causal from the top left corner".
 
 With both position lists ascending, row i sees exactly the first visible[i] keys, and visible never
 falls: the causal mask is a staircase. `row_blocks` cuts it into blocks of one of the two forms.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from csps.kernels.arguments import Offsets, Positions, SlotRuns, as_tensor, ascending, sequences
+from csps.kernels.cpu_decode import prepared
 from csps.kernels.merge import merge_into, merge_rows, nothing_seen
 
 MIN_REGULAR_ROWS = 64  # a shorter regular run costs more as a call of its own than in a mask
@@ -128,6 +130,9 @@ def _attend_dense(
     q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend every query to every key."""
+    compiled = prepared(q_thd, k_thd, v_thd)
+    if compiled is not None and len(q_thd) <= compiled.most_queries:
+        return compiled.attend_all(q_thd, k_thd, v_thd, scale)
     tokens, heads, dim = q_thd.shape
     kv_heads = k_thd.shape[1]
     group = heads // kv_heads
@@ -167,11 +172,19 @@ def _batch_of_one(x_thd: Tensor) -> Tensor:
 def decode_attention(
     q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Implement `csps.kernels.attention.decode_attention` with one flash call per run.
+    """Implement `csps.kernels.attention.decode_attention` for any dtype."""
+    compiled = prepared(q_rhd, k_shd, v_shd)
+    if compiled is not None:
+        return compiled.attend_runs(q_rhd, k_shd, v_shd, runs, scale)
+    return decode_by_flash(q_rhd, k_shd, v_shd, runs, scale)
 
-    The call itself takes 13 us, so little else may surround it: with look-ups, checks and copies
-    for each request and layer, 64 short requests took four times as long.
-    """
+
+def decode_by_flash(
+    q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute decode attention with one call of torch's flash kernel for each run."""
+    # The call itself takes 13 us, so little else may surround it: with look-ups, checks and copies
+    # for each request and layer, 64 short requests took four times as long.
     rows, heads, dim = q_rhd.shape
     kv_heads = k_shd.shape[1]
     # The query heads of a KV head are the rows of a call, so each key is read once for all of them.

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
 TENSORS = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, set[str] | None] = {
     "protocols": {"msgpack", "msgspec", "pydantic", "pydantic_core", "opentelemetry", "uvloop"},
-    "kernels": {"torch", "triton", "flash_attn"},
+    "kernels": {"torch", "triton", "flash_attn", "llvmlite"},
     "models": {*TENSORS, "tokenizers", "jinja2"},
     "actors": {*TENSORS, "opentelemetry", "uvloop"},
     "configurator": {"numpy", "lightgbm", "msgspec"},

@@ -15,6 +15,7 @@ from csps.actors.comm.process_group import JOIN_DEADLINE, InstanceGroup
 from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.worker.rank_config import RankConfig
+from csps.kernels.attention import prepare_attention
 from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from csps.models.checkpoints.loading import read_network, weights_checksum
 from csps.protocols.sequencer.log_connection import LogListener, join_log
@@ -60,6 +61,13 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         mesh=mesh,
         layout=GangLayout(world_size=config.world_size, tp=config.tp),
         device=torch.device(config.device),
+    )
+    prepare_attention(
+        heads=engine.heads,
+        kv_heads=pool.kv_heads,
+        dim=spec.head_dim,
+        dtype=dtype,
+        device=engine.device,
     )
     return engine, fingerprint
 

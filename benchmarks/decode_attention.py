@@ -1,0 +1,127 @@
+"""Attention of a decode iteration: compiled code against torch's flash kernel, on one core.
+
+    python benchmarks/decode_attention.py [--rounds 15] [--json FILE]
+
+Rows have one query each, over a token-major KV cache of several layers, more than fits into a
+processor's caches. In each round every contender takes its turn, and so does a dot product of two
+long vectors, which reads memory as fast as torch can. Times are processor times of the thread,
+medians of rounds: on a shared machine only ratios mean anything.
+
+- gb_s: KV read, of compiled code in the row's dtype. read: that over the dot product's.
+- flash: time of torch's kernel on the same KV over ours.
+- over_fp32: our time over our time with fp32 KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+
+from csps.kernels import cpu_attention, cpu_decode
+from csps.kernels.arguments import SlotRuns
+
+SHAPES = [(4, 2, 32), (16, 8, 64), (32, 8, 128)]
+"""Query heads, KV heads and head dim."""
+BATCHES = [(1, 512), (1, 2048), (1, 8192), (1, 16384), (64, 500)]
+"""Rows, and keys of each."""
+COLD_BYTES = 128 * 2**20
+"""Least fp32 KV of all layers."""
+READ_NUMBERS = 16 * 2**20
+
+
+def main() -> None:
+    """Print a table and the figures."""
+    parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for shape in SHAPES for batch in BATCHES for row in measured(shape, batch, args)]
+    long = [row for row in rows if row["keys"] >= 8192]
+    figures = {
+        "benchmark": "decode_attention",
+        "cpu": _cpu(),
+        "load": os.getloadavg()[0],
+        "least_read_fp32": min(row["read"] for row in long if row["dtype"] == "float32"),
+        "least_read_bf16": min(row["read"] for row in long if row["dtype"] == "bfloat16"),
+        "most_over_fp32": max(row["over_fp32"] for row in long),
+        "least_flash": min(row["flash"] for row in rows),
+    }
+    report.publish(figures, rows, args.json)
+
+
+def measured(
+    shape: tuple[int, int, int], batch: tuple[int, int], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return a row for each dtype."""
+    heads, kv_heads, dim = shape
+    count, keys = batch
+    runs = SlotRuns(count, [(row, row * keys, (row + 1) * keys) for row in range(count)])
+    slots = count * keys
+    layers = max(1, -(-COLD_BYTES // (2 * slots * kv_heads * dim * 4)))
+    one, other = torch.randn(2, READ_NUMBERS)
+    contenders: dict[str, Callable[[], object]] = {"read": lambda: torch.dot(one, other)}
+    for dtype in (torch.float32, torch.bfloat16):
+        assert cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+        q = torch.randn(count, heads, dim).to(dtype)
+        caches = [torch.randn(2, slots, kv_heads, dim).to(dtype) for _ in range(layers)]
+        for name, attend in (
+            ("compiled", cpu_attention.decode_attention),
+            ("flash", cpu_attention.decode_by_flash),
+        ):
+            contenders[f"{name} {dtype}"] = _all_layers(attend, q, caches, runs, dim**-0.5)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+    for _ in range(args.rounds):
+        for name, run in contenders.items():
+            begin = time.thread_time()
+            run()
+            times[name].append(time.thread_time() - begin)
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    read_gb_s = 8e-9 * READ_NUMBERS / medians["read"]
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        seconds = medians[f"compiled {dtype}"]
+        gb_s = 2e-9 * layers * slots * kv_heads * dim * dtype.itemsize / seconds
+        rows.append(
+            {
+                "shape": f"{heads},{kv_heads},{dim}",
+                "rows": count,
+                "keys": keys,
+                "dtype": str(dtype).removeprefix("torch."),
+                "layer_ms": 1e3 * seconds / layers,
+                "gb_s": gb_s,
+                "read_gb_s": read_gb_s,
+                "read": gb_s / read_gb_s,
+                "flash": medians[f"flash {dtype}"] / seconds,
+                "over_fp32": seconds / medians[f"compiled {torch.float32}"],
+            }
+        )
+    return rows
+
+
+def _all_layers(
+    attend: Callable[..., object],
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    runs: SlotRuns,
+    scale: float,
+) -> Callable[[], object]:
+    return lambda: [attend(q, cache[0], cache[1], runs, scale) for cache in caches]
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+
+
+if __name__ == "__main__":
+    main()

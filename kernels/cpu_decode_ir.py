@@ -1,0 +1,360 @@
+"""The decode attention of `cpu_decode`, as LLVM IR for one shape of heads.
+
+A part is some query rows that see the same runs of slots. For each block of slots, the kernel
+computes scores, weights and weighted values of one row after the other, so KV comes from memory
+once and from the cache for further rows. Blocks are joined by online softmax with powers of 2.
+
+Where the time goes, and what follows from it:
+
+- A core reads memory at its full speed only in order and ahead of time. Keys are read token by
+  token, all heads of each, and every cache line that is read asks for the one `AHEAD_BYTES` behind
+  it. Head by head, whose lines lie a token apart, memory was read at half the speed.
+- Scores lie in memory token by token. So the maximum and the sum over tokens need no sum over
+  lanes, and a weight is one number to multiply a value by.
+- Loops over dimensions are unrolled: loops of four rounds end in a wrong branch prediction, which
+  throws away the reads that were under way.
+
+KV may be fp32, bf16 or fp16; numbers are converted in registers, and all arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from csps.kernels.arguments import PART_FIELDS
+from csps.kernels.vector_ir import (
+    FLOAT,
+    INT,
+    LINE_BYTES,
+    LN_2,
+    POINTER,
+    Address,
+    Element,
+    Int,
+    Variable,
+    Vector,
+    VectorCode,
+)
+
+BLOCK = 64
+"""Slots of a block: its keys and values stay in a core's second cache for further rows."""
+AHEAD_BYTES = 16 * 1024
+"""Distance of prefetching."""
+ARGUMENTS = {
+    "q": POINTER,
+    "k": POINTER,
+    "v": POINTER,
+    "parts": POINTER,
+    "runs": POINTER,
+    "out": POINTER,
+    "lse": POINTER,
+    "scratch": POINTER,
+    "first_part": INT,
+    "end_part": INT,
+    "scale": FLOAT,
+}
+"""Arguments of the kernel. `scale` includes the factor log2(e)."""
+NAME = "csps_decode_attention"
+_TOKENS = 4
+"""Tokens that are computed together, at most."""
+_SMALL_SLOT_BYTES = 512
+"""Keys of a token up to which few tokens at once, almost in order, are read faster."""
+_UNROLLED = 4
+"""Independent maxima, so that they do not wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Shape of the heads that a kernel computes."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    dim: int
+    element: Element
+    """Type of the keys and values; queries are fp32."""
+
+    @property
+    def group(self) -> int:
+        """Return the number of query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+
+def lanes_for(dim: int, most: int) -> int:
+    """Return the lanes of vectors for a head dim: the greatest power of two that divides it."""
+    return min(most, dim & -dim)
+
+
+def scratch_numbers(shape: HeadShape, lanes: int) -> int:
+    """Return the fp32 numbers of scratch memory: scores of a block, and a factor for each head."""
+    width = _score_width(shape.heads, lanes)
+    return _score_rows(lanes) * width + max(width, lanes)
+
+
+def row_numbers(shape: HeadShape, lanes: int) -> int:
+    """Return the fp32 numbers of scratch memory for each row of a part: maxima and sums."""
+    return 2 * max(_score_width(shape.heads, lanes), lanes)
+
+
+def decode_attention_ir(shape: HeadShape, lanes: int) -> str:
+    """Return the IR of the kernel."""
+    return _Kernel(shape, VectorCode(NAME, ARGUMENTS, lanes=lanes)).text()
+
+
+def _score_width(heads: int, lanes: int) -> int:
+    """Return the scores of a token in memory: whole vectors, or a whole fraction of one."""
+    return 1 << (heads - 1).bit_length() if heads < lanes else -(-heads // lanes) * lanes
+
+
+def _score_rows(lanes: int) -> int:
+    """Return the tokens for whose scores there is room."""
+    # The last tile, and the last vector, may reach behind the end of a block.
+    return BLOCK + max(_TOKENS, lanes)
+
+
+def _divisor(number: int, most: float) -> int:
+    """Return the greatest divisor of a number up to a bound, at least 1."""
+    return max(d for d in range(1, number + 1) if number % d == 0 and d <= max(most, 1))
+
+
+class _Kernel:
+    def __init__(self, shape: HeadShape, code: VectorCode) -> None:
+        self._shape, self._code, self._lanes = shape, code, code.lanes
+        self._width = _score_width(shape.heads, self._lanes)
+        self._vectors = range(0, self._width, self._lanes)
+        """Score vectors of a token, or one of some tokens."""
+        self._dims = range(0, shape.dim, self._lanes)
+        self._slot = shape.kv_heads * shape.dim
+        # A tile of scores fills as many registers as a vector has lanes: about half of them.
+        self._heads = _divisor(shape.group, self._lanes)
+        self._tokens = min(_TOKENS, self._lanes // self._heads)
+        self._kv_heads = _divisor(
+            shape.kv_heads if self._heads == shape.group else 1,
+            self._lanes // (self._heads * self._tokens),
+        )
+        self._state = max(self._width, self._lanes)
+        """Numbers of one for each head, in whole vectors."""
+        self._scores = code.address("scratch", Element.FP32)
+        self._factors = self._scores + _score_rows(self._lanes) * self._width
+        """A factor for the outputs of each head."""
+        self._states = self._factors + self._state
+        """Maximum and sum of each head, row by row."""
+
+    def text(self) -> str:
+        code, shape = self._code, self._shape
+        parts, runs = code.address("parts", Element.INT64), code.address("runs", Element.INT64)
+        cells = shape.heads * shape.dim
+        with code.loop(
+            code.integer_argument("first_part"), code.integer_argument("end_part")
+        ) as number:
+            part = parts + number * PART_FIELDS
+            q_row, out_row, rows, first_run, end_run = (
+                (part + field).integer() for field in range(PART_FIELDS)
+            )
+            queries = code.address("q", Element.FP32) + q_row * cells
+            outs = code.address("out", Element.FP32) + out_row * cells
+            lses = code.address("lse", Element.FP32) + out_row * shape.heads
+            with code.loop(0, rows) as row:
+                self._begin(outs + row * cells, self._state_of(row))
+            with code.loop(first_run, end_run) as run:
+                begin, end = (runs + run * 2).integer(), (runs + run * 2 + 1).integer()
+                with code.loop(begin, end, BLOCK) as slot:
+                    slots = (end - slot).least(BLOCK)
+                    with code.loop(0, rows) as row:
+                        self._write_scores(queries + row * cells, slot, slots)
+                        self._weigh(outs + row * cells, self._state_of(row), slots)
+                        self._add_values(outs + row * cells, slot, slots)
+            with code.loop(0, rows) as row:
+                self._end(outs + row * cells, lses + row * shape.heads, self._state_of(row))
+        return code.text()
+
+    def _state_of(self, row: Int) -> tuple[Address, Address]:
+        """Return where the maximum and the sum of a row's heads are."""
+        maxima = self._states + row * (2 * self._state)
+        return maxima, maxima + self._state
+
+    def _begin(self, out: Address, state: tuple[Address, Address]) -> None:
+        zero = self._code.fill(0.0)
+        with self._code.loop(0, self._shape.heads * self._shape.dim, self._lanes) as cell:
+            (out + cell).store(zero)
+        for at in self._vectors:
+            (state[0] + at).store(self._code.fill(-inf))
+            (state[1] + at).store(zero)
+
+    # --- scores ------------------------------------------------------------------------------
+
+    def _write_scores(self, query: Address, slot: Int, slots: Int) -> None:
+        """Write the scores of a row and a block."""
+        code, last = self._code, slots - 1
+        keys = code.address("k", self._shape.element) + slot * self._slot
+        with code.loop(0, slots, self._tokens) as token:
+            # A tile behind the block's end reads its last token again.
+            rows = [keys + (token + i).least(last) * self._slot for i in range(self._tokens)]
+            with code.loop(0, self._shape.kv_heads, self._kv_heads) as kv_head:
+                for head in range(0, self._shape.group, self._heads):
+                    self._write_tile(query, rows, token, kv_head, head)
+
+    def _write_tile(
+        self, query: Address, rows: list[Address], token: Int, kv_head: Int, head: int
+    ) -> None:
+        """Write the scores of some tokens, KV heads, and query heads of each from `head` on."""
+        code, shape = self._code, self._shape
+        kv_heads = range(self._kv_heads)
+        first = kv_head * shape.group + head
+        sums: dict[tuple[int, int, int], Vector] = {}
+        for d in self._dims:
+            keys = {}
+            for i, row in enumerate(rows):
+                for g in kv_heads:
+                    key = row + (kv_head + g) * shape.dim + d
+                    self._prefetch_behind(key, d)
+                    keys[i, g] = key.vector()
+            for g in kv_heads:
+                for h in range(self._heads):
+                    asked = (query + (first + (g * shape.group + h)) * shape.dim + d).vector()
+                    for i in range(len(rows)):
+                        cell = i, g, h
+                        sums[cell] = (
+                            asked.times_plus(keys[i, g], sums[cell]) if d else asked * keys[i, g]
+                        )
+        scores = code.lane_sums([sums[cell] for cell in sorted(sums)])
+        scores = scores * code.vector_argument("scale")
+        adjacent = self._kv_heads * self._heads
+        for i in range(len(rows)):
+            at = self._scores + (token + i) * self._width + first
+            at.store(scores, range(i * adjacent, (i + 1) * adjacent))
+
+    def _prefetch_behind(self, place: Address, d: int) -> None:
+        if d * place.element.bytes % LINE_BYTES == 0:
+            (place + AHEAD_BYTES // place.element.bytes).prefetch()
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def _weigh(self, out: Address, state: tuple[Address, Address], slots: Int) -> None:
+        """Replace a block's scores by weights, and scale down what was summed before."""
+        code, lanes, width = self._code, self._lanes, self._width
+        tokens = max(1, lanes // width)  # of a vector
+        end = (slots + (tokens - 1)).down_to(tokens)
+        if tokens > 1:
+            with code.loop(slots, end) as token:
+                (self._scores + token * width).store(code.fill(-inf), range(width))
+        for at in self._vectors:
+            scores = self._scores + at
+            before, total = (place + at for place in state)
+            old = before.vector()
+            top = self._maximum(scores, end, tokens, old)
+            # All scores may be -inf; -inf minus -inf would be NaN.
+            shift = top.where("==", -inf, 0.0)
+            added = Variable(code, code.fill(0.0))
+            with code.loop(0, end, tokens) as token:
+                place = scores + token * width
+                weight = (place.vector() - shift).exp2()
+                place.store(weight)
+                added.set(added.get() + weight)
+            factor = (old - shift).exp2()
+            total.store(total.vector().times_plus(factor, self._over_tokens(added.get(), "sum")))
+            before.store(top)
+            (self._factors + at).store(factor)
+        self._scale(out, always=False)
+
+    def _maximum(self, scores: Address, end: Int, tokens: int, least: Vector) -> Vector:
+        """Return the maximum over tokens, at least `least`."""
+        code, step = self._code, tokens * _UNROLLED
+        tops = [Variable(code, least) for _ in range(_UNROLLED)]
+        whole = end.down_to(step)
+        with code.loop(0, whole, step) as token:
+            for i, variable in enumerate(tops):
+                place = scores + (token + i * tokens) * self._width
+                variable.set(place.vector().greatest(variable.get()))
+        with code.loop(whole, end, tokens) as token:
+            place = scores + token * self._width
+            tops[0].set(place.vector().greatest(tops[0].get()))
+        top = tops[0].get()
+        for other in tops[1:]:
+            top = top.greatest(other.get())
+        return self._over_tokens(top, "maximum")
+
+    def _over_tokens(self, vector: Vector, kind: str) -> Vector:
+        """Join the tokens of one vector; each of them has as many lanes as heads."""
+        step = self._lanes
+        while step > self._width:
+            step //= 2
+            other = vector.rotated(step)
+            vector = vector.greatest(other) if kind == "maximum" else vector + other
+        return vector
+
+    def _scale(self, out: Address, *, always: bool) -> None:
+        """Multiply the outputs of each head by its factor."""
+        code, shape = self._code, self._shape
+        with code.loop(0, shape.heads) as head:
+            place = self._factors + head
+            cells = [out + head * shape.dim + d for d in self._dims]
+            if always:
+                _multiply(cells, place.spread())
+            else:
+                with code.unless_one(place):
+                    _multiply(cells, place.spread())
+
+    # --- values ------------------------------------------------------------------------------
+
+    def _add_values(self, out: Address, slot: Int, slots: Int) -> None:
+        """Add a block's weighted values to the outputs of a row."""
+        code = self._code
+        values = code.address("v", self._shape.element) + slot * self._slot
+        # The weights of a tile fill as many registers as a vector has lanes.
+        most = 2 if self._slot * self._shape.element.bytes <= _SMALL_SLOT_BYTES else _TOKENS
+        tokens = min(most, 1 << (self._lanes // self._heads).bit_length() - 1)
+        whole = slots.down_to(tokens)
+        with code.loop(0, whole, tokens) as token:
+            self._add_tokens(out, values, token, tokens)
+        if tokens > 1:
+            with code.loop(whole, slots) as token:
+                self._add_tokens(out, values, token, 1)
+
+    def _add_tokens(self, out: Address, values: Address, token: Int, tokens: int) -> None:
+        with self._code.loop(0, self._shape.kv_heads) as kv_head:
+            for head in range(0, self._shape.group, self._heads):
+                self._add_tile(out, values, token, tokens, kv_head, head)
+
+    def _add_tile(
+        self, out: Address, values: Address, token: Int, tokens: int, kv_head: Int, head: int
+    ) -> None:
+        """Add the values of one KV head of some tokens to query heads from `head` on."""
+        shape = self._shape
+        first = kv_head * shape.group + head
+        weights = {
+            (i, h): (self._scores + (token + i) * self._width + (first + h)).spread()
+            for i in range(tokens)
+            for h in range(self._heads)
+        }
+        for d in self._dims:
+            seen = []
+            for i in range(tokens):
+                value = values + (token + i) * self._slot + kv_head * shape.dim + d
+                self._prefetch_behind(value, d)
+                seen.append(value.vector())
+            for h in range(self._heads):
+                place = out + (first + h) * shape.dim + d
+                total = place.vector()
+                for i, value_d in enumerate(seen):
+                    total = weights[i, h].times_plus(value_d, total)
+                place.store(total)
+
+    # --- results -----------------------------------------------------------------------------
+
+    def _end(self, out: Address, lse: Address, state: tuple[Address, Address]) -> None:
+        """Divide the outputs of a row by the sums, and write its LSE."""
+        code = self._code
+        for at in self._vectors:
+            top, total = ((place + at).vector() for place in state)
+            own = range(min(self._lanes, self._shape.heads - at))
+            (lse + at).store((top + total.log2()) * code.fill(LN_2), own)
+            # A row without keys has outputs 0, and stays so.
+            (self._factors + at).store(code.fill(1.0) / total.where("==", 0.0, 1.0))
+        self._scale(out, always=True)
+
+
+def _multiply(cells: list[Address], factor: Vector) -> None:
+    for cell in cells:
+        cell.store(cell.vector() * factor)
