@@ -88,11 +88,11 @@ def _differences(recorded: Any, now: Any, path: str) -> Iterator[str]:
                 yield from _differences(recorded[name], now[name], at)
         return
     if isinstance(recorded, list) and isinstance(now, list):
-        removed = [it for it in recorded if it not in now]
-        added = [it for it in now if it not in recorded]
+        removed = [item for item in recorded if item not in now]
+        added = [item for item in now if item not in recorded]
         if removed or added:
-            yield from (f"  removed  {path}: {_shown(it)}" for it in removed)
-            yield from (f"  added    {path}: {_shown(it)}" for it in added)
+            yield from (f"  removed  {path}: {_shown(item)}" for item in removed)
+            yield from (f"  added    {path}: {_shown(item)}" for item in added)
             return
     yield f"  changed  {path}: {_shown(recorded)} -> {_shown(now)}"
 

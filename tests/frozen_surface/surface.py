@@ -263,7 +263,7 @@ def _policy(name: str) -> Json:
     return {
         "options": fields_of(type(policy.options)),
         "options of decoding": fields_of(type(policy.decode_options)),
-        "gangs": [it for it in ("pair", "elastic") if _accepts(check_pairing, name, it)],
+        "gangs": [kind for kind in ("pair", "elastic") if _accepts(check_pairing, name, kind)],
         "ends of prompts": _accepts(make_policy, name, {"prefill_tokens_max": 1}),
     }
 
@@ -319,7 +319,7 @@ def _series(collector: Any) -> tuple[str, Json]:
     (family,) = collector.describe()
     told: Json = {"type": family.type, "labels": list(collector._labelnames)}
     if family.type == "histogram":
-        told["buckets"] = [str(it) for it in collector._kwargs["buckets"]]
+        told["buckets"] = [str(bucket) for bucket in collector._kwargs["buckets"]]
     return family.name, told
 
 
@@ -338,8 +338,8 @@ def spans() -> Json:
     recorded = exporter.get_finished_spans()
     provider.shutdown()
     named: dict[str, set[str]] = {}
-    for it in recorded:
-        named.setdefault(it.name, set()).update(it.attributes or {})
+    for span in recorded:
+        named.setdefault(span.name, set()).update(span.attributes or {})
     return {
         "recorded": {name: sorted(keys) for name, keys in named.items()},
         "resource": sorted(set(recorded[0].resource.attributes) - {"telemetry.sdk.version"}),
@@ -484,7 +484,7 @@ def stored_files() -> Json:
         "strategies": sorted(WITH_PLAN | WITHOUT_PLAN),
         "strategy of phases": STRATEGY,
         "phases that are needed": sorted(NEEDED),
-        "kinds of questions": sorted(it.name for it in QUESTION_KINDS),
+        "kinds of questions": sorted(kind.name for kind in QUESTION_KINDS),
         "results": _results(),
         "trace file": _trace_file(),
         "evaluation": _evaluation(),
@@ -574,13 +574,13 @@ def _without(value: Any, *names: str) -> Any:
     """A schema without what it says to people. Properties may have such names and stay."""
     if isinstance(value, dict):
         return {
-            key: {name: _without(it, *names) for name, it in item.items()}
+            key: {name: _without(value, *names) for name, value in item.items()}
             if key == "properties"
             else _without(item, *names)
             for key, item in value.items()
             if key not in names
         }
-    return [_without(it, *names) for it in value] if isinstance(value, list) else value
+    return [_without(item, *names) for item in value] if isinstance(value, list) else value
 
 
 def _simulated() -> Json:
@@ -631,12 +631,12 @@ def _decision_log() -> Json:
         # The first four bytes are the header's length.
         record = msgspec.msgpack.decode(path.read_bytes()[4:])
         beside = sorted(
-            str(it.relative_to(folder)).replace(table.digest, "DIGEST")
-            for it in Path(folder).rglob("*")
+            str(file.relative_to(folder)).replace(table.digest, "DIGEST")
+            for file in Path(folder).rglob("*")
         )
     changing = ("schema", "python")
     return {
-        "header": shape({name: it for name, it in record.items() if name not in changing}),
+        "header": shape({name: value for name, value in record.items() if name not in changing}),
         "header says besides": [name for name in changing if name in record],
         "defaults": {
             section: record[section] for section in ("limits", "deadlines", "options", "reuse")
@@ -695,9 +695,9 @@ def digests() -> Json:
             "trained for": dict(shipped.description.trained_for),
             "training set": shipped.description.training_set,
             "files": {
-                "/".join(it.parts[-3:]): sha256(it.read_bytes())
+                "/".join(file.parts[-3:]): sha256(file.read_bytes())
                 for path in _files(DESCRIPTION)
-                for it in sorted(path.parent.iterdir())
+                for file in sorted(path.parent.iterdir())
             },
         },
         "training sets": {
@@ -720,10 +720,12 @@ def digests() -> Json:
             "plain": option_name("csa", None),
             "told": option_name("csa", _csa()),
         },
-        "classes": [it.key for it in _classes()],
-        "bounds": [it.key for kind in ("ttft", "accuracy") for it in _objectives(kind)],
+        "classes": [request_class.key for request_class in _classes()],
+        "bounds": [
+            objective.key for kind in ("ttft", "accuracy") for objective in _objectives(kind)
+        ],
         "kept KV": _prefix_digests(),
-        "blocks of traces": [it.hex() for it in chained((1, 2, 3))],
+        "blocks of traces": [digest.hex() for digest in chained((1, 2, 3))],
     }
 
 
@@ -812,7 +814,7 @@ def _prefix_digests() -> list[str]:
         PrefixKey.of(owner=b"", salt=None, block=4),
         PrefixKey.of(owner=b"o", salt="s", block=4, bounds="b"),
     )
-    return [it.hex() for key in keys for it in key.hashes(tokens)]
+    return [digest.hex() for key in keys for digest in key.hashes(tokens)]
 
 
 # --- commands ----------------------------------------------------------------------------------
@@ -879,10 +881,10 @@ class _without_environment:
 
 def _choices(parser: argparse.ArgumentParser) -> list[str]:
     return [
-        str(it)
+        str(choice)
         for action in parser._actions
         if not action.option_strings and action.choices
-        for it in action.choices
+        for choice in action.choices
     ]
 
 
@@ -1092,17 +1094,17 @@ def shape(value: Any, path: str = "") -> Json:
     """Where a JSON value has which kinds of values: `choices[].text` is a `str`."""
     found: dict[str, set[str]] = {}
 
-    def walk(it: Any, at: str) -> None:
-        if isinstance(it, dict):
+    def walk(node: Any, at: str) -> None:
+        if isinstance(node, dict):
             found.setdefault(at or ".", set()).add("object")
-            for name, item in it.items():
+            for name, item in node.items():
                 walk(item, f"{at}.{name}" if at else str(name))
-        elif isinstance(it, list):
+        elif isinstance(node, list):
             found.setdefault(at or ".", set()).add("array")
-            for item in it:
+            for item in node:
                 walk(item, f"{at}[]")
         else:
-            found.setdefault(at or ".", set()).add("null" if it is None else type(it).__name__)
+            found.setdefault(at or ".", set()).add("null" if node is None else type(node).__name__)
 
     walk(value, path)
     return {at: " | ".join(sorted(kinds)) for at, kinds in found.items()}
@@ -1118,9 +1120,9 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return "object"
     if isinstance(value, dict):
-        return {str(key): plain(it) for key, it in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(it) for it in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return str(value)
     return value if value is None or isinstance(value, str | int | float | bool) else "something"
@@ -1144,13 +1146,13 @@ def _fields(cls: type[Any]) -> Iterator[tuple[str, Any, Sequence[Any], Any]]:
             yield field.alias or name, field.annotation, field.metadata, default
         return
     hints = get_type_hints(cls, include_extras=True)
-    for it in dataclasses.fields(cls):
+    for declared in dataclasses.fields(cls):
         default = "required"
-        if it.default is not dataclasses.MISSING:
-            default = plain(it.default)
-        elif it.default_factory is not dataclasses.MISSING:
-            default = plain(it.default_factory())
-        yield it.name, hints[it.name], (), default
+        if declared.default is not dataclasses.MISSING:
+            default = plain(declared.default)
+        elif declared.default_factory is not dataclasses.MISSING:
+            default = plain(declared.default_factory())
+        yield declared.name, hints[declared.name], (), default
 
 
 def _default_of(field: FieldInfo) -> Any:
@@ -1184,7 +1186,7 @@ _BOUNDS = ("gt", "ge", "lt", "le", "min_length", "max_length", "allow_inf_nan")
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     bounds = sorted(
-        f"{name} {value}" for it in metadata for name in _BOUNDS for value in _bound(it, name)
+        f"{name} {value}" for item in metadata for name in _BOUNDS for value in _bound(item, name)
     )
     text = _bare_type(annotation)
     return f"{text} ({', '.join(bounds)})" if bounds else text
@@ -1192,8 +1194,8 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _bound(constraint: Any, name: str) -> Iterator[Any]:
     if isinstance(constraint, FieldInfo):
-        for it in constraint.metadata:
-            yield from _bound(it, name)
+        for item in constraint.metadata:
+            yield from _bound(item, name)
     elif (value := getattr(constraint, name, None)) is not None:
         yield value
 
@@ -1209,12 +1211,12 @@ def _bare_type(annotation: Any) -> str:
     if source is Annotated:
         return _type(inner[0], inner[1:])
     if source is Literal:
-        return " | ".join(sorted(json.dumps(it) for it in inner))
+        return " | ".join(sorted(json.dumps(choice) for choice in inner))
     if source in (Union, types.UnionType):
-        return " | ".join(sorted(_bare_type(it) for it in inner))
+        return " | ".join(sorted(_bare_type(part) for part in inner))
     if source is not None:
         name = "object" if issubclass(source, Mapping) else "array"
-        return f"{name} of {', '.join(_bare_type(it) for it in inner if it is not ...)}"
+        return f"{name} of {', '.join(_bare_type(part) for part in inner if part is not ...)}"
     return str(annotation.__name__)
 
 

@@ -192,7 +192,7 @@ def test_table_1_without_a_size_is_interpolated_from_its_neighbours(sp: int) -> 
         exact="ring_kv", steps=tuple(step for step in full.steps if step[0].sp != sp)
     )
     assert without.step(sp).d == pytest.approx(full.step(sp).d, rel=0.15)
-    predicted = [it.step(sp).predict_ns(131_072) for it in (without, full)]
+    predicted = [latency.step(sp).predict_ns(131_072) for latency in (without, full)]
     assert predicted[0] == pytest.approx(predicted[1], rel=0.15)
 
 

@@ -188,12 +188,13 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
 
 @settings(max_examples=examples(100))
 @given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda it: sum(it) > 1), st.data()
+    st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda unused: sum(unused) > 1),
+    st.data(),
 )
 def test_who_has_no_slots_left_drops_out(free: list[int], data: st.DataObject) -> None:
     total = data.draw(st.integers(2, sum(free)))
     prompt = data.draw(st.integers(1, total - 1))
-    keepers = KvHolders(gang(2, [Busy(it) for it in free], prefill=False), 1)
+    keepers = KvHolders(gang(2, [Busy(slots) for slots in free], prefill=False), 1)
     assert keepers.has_room(total)
     assert not keepers.has_room(sum(free) + 1)
     placed = keepers.spread(waiting(1, prompt, total - prompt), None)
@@ -213,13 +214,15 @@ def test_what_is_new_goes_first_to_whoever_has_kept_less(
     keepers: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """As token by token to whoever has fewest then."""
-    held, room = [it for it, _ in keepers], [it for _, it in keepers]
+    held, room = [tokens for tokens, _ in keepers], [unused for _, unused in keepers]
     tokens = data.draw(st.integers(0, sum(room)))
     more = levelled(tokens, held, room)
     assert all(0 <= given <= most for given, most in zip(more, room, strict=True))
     one_by_one = list(held)
     for _ in range(tokens):
-        roomy = [it for it in range(len(held)) if one_by_one[it] < held[it] + room[it]]
+        roomy = [
+            index for index in range(len(held)) if one_by_one[index] < held[index] + room[index]
+        ]
         one_by_one[min(roomy, key=one_by_one.__getitem__)] += 1
     assert sorted(a + b for a, b in zip(held, more, strict=True)) == sorted(one_by_one)
 

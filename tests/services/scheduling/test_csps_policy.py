@@ -66,13 +66,13 @@ PICTURES = st.builds(Picture, requests=REQUESTS, prefill=PREFILL, decode=DECODE)
 @PATIENT
 def test_decisions_are_whole_and_fit(picture: Picture) -> None:
     started = plans(picture.ask(POLICY))
-    by_number = {it.id: it for it in picture.requests}
-    placed = [it for plan in started for it in plan.decode]
-    assert max(Counter(it.request_id for it in placed).values(), default=1) == 1
+    by_number = {request.id: request for request in picture.requests}
+    placed = [placement for plan in started for placement in plan.decode]
+    assert max(Counter(placement.request_id for placement in placed).values(), default=1) == 1
     prefill_used: Counter[int] = Counter()
     decode_used: Counter[int] = Counter()
-    long_steps = Counter({index: len(it.long) for index, it in enumerate(picture.prefill)})
-    urgent_steps = Counter({index: it.urgent_steps for index, it in enumerate(picture.prefill)})
+    long_steps = Counter({index: len(busy.long) for index, busy in enumerate(picture.prefill)})
+    urgent_steps = Counter({index: busy.urgent_steps for index, busy in enumerate(picture.prefill)})
     for plan in started:
         (step,) = plan.steps
         prefill_used.update(sizes(plan))
@@ -94,13 +94,13 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
             urgent_steps.update(group(plan))
         else:
             long_steps.update(group(plan))
-    for it in placed:
-        request = by_number[it.request_id]
-        covered = [p for share in it.slices for p in range(share.start, share.stop)]
+    for placement in placed:
+        request = by_number[placement.request_id]
+        covered = [p for share in placement.slices for p in range(share.start, share.stop)]
         assert covered == list(range(request.prompt_tokens))
-        for share in it.slices:
+        for share in placement.slices:
             decode_used[index_of(share.instance)] += share.stop - share.start
-        decode_used[index_of(it.master)] += request.output_tokens
+        decode_used[index_of(placement.master)] += request.output_tokens
     for index, busy in enumerate(picture.prefill):
         assert prefill_used[index] <= busy.free
         assert long_steps[index] <= max(2, len(busy.long))
@@ -119,7 +119,7 @@ def test_longer_prompts_start_in_order_of_admission(picture: Picture) -> None:
         if not plan.steps[0].high_priority:
             assert numbers(plan)[0] == left[0]
             assert numbers(plan) == sorted(numbers(plan))
-            left = [it for it in left if it not in numbers(plan)]
+            left = [request for request in left if request not in numbers(plan)]
 
 
 @given(PICTURES)
@@ -155,11 +155,11 @@ def test_nobody_passes_whom_it_would_delay_beyond_the_bound(picture: Picture) ->
     """With a bound of no time at all, nobody starts who is younger than a blocked request."""
     decisions = picture.ask(POLICY)
     blocked = [decision.request_id for decision in decisions if isinstance(decision, Blocked)]
-    started = [it for plan in plans(decisions) for it in numbers(plan)]
-    old = [it.id for it in picture.blocked if it.id not in started]
+    started = [request for plan in plans(decisions) for request in numbers(plan)]
+    old = [request.id for request in picture.blocked if request.id not in started]
     oldest = min([*blocked, *old], default=1 << 60)
     high_priority = [request.id for request in picture.requests if request.priority == "high"]
-    assert not [it for it in started if it > oldest and it in high_priority]
+    assert not [request for request in started if request > oldest and request in high_priority]
 
 
 @given(
@@ -296,13 +296,13 @@ def test_slack_is_left_alone_while_an_instance_is_idle() -> None:
 
 def test_short_prompts_are_spread_and_batched() -> None:
     started = plans(ask([waiting(n, 90) for n in range(8)]).ask(POLICY))
-    assert all(it.steps[0].high_priority for it in started)
-    assert sorted(len(numbers(it)) for it in started) == [2, 2, 2, 2]
+    assert all(plan.steps[0].high_priority for plan in started)
+    assert sorted(len(numbers(plan)) for plan in started) == [2, 2, 2, 2]
 
 
 def test_a_batch_of_short_prompts_has_an_end() -> None:
     started = plans(ask([waiting(n, 100) for n in range(25)], [Busy()]).ask(POLICY))
-    assert [len(numbers(it)) for it in started] == [20, 5]
+    assert [len(numbers(plan)) for plan in started] == [20, 5]
 
 
 def test_short_prompts_without_a_turn_wait_and_share_a_step_later() -> None:
@@ -321,7 +321,7 @@ def test_short_prompts_without_a_turn_wait_and_share_a_step_later() -> None:
 def test_short_prompts_of_different_classes_share_no_step() -> None:
     requests = [waiting(n, 50, cls="exact" if n % 2 else "fast") for n in range(4)]
     started = plans(ask(requests, [Busy()]).ask(POLICY))
-    assert [numbers(it) for it in started] == [[0, 2], [1, 3]]
+    assert [numbers(plan) for plan in started] == [[0, 2], [1, 3]]
 
 
 def test_short_prompts_pass_a_line_of_long_ones() -> None:

@@ -69,7 +69,7 @@ def test_a_short_end_does_not_wait_in_the_line_of_long_prompts(policy: str) -> N
     picture = KeptPicture(requests, [Busy(9000, long=LONG) for _ in range(3)])
     picture.kept = {(2, 1): kept(1, 2500, 0), (3, 1): kept(1, 4950, 0, 2)}
     found = sorted(plans(ask(picture, policy)), key=numbers)
-    assert [numbers(it) for it in found] == [[3], [4]]
+    assert [numbers(plan) for plan in found] == [[3], [4]]
     end = found[0].steps[0]
     assert end.high_priority
     assert group(found[0]) == [0, 2], "who holds the rest"
@@ -166,13 +166,13 @@ def test_short_prompts_that_start_together_share_a_step(policy: str) -> None:
     requests = [waiting(number, 50) for number in range(1, 12)]
     decisions = ask(KeptPicture(requests, [Busy(), Busy()]), policy, urgent_batch_tokens=200)
     found = plans(decisions)
-    assert sorted(n for it in found for n in numbers(it)) == list(range(1, 9))
-    assert sorted(group(it) for it in found) == [[0], [1]]
-    for it in found:
-        (step,) = it.steps
+    assert sorted(n for plan in found for n in numbers(plan)) == list(range(1, 9))
+    assert sorted(group(plan) for plan in found) == [[0], [1]]
+    for plan in found:
+        (step,) = plan.steps
         assert step.bounds == (0, 200)
         assert step.predicted_ns == 200 * TOKEN_NS
-        assert [placed.request_id for placed in it.decode] == numbers(it)
+        assert [placed.request_id for placed in plan.decode] == numbers(plan)
 
 
 @policies
@@ -180,8 +180,8 @@ def test_a_short_prompt_does_not_pass_in_a_step_from_before_the_long_one(policy:
     """What it costs the long step would not be counted."""
     requests = [waiting(1, 50), waiting(2, 3000), waiting(3, 50)]
     found = plans(ask(KeptPicture(requests, [Busy()]), policy, jobs_per_instance=2))
-    assert [numbers(it) for it in found] == [[1], [2], [3]]
-    assert [it.steps[0].high_priority for it in found] == [True, False, True]
+    assert [numbers(plan) for plan in found] == [[1], [2], [3]]
+    assert [plan.steps[0].high_priority for plan in found] == [True, False, True]
 
 
 # --- nobody starves --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def ask(picture: Picture, sp: int, **options: object) -> list[object]:
 
 
 def test_every_prompt_goes_to_a_group_of_neighbours_short_ones_too() -> None:
-    picture = Picture([waiting(1, 50), waiting(2, 5000)], [Busy(place=it) for it in PLACES])
+    picture = Picture([waiting(1, 50), waiting(2, 5000)], [Busy(place=place) for place in PLACES])
     first, second = plans(ask(picture, 2))  # type: ignore[arg-type]
     assert (numbers(first), group(first)) == ([1], [1, 3])
     assert (numbers(second), group(second)) == ([2], [2, 0])
@@ -33,10 +33,10 @@ def test_a_prompt_goes_to_the_group_that_is_free_first() -> None:
     prefill = [Busy(long=((900, 0),)), Busy(long=((200, 0),))]
     requests = [waiting(1, 300), waiting(2, 300), waiting(3, 300)]
     started = plans(ask(Picture(requests, prefill), 1, steps_per_group=9))  # type: ignore[arg-type]
-    assert [group(it) for it in started] == [[1], [1], [1]]
+    assert [group(plan) for plan in started] == [[1], [1], [1]]
     requests[1] = waiting(2, 800)
     started = plans(ask(Picture(requests, prefill), 1, steps_per_group=9))  # type: ignore[arg-type]
-    assert [group(it) for it in started] == [[1], [1], [0]]
+    assert [group(plan) for plan in started] == [[1], [1], [0]]
 
 
 def test_a_group_is_given_so_many_steps_at_a_time() -> None:
@@ -62,4 +62,4 @@ def test_what_is_left_over_computes_nothing(sp: int, groups: int) -> None:
     picture = Picture([waiting(n, 100) for n in range(20)], [Busy() for _ in range(5)])
     started = plans(ask(picture, sp, steps_per_group=1))  # type: ignore[arg-type]
     assert len(started) == groups
-    assert {len(group(it)) for it in started} == {min(sp, 5)}
+    assert {len(group(plan)) for plan in started} == {min(sp, 5)}

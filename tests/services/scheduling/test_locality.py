@@ -56,7 +56,7 @@ def test_of_equally_near_ones_the_preferred(ids: list[str], wanted: int, chosen:
 
 def test_rather_few_places_than_preferred_ones() -> None:
     room = {"0-1-0": 4, "0-0-0": 3, "0-0-1": 3, "0-0-2": 3, "0-1-1": 3}
-    places = {Location.parse(text): it for text, it in room.items()}
+    places = {Location.parse(text): slots for text, slots in room.items()}
     assert near_places(places, 7) == list(Topology.of(["0-1-0", "0-1-1"]).locations)
 
 

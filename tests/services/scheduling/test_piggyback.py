@@ -130,14 +130,17 @@ def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
     harness.turn(ev.FirstToken(sequence_id=drawing.sequence_id))
     progress = ev.Progress(generated_tokens=((drawing.sequence_id, 4), (computing.sequence_id, 0)))
     commands = harness.turn(progress, ev.GangDown(gang=GANG, reason="died"))
-    assert [it.sequence_id for it in only(commands, cmd.Restart)] == [
+    assert [restart.sequence_id for restart in only(commands, cmd.Restart)] == [
         drawing.sequence_id,
         computing.sequence_id,
     ]
     commands = harness.turn(gang_up(2, [4000], prefill=True, decode=True))
     again = only(commands, cmd.Reserve)
-    assert [(it.prompt_tokens, it.output_tokens) for it in again] == [(504, 6), (500, 10)]
-    assert [it.gang for it in only(commands, cmd.ToGang)] == [2, 2]
+    assert [(reserve.prompt_tokens, reserve.output_tokens) for reserve in again] == [
+        (504, 6),
+        (500, 10),
+    ]
+    assert [command.gang for command in only(commands, cmd.ToGang)] == [2, 2]
 
 
 def test_a_rider_alone_in_two_dying_gangs_fails() -> None:
@@ -199,4 +202,4 @@ def test_the_line_moves_when_a_rider_has_left() -> None:
         ev.Finished(sequence_id=first.sequence_id, generated_tokens=10),
         *freed(first),
     )
-    assert [it.request_id for it in only(commands, cmd.Reserve)] == [second.request_id]
+    assert [reserve.request_id for reserve in only(commands, cmd.Reserve)] == [second.request_id]

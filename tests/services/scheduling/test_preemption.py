@@ -64,11 +64,11 @@ def hold_ups(played: TimedCell, came_ns: dict[int, int]) -> dict[int, tuple[int,
         request = played.requests_of(step)[0]
         held_ns = max(
             sum(
-                played.predicted_ns(it.command.step)
-                for it in high_priority
-                if instance in it.command.step.group
-                and min(played.requests_of(it)) > request
-                and it.ended_ns <= step.ended_ns
+                played.predicted_ns(other.command.step)
+                for other in high_priority
+                if instance in other.command.step.group
+                and min(played.requests_of(other)) > request
+                and other.ended_ns <= step.ended_ns
             )
             for instance in step.command.step.group
         )
@@ -108,7 +108,7 @@ def check_altogether(played: TimedCell, arrivals: list[tuple[int, int, int]]) ->
     assert len(played.finished) == len(arrivals)
     came_ns = {number: at_ns for number, (at_ns, *_) in enumerate(arrivals, 1)}
     bound_ns = OVERTAKING_NS
-    for held_ns, alone_ns in (it for _, it in sorted(hold_ups(played, came_ns).items())):
+    for held_ns, alone_ns in (times for _, times in sorted(hold_ups(played, came_ns).items())):
         bound_ns = max(bound_ns, alone_ns)
         assert held_ns <= bound_ns
 
@@ -171,11 +171,13 @@ def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
     played = cell([2000, 2000], [1000])
     longs = [(0, 50, 60)] + [(MS, 800, 150)] * 3
     shorts = [(MS + n * 10 * MS, 40, 20) for n in range(600)]
-    played.play(sorted([*longs, *shorts], key=lambda it: it[0]))
+    played.play(sorted([*longs, *shorts], key=lambda arrival: arrival[0]))
     numbers = [
         number
-        for number, it in enumerate(sorted([*longs, *shorts], key=lambda it: it[0]), 1)
-        if it[1] == 800
+        for number, arrival in enumerate(
+            sorted([*longs, *shorts], key=lambda arrival: arrival[0]), 1
+        )
+        if arrival[1] == 800
     ]
     first, *_, last = numbers
     blocked_ns = played.policy.blocked[first]
@@ -185,7 +187,7 @@ def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
         if other > last and blocked_ns <= at_ns < played.policy.started[last]
     ]
     assert passed, "nobody passed: the bound was not tried"
-    assert max(played.finished[it] for it in passed) <= blocked_ns + OVERTAKING_NS
+    assert max(played.finished[request] for request in passed) <= blocked_ns + OVERTAKING_NS
 
 
 def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
@@ -196,8 +198,12 @@ def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None
     played.play(arrivals)
     long = len(older) + 1
     blocked_ns, started_ns = played.policy.blocked[long], played.policy.started[long]
-    last_of_older_ns = max(played.finished[it] for it in range(1, long))
-    passed = [it for it, at_ns in played.policy.started.items() if it > long and at_ns < started_ns]
+    last_of_older_ns = max(played.finished[request] for request in range(1, long))
+    passed = [
+        request
+        for request, at_ns in played.policy.started.items()
+        if request > long and at_ns < started_ns
+    ]
     assert len(passed) > 20
     assert started_ns <= max(blocked_ns + OVERTAKING_NS, last_of_older_ns)
 

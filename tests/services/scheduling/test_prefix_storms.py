@@ -99,7 +99,9 @@ class KeepingCell(RandomCell):
             place = gang_of(command.step.group[0]), chunk.sequence_id
             lies = self.lies.setdefault(place, {})
             self._check_reused(chunk.sequence_id, history, reserve.cached)
-            told = {p: it.instance for it in own(history) for p in it.span.positions}
+            told = {
+                p: kv_slice.instance for kv_slice in own(history) for p in kv_slice.span.positions
+            }
             assert told == lies, "history is not where it was left"
             assert chunk.start == reserve.cached + len(lies), "chunks follow one upon another"
             lay(lies, chunk, command.step, reserve if self._elastic else None)
@@ -110,7 +112,7 @@ class KeepingCell(RandomCell):
         """What others have computed lies there, is the beginning of this prompt, and nothing
         else."""
         named = [kv_slice for kv_slice in slices if kv_slice.source]
-        positions = sorted(p for it in named for p in it.span.positions)
+        positions = sorted(p for kv_slice in named for p in kv_slice.span.positions)
         if named:
             assert positions == list(range(cached)), "not the prompt's beginning"
         for share in named:
@@ -160,9 +162,9 @@ class KeepingCell(RandomCell):
         )
         assert not sequence.unreceived or self._elastic, "kept, but not there"
         self.lies[gang, message.sequence_id] = {
-            p: it.instance
-            for it in (*own(reserve.slices), *answer)
-            for p in it.span.positions
+            p: kv_slice.instance
+            for kv_slice in (*own(reserve.slices), *answer)
+            for p in kv_slice.span.positions
             if message.start <= p < message.stop
         }
         sequence.silent = True
@@ -175,7 +177,7 @@ class KeepingCell(RandomCell):
 
     def _execute(self) -> None:
         """A gang does the next thing that it was told. Its instances say what they have left."""
-        gang = self.random.choice([it for it, orders in self._orders.items() if orders])
+        gang = self.random.choice([gang for gang, orders in self._orders.items() if orders])
         order = self._orders[gang].popleft()
         lies = self.lies.setdefault((gang, order.sequence_id), {})
         if isinstance(order, EvictKv):
@@ -218,13 +220,13 @@ class KeepingCell(RandomCell):
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
             slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
-            used.update({it: slots[it] for it in sequence.unfreed})
+            used.update({instance: slots[instance] for instance in sequence.unfreed})
         for place in self.retain:
             used.update(self.lies.get(place, {}).values())
         for step, undone in self.steps.values():
             if not (self._elastic or any(chunk.retain for chunk in step.chunks)):
                 sizes = slots_of(step, [chunk.history for chunk in step.chunks])
-                used.update({it: sizes.get(it, 0) for it in undone})
+                used.update({instance: sizes.get(instance, 0) for instance in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
                 count = used[instance_id(gang.gang, index)]

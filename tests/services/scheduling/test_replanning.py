@@ -66,11 +66,11 @@ class Seeing(Scripted):
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         self.seen = [
             (
-                it.id,
-                it.plan.version,
-                [unsent.command.step.chunks[0].start for unsent in it.plan.unsent],
+                request.id,
+                request.plan.version,
+                [unsent.command.step.chunks[0].start for unsent in request.plan.unsent],
             )  # type: ignore[union-attr]
-            for it in view.planned
+            for request in view.planned
         ]
         return super().decide(view)
 
@@ -101,8 +101,8 @@ def started(made: Line) -> tuple[int, PrefillStep]:
     return reserve.sequence_id, first
 
 
-def done(it: PrefillStep) -> list[ev.AnyEvent]:
-    return [ev.StepDone(step_id=it.step_id, instance=at, took_ns=SECOND) for at in it.group]
+def done(step: PrefillStep) -> list[ev.AnyEvent]:
+    return [ev.StepDone(step_id=step.step_id, instance=at, took_ns=SECOND) for at in step.group]
 
 
 def test_a_step_is_sent_shortly_before_it_begins() -> None:
@@ -162,7 +162,7 @@ def test_a_new_plan_keeps_its_place_in_the_line() -> None:
     while len(sent) < 5:
         commands = made.turn(*done(sent[-1]))
         sent += steps_of(commands) or steps_of(made.wait())
-    order = [(it.chunks[0].sequence_id - sequence, it.chunks[0].start) for it in sent]
+    order = [(step.chunks[0].sequence_id - sequence, step.chunks[0].start) for step in sent]
     assert order == [(0, 0), (0, 100), (0, 400), (1, 0), (1, 100)]
 
 
@@ -193,7 +193,7 @@ def test_who_was_told_nothing_is_not_silent() -> None:
     limit_ns = 180 * SECOND
     made.decide()
     heard = [made.turn(ev.Heartbeat(instances=(P0,)), after_ns=limit_ns // 4) for _ in range(3)]
-    assert not [it for commands in heard for it in only(commands, cmd.ResetGang)]
+    assert not [command for commands in heard for command in only(commands, cmd.ResetGang)]
 
 
 WRONG: list[tuple[dict[str, object], str]] = [

@@ -40,7 +40,7 @@ class LayoutCell(RandomCell):
             assert [p for p, _ in computed] == list(positions), "not each position once"
             reserve = self.sequences[chunk.sequence_id].reserve
             lay(lies, chunk, step, reserve if self._elastic else None)
-            assert set(lies.values()) | {it for _, it in computed} <= set(step.group)
+            assert set(lies.values()) | {instance for _, instance in computed} <= set(step.group)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -61,7 +61,7 @@ def cost_of(
         if sum(batch) > sum(slots_n[begin:end]):
             return None
         time_ns = model.ns(batch, end - begin)
-        total += sum(time_ns if objective == "sum" else time_ns / it for it in batch)
+        total += sum(time_ns if objective == "sum" else time_ns / length for length in batch)
     return total
 
 
@@ -126,7 +126,9 @@ def test_the_two_objectives_differ() -> None:
     differing = 0
     for short in range(1, 12):
         requests = [150_000, 40_000, *[300] * short]
-        normalised, total = (plain(requests, [210_000] * 3, LWM, it) for it in OBJECTIVES)
+        normalised, total = (
+            plain(requests, [210_000] * 3, LWM, objective) for objective in OBJECTIVES
+        )
         assert normalised is not None
         assert total is not None
         differing += normalised.batches != total.batches
@@ -140,7 +142,7 @@ def test_pruning_is_never_better_and_fits(
 ) -> None:
     lengths_n.sort(reverse=True)
     slots_n.sort(reverse=True)
-    found, best = (it(lengths_n, slots_n, model, objective) for it in (pruned, plain))
+    found, best = (find(lengths_n, slots_n, model, objective) for find in (pruned, plain))
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         check_whole(found, len(lengths_n), len(slots_n))

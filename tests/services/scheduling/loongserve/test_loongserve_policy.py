@@ -93,20 +93,20 @@ class Watched:
 
     @property
     def reserved(self) -> list[Reserve]:
-        return [it for _, it in self.commands if isinstance(it, Reserve)]
+        return [command for _, command in self.commands if isinstance(command, Reserve)]
 
     @property
     def steps(self) -> list[PrefillStep]:
-        return [it.step for _, it in self.commands if isinstance(it, RunStep)]
+        return [command.step for _, command in self.commands if isinstance(command, RunStep)]
 
     @property
     def moves(self) -> list[MoveSequence]:
-        sent = [it.message for _, it in self.commands if isinstance(it, ToGang)]
+        sent = [command.message for _, command in self.commands if isinstance(command, ToGang)]
         return [message for message in sent if isinstance(message, MoveSequence)]
 
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
-        (found,) = [it for it in self.reserved if it.request_id == request]
+        (found,) = [command for command in self.reserved if command.request_id == request]
         named = {found.master, *(kv_slice.instance for kv_slice in (*found.slices, *found.answer))}
         return sorted(map(index_of, named))
 
@@ -141,7 +141,7 @@ def test_a_long_prompt_is_prefilled_by_all_and_decoded_by_one() -> None:
 
 def test_two_prompts_of_different_lengths_have_groups_of_their_own() -> None:
     watched = Watched([arrival(0, 4000, 20), arrival(0, 100, 20)], tipping_tokens=9000)
-    long, short = sorted(watched.steps, key=lambda it: -it.bounds[-1])
+    long, short = sorted(watched.steps, key=lambda step: -step.bounds[-1])
     assert len(long.group) + len(short.group) == 4
     assert set(long.group).isdisjoint(short.group)
 
@@ -166,14 +166,14 @@ def test_an_answer_grows_over_what_its_prompt_has_left() -> None:
 
 def test_many_rows_have_several_masters() -> None:
     watched = Watched([arrival(0, 20, 50) for _ in range(12)], scale_up_batch=3, tipping_tokens=900)
-    masters = [index_of(it.master) for it in watched.reserved]
+    masters = [index_of(reserve.master) for reserve in watched.reserved]
     counts = sorted(masters.count(master) for master in set(masters))
     assert counts[-1] - counts[0] <= 1
     assert len(counts) > 1
 
 
 @pytest.mark.parametrize("migrate", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(it, marks=slow) for it in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=slow) for seed in (3, 4, 5))])
 def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, migrate: bool) -> None:
     """Whatever comes. Slots are checked in every turn, by the scheduler's books and by the ranks'
     own."""
@@ -197,8 +197,8 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, migrate: bo
             (event.request_id, None) for event in events if hasattr(event, "prompt_tokens")
         )
         started = [command.request_id for command in commands if isinstance(command, Reserve)]
-        for it in started:
-            del waiting[it]
+        for request_id in started:
+            del waiting[request_id]
         for request in waiting:
             passed[request] += bool(started) and request < max(started)
     assert max(passed.values()) <= rounds
@@ -261,7 +261,7 @@ def test_who_decodes_for_longer_than_anybody_knew_gives_way(most: int, group: in
     *talking, late = watched.run.outcomes
     assert [len(step.group) for step in watched.steps] == [1] * 4 + [group]
     assert late.started_ns < 1500 * MS
-    assert min(it.ended_ns for it in talking) > 6000 * MS
+    assert min(outcome.ended_ns for outcome in talking) > 6000 * MS
     assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
@@ -269,10 +269,10 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     """The third has least KV, which goes to the fourth. The first has 2,570 tokens, which move in
     103 ms: less than two instances save one of them, 193 ms, and more than three save two, 63."""
     decoded = [(0, 2_500, 600), (600, 100, 3_500), (700, 50, 300), (750, 60, 300)]
-    arrivals = [arrival(*it) for it in (*decoded, (800, 3_000, 5))]
+    arrivals = [arrival(*numbers) for numbers in (*decoded, (800, 3_000, 5))]
     watched = Watched(arrivals, cluster(slots=10_000, **LINKS))
-    first, second, third, fourth = (it.master for it in watched.reserved[:4])
-    moves = {it.sequence_id: it.after.master for it in watched.moves}
+    first, second, third, fourth = (reserve.master for reserve in watched.reserved[:4])
+    moves = {move.sequence_id: move.after.master for move in watched.moves}
     expected = {watched.reserved[0].sequence_id: second, watched.reserved[2].sequence_id: fourth}
     assert moves == expected
     assert set(watched.steps[-1].group) == {first, third}
@@ -290,28 +290,33 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
     else:
         decode = {1: [1e-2, 0.0, 1e-3], 2: [1.3e-2, 0.0, 0.0]}
         two = cluster(instances=2, decode=decode, **FAST)
-    masters = [it.master for it in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved]
+    masters = [
+        reserve.master for reserve in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved
+    ]
     ends_early = masters[0]
     arrivals = [arrival(0, 20, 20 if master == ends_early else 200) for master in masters]
     watched = Watched(arrivals, two, **options)
     moves = watched.moves
-    reserved = {it.sequence_id: it for it in watched.reserved}
+    reserved = {reserve.sequence_id: reserve for reserve in watched.reserved}
     assert len(moves) == 3
     for move in moves:
         before = reserved[move.sequence_id]
         assert before.master != move.after.master == ends_early
         assert move.after.slices == before.slices
-        kept = [it for it in move.after.answer if it.instance == before.master]
-        assert sum(it.tokens for it in kept) >= 19, "what was drawn is not moved"
+        kept = [kv_slice for kv_slice in move.after.answer if kv_slice.instance == before.master]
+        assert sum(kv_slice.tokens for kv_slice in kept) >= 19, "what was drawn is not moved"
     assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(it, marks=slow) for it in (2, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=slow) for seed in (2, 3, 4, 5))])
 def test_gangs_that_regroup_all_the_time_lose_nothing(seed: int) -> None:
     """Books and ranks are checked in every turn. Few rows to a master, and groups that are better
     off apart."""
     arrivals = random_arrivals(seed, 80, 1_500, gap_ms=25)
-    gone = [Abandoned(at_ns=it.at_ns + 300 * MS, request=n) for n, it in enumerate(arrivals, 1)]
+    gone = [
+        Abandoned(at_ns=arrived.at_ns + 300 * MS, request=n)
+        for n, arrived in enumerate(arrivals, 1)
+    ]
     model = cluster(slots=1_500, exchange_ms=10, **(FAST, LINKS)[seed % 2])
     options = {"scale_up_batch": 2, "decode_iterations": 1}
     watched = Watched(arrivals, model, gone[:: 3 + seed % 3], **options)
@@ -319,7 +324,7 @@ def test_gangs_that_regroup_all_the_time_lose_nothing(seed: int) -> None:
     assert len(watched.moves) > 5
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(it, marks=slow) for it in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))])
 def test_what_moves_may_cost_kept_kv_that_a_plan_goes_on_from(seed: int) -> None:
     """Both are decided in one round, and slots are found by giving up what is in nobody's use."""
     rng = random.Random(seed)
@@ -338,7 +343,8 @@ def test_cancelling_frees_everything(migrate: bool, after_ms: int) -> None:
     """During a prefill and its scale-down, while KV moves, and while others are decoded."""
     arrivals = random_arrivals(9, 60, 4_000)
     gone = [
-        Abandoned(at_ns=it.at_ns + after_ms * MS, request=n) for n, it in enumerate(arrivals, 1)
+        Abandoned(at_ns=arrived.at_ns + after_ms * MS, request=n)
+        for n, arrived in enumerate(arrivals, 1)
     ]
     model = cluster(slots=4_000, **LINKS)
     watched = Watched(arrivals, model, gone[::2], migrate=migrate)
@@ -351,7 +357,8 @@ def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) 
     """Reservations, moves and their ends: when one more request comes, nothing else is held."""
     arrivals = [*random_arrivals(seed, 60, 4_000), arrival(60_000, 10, 5)]
     gone = [
-        Abandoned(at_ns=it.at_ns + 200 * MS, request=n) for n, it in enumerate(arrivals[:-1], 1)
+        Abandoned(at_ns=arrived.at_ns + 200 * MS, request=n)
+        for n, arrived in enumerate(arrivals[:-1], 1)
     ]
     model = replace(cluster(slots=4_000, **LINKS), notice_ns=15 * MS)
     watched = Watched(arrivals, model, gone[::2])
@@ -362,7 +369,7 @@ def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) 
     assert watched.held[turn] == 15 / (4 * 4_000)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(it, marks=slow) for it in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=slow) for seed in (2, 3))])
 def test_who_is_preempted_may_be_emptied_as_well(seed: int) -> None:
     """Or not, if somebody who is still prefilled is to be decoded there."""
     arrivals = random_arrivals(seed, 150, 2_000, gap_ms=8)
@@ -380,8 +387,8 @@ def test_a_gang_that_dies_takes_moves_along(at_ms: int) -> None:
     arrivals = random_arrivals(9, 60, 4_000)
     watched = Watched(arrivals, cluster(slots=4_000, **LINKS), faults=faults)
     assert all(not outcome.error for outcome in watched.run.outcomes)
-    for it, asked in zip(watched.run.outcomes, arrivals, strict=True):
-        assert it.generated_tokens == asked.output_tokens
+    for served, asked in zip(watched.run.outcomes, arrivals, strict=True):
+        assert served.generated_tokens == asked.output_tokens
 
 
 def test_the_same_requests_are_decided_the_same() -> None:
@@ -394,8 +401,8 @@ def test_static_groups_never_change(dop: int) -> None:
     watched = Watched(random_arrivals(5, 40, 20_000), static_dop=dop, max_batch=1000)
     for step in watched.steps:
         assert len({index_of(instance) // dop for instance in step.group}) == 1
-    for it in watched.reserved:
-        assert len({number // dop for number in watched.instances(it.request_id)}) == 1
+    for reserve in watched.reserved:
+        assert len({number // dop for number in watched.instances(reserve.request_id)}) == 1
 
 
 def test_waiting_for_all_instances_where_that_is_sooner() -> None:
@@ -459,10 +466,10 @@ def test_what_goes_on_passes_nobody_more_often_than_others_may() -> None:
     """The large one finds no slots before the first one has ended, and ends come all the time."""
     ends = [turn(200 * number, 330 + number, 5, 1) for number in range(1, 40)]
     large = arrival(950, 1250, 100)
-    arrivals = sorted([arrival(0, 100, 600), *ends, large], key=lambda it: it.at_ns)
+    arrivals = sorted([arrival(0, 100, 600), *ends, large], key=lambda arrived: arrived.at_ns)
     watched = Watched(arrivals, cluster(slots=1000, instances=2), reuse=KEEPS, max_num_ooe=3)
     number = 1 + arrivals.index(large)
-    order = [it.request_id for it in watched.reserved]
+    order = [reserve.request_id for reserve in watched.reserved]
     before = watched.reserved[: order.index(number)]
-    assert len([it for it in before if it.request_id > number]) == 3
-    assert len([it for it in before if it.cached]) > 3
+    assert len([reserve for reserve in before if reserve.request_id > number]) == 3
+    assert len([reserve for reserve in before if reserve.cached]) > 3

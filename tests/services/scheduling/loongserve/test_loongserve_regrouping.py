@@ -48,7 +48,7 @@ def instance(number: int, unused: int, used: int) -> Elastic:
 
 
 def batch(instances: list[Elastic], *executed_ns: int, context: int = 0) -> DecodeGroup:
-    rows = tuple(Decoding(max(1, it // 10), it) for it in executed_ns)
+    rows = tuple(Decoding(max(1, executed // 10), executed) for executed in executed_ns)
     return DecodeGroup(tuple(instances), rows, context)
 
 
@@ -85,7 +85,7 @@ rows_of = st.lists(st.integers(0, 3_000), min_size=1, max_size=4)
 
 
 def numbered(found: list[Elastic], first: int = 0) -> list[Elastic]:
-    return [it._replace(id=first + n, order=first + n) for n, it in enumerate(found)]
+    return [instance._replace(id=first + n, order=first + n) for n, instance in enumerate(found)]
 
 
 def rest(executed_ns: int, average_ns: int, each_ns: int) -> float:
@@ -106,16 +106,16 @@ def test_who_is_left_out_is_the_best_of_all(
     found = regrouping(average_ns).shrink(group, {instance.id for instance in instances})
     dop, rows = len(instances), len(executed)
     best, chosen = 0.0, None
-    for it in instances if dop > 1 else []:
-        if it.used > sum(other.unused for other in instances if other != it):
+    for candidate in instances if dop > 1 else []:
+        if candidate.used > sum(other.unused for other in instances if other != candidate):
             continue
         net, each = 0.0, iteration_ns(dop, rows, context)
         faster = each - iteration_ns(dop - 1, rows, context)
         for row in group.requests:
             left = rest(row.executed_ns, average_ns, each)
-            net += (left * faster - PER_SLOT * it.used) / (row.generated_tokens + left)
+            net += (left * faster - PER_SLOT * candidate.used) / (row.generated_tokens + left)
         if net > best + 1e-9:
-            best, chosen = net, it.id
+            best, chosen = net, candidate.id
     assert (None if found is None else found.source) == chosen
 
 
@@ -157,11 +157,13 @@ def test_who_is_freed_is_emptied_soonest_of_those_that_pay(
     for members, executed in groups:
         batches.append(batch(numbered(members, count), *executed))
         count += len(members)
-    everyone = [it for group in batches for it in group.instances]
+    everyone = [instance for group in batches for instance in group.instances]
 
-    def startable(it: Elastic) -> list[PendingPrompt]:
+    def startable(instance: Elastic) -> list[PendingPrompt]:
         return [
-            PendingPrompt(n, tokens, 1) for n, tokens in enumerate(prompts) if tokens <= it.unused
+            PendingPrompt(n, tokens, 1)
+            for n, tokens in enumerate(prompts)
+            if tokens <= instance.unused
         ]
 
     found = regrouping(average_ns).free(everyone, batches, startable, lambda _: alone_ns)
@@ -203,7 +205,9 @@ def test_masters_draw_as_many_rows_as_two_would_not_draw_faster(
 ) -> None:
     table = replace(
         SHIPPED,
-        decode=tuple((LatencyKey(strategy="decode", sp=sp), it) for sp, it in ((1, one), (2, two))),
+        decode=tuple(
+            (LatencyKey(strategy="decode", sp=sp), times) for sp, times in ((1, one), (2, two))
+        ),
     )
     assert CostTable(latencies=table).rows_alone(1) == rows
 
@@ -249,18 +253,22 @@ def test_what_was_drawn_stays_when_another_master_goes_on(seen: int, room: int) 
     placement = hand_over(row, 3, seen, unused).placement
     assert placement.master == 3
     assert placement.slices == Row.slices
-    told = sorted(p for it in placement.answer for p in it.span.positions)
+    told = sorted(p for kv_slice in placement.answer for p in kv_slice.span.positions)
     assert told == list(range(100, 160)), "each position once"
     taken = tokens_on(placement.answer).get(3, 0)
     assert taken == min(room, max(0, 140 - seen)) == room - unused[3]
-    assert all(it.instance != 3 for it in placement.answer if it.start < min(seen, 140))
+    assert all(
+        kv_slice.instance != 3 for kv_slice in placement.answer if kv_slice.start < min(seen, 140)
+    )
 
 
 # --- what moving takes -------------------------------------------------------------------------
 
 
 def gang(rows: list[Any], *places: str, kv_bytes: int = 1_000) -> Any:
-    instances = [SimpleNamespace(id=n, place=Location.parse(it)) for n, it in enumerate(places)]
+    instances = [
+        SimpleNamespace(id=n, place=Location.parse(place)) for n, place in enumerate(places)
+    ]
     decoding = dict(enumerate(rows))
     return SimpleNamespace(instances=instances, decoding=decoding, kv_bytes_per_token=kv_bytes)
 

@@ -33,7 +33,7 @@ def instance(number: int, unused: int, used: int = 0) -> Elastic:
 
 def per_slot(ns: float | None) -> MoveNs:
     """A slot's KV takes so long."""
-    return lambda it: None if ns is None else ns * sum(slots for _, slots in it.targets)
+    return lambda move: None if ns is None else ns * sum(slots for _, slots in move.targets)
 
 
 def kept_of(
@@ -180,12 +180,14 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
         for n, (unused, drawn, executed) in enumerate(batches)
     ]
     found = dispatcher(future=future, average_ns=average_ns).dispatch(prompts, free, busy)
-    room = sum(it.unused for it in free) + sum(it.unused for it in found.preempted)
+    room = sum(instance.unused for instance in free) + sum(
+        instance.unused for instance in found.preempted
+    )
     assert sum(prompt.tokens for prompt in found.prompts) <= room
     assert sum(prompt.future for prompt in found.prompts) <= future
     youngest = max(ids(found), default=-1)
     passed = [prompt for prompt in prompts[: max(0, youngest)] if prompt not in found.prompts]
-    assert all(it.bypassed_rounds < 2 for it in passed), "passed once too often"
+    assert all(prompt.bypassed_rounds < 2 for prompt in passed), "passed once too often"
     assert len(set(ids(found))) == len(found.prompts)
 
 
@@ -200,7 +202,7 @@ def test_idle_instances_are_enough_where_moving_costs_more() -> None:
     for cost_ns, chosen in ((2.0, [0]), (1.5, [0, 1])):
         found = allocate(prompts, idle, decoding, FLAT, move_ns=per_slot(cost_ns))
         assert found is not None
-        assert [it.id for it in found.instances] == chosen
+        assert [instance.id for instance in found.instances] == chosen
     assert found.migrations == (Migration(1, ((2, 60),)),)
     assert found.preempted == ()
 
@@ -210,12 +212,12 @@ def test_kv_that_fits_nowhere_stays() -> None:
     decoding = [instance(1, 300, used=60), instance(2, 50, used=70)]
     found = allocate([PendingPrompt(1, 250, 1)], [], decoding, FLAT, move_ns=per_slot(0.1))
     assert found is not None
-    assert ([it.id for it in found.instances], found.preempted) == ([1], (1,))
+    assert ([instance.id for instance in found.instances], found.preempted) == ([1], (1,))
     alone = allocate(
         [PendingPrompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns=per_slot(None)
     )
     assert alone is not None
-    assert [it.id for it in alone.instances] == [0]
+    assert [instance.id for instance in alone.instances] == [0]
 
 
 def test_instances_with_most_unused_slots_are_preempted_first() -> None:
@@ -243,8 +245,8 @@ def test_what_moves_fits_where_it_goes(
     if found is None:
         assert sum(prompts) > sum(idle) + sum(unused for unused, _ in busy)
         return
-    chosen = {it.id for it in found.instances}
-    room = {it.id: it.unused for it in decoding}
+    chosen = {instance.id for instance in found.instances}
+    room = {instance.id: instance.unused for instance in decoding}
     for move in found.migrations:
         assert move.source in chosen
         assert sum(n for _, n in move.targets) == busy[move.source - 10][1]
@@ -252,7 +254,7 @@ def test_what_moves_fits_where_it_goes(
             assert target not in chosen
             room[target] -= tokens
     assert min(room.values(), default=0) >= 0
-    assert sum(it.unused for it in found.instances) >= sum(prompts)
+    assert sum(instance.unused for instance in found.instances) >= sum(prompts)
 
 
 # --- §5.4 --------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def test_the_least_degree_that_holds_the_kv(unused: list[int], tokens: int, answ
     """Of any choice of so many instances."""
     if sum(unused) < tokens + answer:
         return
-    group = [instance(n, it) for n, it in enumerate(unused)]
+    group = [instance(n, slots) for n, slots in enumerate(unused)]
     (kept,) = kept_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_sequences=99)
     holders = {where for where, _ in (*kept.prompt, *kept.answer)}
     assert sum(sorted(unused, reverse=True)[: len(holders) - 1]) < tokens + answer
@@ -279,8 +281,8 @@ def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
     kept = kept_of(
         [PendingPrompt(1, 300, 50), PendingPrompt(2, 30, 20)], group, [], {}, most_sequences=9
     )
-    assert [it.prompt for it in kept] == [((1, 300),), ((1, 30),)]
-    assert [it.master for it in kept] == [1, 1]
+    assert [sequence.prompt for sequence in kept] == [((1, 300),), ((1, 30),)]
+    assert [sequence.master for sequence in kept] == [1, 1]
 
 
 def test_600k_on_100_200_and_400_thousand_slots() -> None:
@@ -311,7 +313,7 @@ def test_masters_share_a_large_batch_evenly() -> None:
     group = [instance(n, 10_000) for n in range(4)]
     prompts = [PendingPrompt(n, 10, 10) for n in range(11)]
     kept = kept_of(prompts, group, [], {}, most_sequences=4)
-    counts = [sum(it.master == n for it in kept) for n in range(4)]
+    counts = [sum(sequence.master == n for sequence in kept) for n in range(4)]
     assert sorted(counts) == [0, 3, 4, 4]
 
 
@@ -332,22 +334,22 @@ def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
 def test_every_token_has_a_slot(
     sizes: list[tuple[int, int]], unused: list[int], others: list[int], threshold: int
 ) -> None:
-    group = [instance(n, it) for n, it in enumerate(unused)]
-    spare = [instance(10 + n, it) for n, it in enumerate(others)]
-    prompts = [PendingPrompt(n, *it) for n, it in enumerate(sizes)]
-    tokens = sum(it.tokens for it in prompts)
-    if tokens > sum(unused) or sum(it.future for it in prompts) > sum(unused) + sum(others):
+    group = [instance(n, slots) for n, slots in enumerate(unused)]
+    spare = [instance(10 + n, slots) for n, slots in enumerate(others)]
+    prompts = [PendingPrompt(n, *size) for n, size in enumerate(sizes)]
+    tokens = sum(prompt.tokens for prompt in prompts)
+    if tokens > sum(unused) or sum(prompt.future for prompt in prompts) > sum(unused) + sum(others):
         return
-    taken = dict.fromkeys([it.id for it in (*group, *spare)], 0)
-    for prompt, it in zip(
+    taken = dict.fromkeys([member.id for member in (*group, *spare)], 0)
+    for prompt, sequence in zip(
         prompts, kept_of(prompts, group, spare, {}, most_sequences=threshold), strict=True
     ):
-        assert sum(n for _, n in it.prompt) == prompt.tokens
-        assert sum(n for _, n in it.answer) == prompt.answer
-        assert {where for where, _ in it.prompt} <= set(range(len(group)))
-        for where, n in (*it.prompt, *it.answer):
+        assert sum(n for _, n in sequence.prompt) == prompt.tokens
+        assert sum(n for _, n in sequence.answer) == prompt.answer
+        assert {where for where, _ in sequence.prompt} <= set(range(len(group)))
+        for where, n in (*sequence.prompt, *sequence.answer):
             taken[where] += n
-    assert all(taken[it.id] <= it.unused for it in (*group, *spare))
+    assert all(taken[member.id] <= member.unused for member in (*group, *spare))
 
 
 # --- App. A ------------------------------------------------------------------------------------

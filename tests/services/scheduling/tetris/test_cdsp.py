@@ -35,16 +35,20 @@ class Queues:
     first: Mapping[int, float]
     """T_i at the beginning, which decides among instances that are free by now."""
 
-    def key(self, it: int) -> tuple[float, float, int]:
-        return self.queue[it], self.first[it], it
+    def key(self, instance: int) -> tuple[float, float, int]:
+        return self.queue[instance], self.first[instance], instance
 
     def within(self, group: Sequence[int]) -> Queues:
-        servers = tuple(tuple(it for it in server if it in group) for server in self.servers)
+        servers = tuple(
+            tuple(instance for instance in server if instance in group) for server in self.servers
+        )
         return replace(self, servers=tuple(filter(None, servers)))
 
     def later(self, elapsed: float) -> Queues:
         """Eq. 2."""
-        return replace(self, queue={it: max(0.0, t - elapsed) for it, t in self.queue.items()})
+        return replace(
+            self, queue={instance: max(0.0, t - elapsed) for instance, t in self.queue.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,16 @@ class Plan:
 def get_group(pool: Queues, initial: Sequence[int], size: int) -> tuple[int, ...]:
     """GetGroup."""
     group = list(initial)
-    near = [it for server in pool.servers if set(server) & set(group) for it in server]
+    near = [instance for server in pool.servers if set(server) & set(group) for instance in server]
     rest = sorted(set(near) - set(group), key=pool.key)
     group += rest[: size - len(group)]
-    free = [sorted(it, key=pool.key) for it in pool.servers if not set(it) & set(group)]
+    free = [sorted(server, key=pool.key) for server in pool.servers if not set(server) & set(group)]
     while missing := size - len(group):
-        fitting = [it for it in free if len(it) >= missing]
+        fitting = [server for server in free if len(server) >= missing]
         if fitting:
-            group += min(fitting, key=lambda it: pool.key(it[missing - 1]))[:missing]
+            group += min(fitting, key=lambda server: pool.key(server[missing - 1]))[:missing]
             break
-        whole = min(free, key=lambda it: pool.key(it[-1]))
+        whole = min(free, key=lambda server: pool.key(server[-1]))
         free.remove(whole)
         group += whole
     return tuple(sorted(group))
@@ -104,7 +108,7 @@ class PlainCdsp:
         """Alg. 3."""
         group = get_group(pool, held, now)
         following = get_group(pool, group, then)
-        budget = max(pool.queue[it] for it in following) - max(
+        budget = max(pool.queue[instance] for instance in following) - max(
             pool.queue[instance] for instance in group
         )
         a, b, c, d = self.costs[now]
@@ -138,7 +142,7 @@ class PlainCdsp:
                 )
                 after = Plan(0.0)
                 if length < left:
-                    larger = [it for it in inside if it >= then]
+                    larger = [size for size in inside if size >= then]
                     after = self.schedule(
                         left - length, past + length, group, larger, pool.later(elapsed)
                     )
@@ -158,7 +162,7 @@ def chains(
     """Every plan that chunks of Alg. 3 make: at each chunk any size, and any size to follow, inside
     the group that a single chunk for what is left would take."""
     _, group = plain.single(left, past, held, sizes, pool)
-    inside, pool = [it for it in sizes if it <= len(group)], pool.within(group)
+    inside, pool = [size for size in sizes if size <= len(group)], pool.within(group)
     for size in inside:
         group = get_group(pool, held, size)
         queue = max(pool.queue[instance] for instance in group)
@@ -168,7 +172,7 @@ def chains(
         if not 0 < length < left:
             continue
         elapsed = max(pool.queue[instance] for instance in group) + plain.took(now, past, length)
-        larger = [it for it in inside if it >= then]
+        larger = [size for size in inside if size >= then]
         rest = chains(plain, left - length, past + length, group, larger, pool.later(elapsed))
         for after in rest:
             yield Plan(elapsed + after.ttft, ((length, group), *after.chunks))
@@ -195,7 +199,7 @@ def worlds(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]] = ANY) ->
     servers = draw(shapes)
     count = sum(servers)
     # Few different times, so that there are ties.
-    times = st.one_of(st.integers(0, 5).map(lambda it: it * S), st.integers(0, 4 * S))
+    times = st.one_of(st.integers(0, 5).map(lambda seconds: seconds * S), st.integers(0, 4 * S))
     queue = draw(st.lists(times, min_size=count, max_size=count))
     return World(
         servers, queue, draw(st.integers(1, 200 * K)), draw(RATES), draw(st.integers(1, 4 * K))
@@ -214,7 +218,7 @@ class World:
         self.sizes = sorted({1 << n for n in range(count.bit_length())} | {count})
         self.costs = {size: TETRIS_LLAMA3_8B_A100.step(size) for size in self.sizes}
         self.plain = PlainCdsp(
-            {size: it.in_ns for size, it in self.costs.items()}, rate, self.least
+            {size: latency.in_ns for size, latency in self.costs.items()}, rate, self.least
         )
         numbers = iter(range(count))
         self.by_server = tuple(tuple(next(numbers) for _ in range(n)) for n in servers)
@@ -255,7 +259,9 @@ def test_so_is_the_plan_of_what_is_left_of_a_prompt(world: World, data: st.DataO
     sizes = [size for size in world.sizes if size >= len(holders)]
     expected = world.plain.schedule(world.length, past, holders, sizes, world.pool)
     chunks = world.plan(past=past, holders=holders)
-    assert [len(it) for _, it in shape(chunks)] == [len(it) for _, it in expected.chunks]
+    assert [len(group) for _, group in shape(chunks)] == [
+        len(group) for _, group in expected.chunks
+    ]
     assert chunks[0].start == past
     assert same(chunks[-1].end_ns, expected.ttft)
 
@@ -266,7 +272,7 @@ def test_no_chain_of_groups_is_better(world: World) -> None:
     where a single chunk for the rest would not take the largest group, another chain may be."""
     world = World(world.servers, world.queue, world.length, 0.0, world.least)
     tried = chains(world.plain, world.length, 0, (), world.sizes, world.pool)
-    best = min(it.ttft for it in tried)
+    best = min(plan.ttft for plan in tried)
     found = world.plan()[-1].end_ns
     assert found <= best or same(found, best)
 
@@ -343,7 +349,9 @@ def test_a_plan_does_not_depend_on_the_clock(world: World, seconds: int) -> None
         world.least,
     )
     plain = World(world.servers, world.queue, world.length, 0.0, world.least)
-    assert [len(it.members) for it in plain.plan()] == [len(it.members) for it in delayed.plan()]
+    assert [len(chunk.members) for chunk in plain.plan()] == [
+        len(chunk.members) for chunk in delayed.plan()
+    ]
 
 
 def test_a_budget_that_does_not_pay_for_the_constant_part_is_no_chunk() -> None:
@@ -389,9 +397,9 @@ def test_the_second_example_of_too_much_parallelism() -> None:
     busy = [S] * 16
     for size, ends in ((16, (1.53, 1.84)), (8, (1.58, 1.31))):
         (first,) = looked_up(32, (size,)).plan(32, busy, 0.0)
-        after = [first.end_ns if it in first.members else S for it in range(16)]
+        after = [first.end_ns if instance in first.members else S for instance in range(16)]
         (second,) = looked_up(16, (1, 2, 4, 8)).plan(16, after, 0.0)
-        assert [round(it.end_ns / S, 2) for it in (first, second)] == list(ends)
+        assert [round(chunk.end_ns / S, 2) for chunk in (first, second)] == list(ends)
 
 
 def test_a_long_prompt_on_half_of_the_instances_takes_longer() -> None:

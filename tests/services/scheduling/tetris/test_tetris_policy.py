@@ -102,7 +102,7 @@ def test_who_finds_no_slots_blocks_those_behind() -> None:
 def test_what_fits_an_idle_pair_is_started_there(free: list[int], prompt: int) -> None:
     """And what does not is not."""
     policy = tetris()
-    view = Picture([waiting(1, prompt)], [Busy(free=it) for it in free])
+    view = Picture([waiting(1, prompt)], [Busy(free=slots) for slots in free])
     fits = policy.fits(view.pairs[0], prompt, 10)
     assert fits == (prompt <= sum(free))
     assert bool(plans(view.ask(policy))) == fits
@@ -114,12 +114,12 @@ def test_kv_goes_to_the_instance_with_most_freeness(instances: list[tuple[int, i
     included; the first of equals."""
     decode = [Busy(free=free, requests=requests) for free, requests in instances]
     view = Picture([waiting(1, 500, 10)], decode=decode)
-    roomy = [it for it in decode if it.free >= 510]
+    roomy = [busy for busy in decode if busy.free >= 510]
     chosen = plans(view.ask(tetris()))
     if not roomy:
         assert not chosen or len(chosen[0].decode[0].slices) > 1
         return
-    best = max(roomy, key=lambda it: it.free / max(1, it.requests))
+    best = max(roomy, key=lambda busy: busy.free / max(1, busy.requests))
     (placement,) = chosen[0].decode
     assert index_of(placement.master) == decode.index(best)
     (share,) = placement.slices
@@ -155,7 +155,7 @@ def test_a_higher_rate_keeps_groups_small() -> None:
     policy = tetris(improvement_rate="auto", improvement_rates=records)
 
     def first_group(requests: int) -> int:
-        view = Picture([waiting(it, 10) for it in range(1, requests + 1)])
+        view = Picture([waiting(request, 10) for request in range(1, requests + 1)])
         return len(groups(plans(view.ask(policy))[0])[0])
 
     assert (first_group(1), first_group(300)) == (4, 1)
