@@ -26,7 +26,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, cast
 
 import msgpack  # type: ignore[import-untyped]
@@ -65,16 +65,16 @@ class RpcLimits:
     """Longest message that is sent or accepted."""
     high_water_bytes: int = 1 << 20
     """Unsent bytes above which `drain()` waits."""
-    max_backlog_bytes: int = 256 << 20
-    """Unsent bytes above which the connection is cut: the peer does not read."""
+    max_backlog_bytes: int = 32 << 20
+    """Unsent bytes above which nothing more is queued and the connection is cut: the peer does not
+    read. One message is queued whatever its length, so a peer costs at most this and one message.
+    The prompts that may wait at a router together are half as long."""
     handshake_s: float = 5.0
     """Time that a client has to authenticate itself."""
 
     def __post_init__(self) -> None:
-        if min(self.max_frame_bytes, self.high_water_bytes, self.handshake_s) <= 0:
+        if min(astuple(self)) <= 0:
             raise ValueError(f"limits must be positive: {self}")
-        if self.max_backlog_bytes < self.max_frame_bytes:
-            raise ValueError("max_backlog_bytes must admit one message of max_frame_bytes")
 
 
 class FrameReader:
@@ -224,6 +224,9 @@ class RpcConnection(asyncio.Protocol):
             )
         if self._ending():
             return
+        if self._unsent_bytes > self._limits.max_backlog_bytes:
+            self._cut_off()
+            return
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(frame)
@@ -231,15 +234,20 @@ class RpcConnection(asyncio.Protocol):
         if self._outbox_bytes > self._limits.high_water_bytes:
             self._flush()  # otherwise a burst within one iteration would see no backpressure
 
+    @property
+    def _unsent_bytes(self) -> int:
+        return self._outbox_bytes + self._transport.get_write_buffer_size()
+
+    def _cut_off(self) -> None:
+        limit = self._limits.max_backlog_bytes
+        self.abort(ConnectionLost(f"the peer left more than {limit} bytes unread"))
+
     def _flush(self) -> None:
         if not self._outbox or self._transport.is_closing():
             return
         self._transport.write(b"".join(self._outbox))
         self._outbox.clear()
         self._outbox_bytes = 0
-        if self._transport.get_write_buffer_size() > self._limits.max_backlog_bytes:
-            limit = self._limits.max_backlog_bytes
-            self.abort(ConnectionLost(f"the peer left more than {limit} bytes unread"))
 
     async def drain(self) -> None:
         """Wait until less than `high_water_bytes` are unsent, or the connection is gone."""
