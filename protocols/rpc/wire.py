@@ -16,6 +16,7 @@ Conventions on top of it:
 - The first two calls on a connection are `hello` and `authenticate` (see `ServerHandshake`).
 - The notification `$cancel [msgid]` cancels a call; it is still answered, usually by `Cancelled`.
 - The notification `$closing [error]` precedes the end of a connection that broke a rule.
+- A server answers the notification `$ping` of an authenticated client by `$pong`.
 - Messages are handled in the order of their arrival, notifications included.
 """
 
@@ -26,6 +27,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, cast
 
@@ -44,11 +46,11 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.rpc.schema import pack, unpack
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of all messages; two processes with different versions refuse each other."""
 
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
-CANCEL, CLOSING = "$cancel", "$closing"
+CANCEL, CLOSING, PING, PONG = "$cancel", "$closing", "$ping", "$pong"
 
 _HANDSHAKE_FRAME_BYTES = 64 * 1024
 LINGER_S = 1.0
@@ -170,7 +172,7 @@ class RpcConnection(asyncio.Protocol):
         # uvloop's transports do not derive from asyncio's, so `isinstance` would fail.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
-        keep_alive(transport.get_extra_info("socket"))
+        notice_silence(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -281,7 +283,8 @@ class RpcConnection(asyncio.Protocol):
             self._reason = reason
             # Only our half is closed at first. Closing a socket with unread data makes TCP drop
             # what was sent last, and the peer would never learn the reason.
-            self._transport.write_eof()
+            with suppress(OSError):  # reset by the peer, and not read yet
+                self._transport.write_eof()
             self._abort_later()
 
     def abort(self, reason: CspsError) -> None:
@@ -297,6 +300,7 @@ class RpcConnection(asyncio.Protocol):
             self._abort_timer.cancel()
         cause = self._reason or exc or "the peer closed the connection"
         reason = cause if isinstance(cause, ConnectionLost) else ConnectionLost(str(cause))
+        reason.__cause__ = exc
         self._outbox.clear()
         self._writable.set()
         self.closed.set_result(reason)
@@ -316,13 +320,25 @@ def payload_and_meta(params: list[Any]) -> tuple[Any, dict[str, Any]]:
             raise ProtocolError("params must be [], [payload] or [payload, meta]")
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Enable TCP keep-alive: a lost host is noticed within 30 s even while nothing is sent."""
+UNACKNOWLEDGED_S = 5.0
+"""Time without a TCP acknowledgement, or with the peer's window closed, after which a connection is
+lost. Packets that are lost by chance are repeated several times within it."""
+
+
+def notice_silence(sock: socket.socket) -> None:
+    """Let the kernel notice a lost host within `UNACKNOWLEDGED_S`, or a second later if nothing is
+    sent."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        # Several probes fit in: Linux gives up at the first one that is late by then.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        # Keep-alive probes are not sent while data is unacknowledged. Without this limit the kernel
+        # retransmits for a quarter of an hour.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            unacknowledged_ms = int(UNACKNOWLEDGED_S * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)
 
 
 HELLO, AUTHENTICATE = "hello", "authenticate"

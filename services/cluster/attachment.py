@@ -126,6 +126,9 @@ class Cluster:
     @property
     def phase(self) -> str:
         """Return what the cluster waits for, in words that clients may read; empty when ready."""
+        silent = [gang.role for gang in self._gangs.values() if not gang.answering]
+        if silent:
+            return f"the {silent[0]} gang does not answer"
         if self.link is not None:
             return ""
         return f"{self._awaited}: {self._obstacle}" if self._obstacle else self._awaited
@@ -235,7 +238,7 @@ class Cluster:
     async def _renew_leases(self) -> None:
         while True:
             for gang in self._gangs.values():
-                gang.keep_alive()
+                gang.keep_alive()  # a gang that it gives up is lost in the next loop iteration
             await asyncio.sleep(KEEP_ALIVE_S)
 
     @property

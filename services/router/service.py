@@ -151,7 +151,7 @@ class RequestService:
         Requests are accepted even while it is false; they wait.
         """
         healthy = self._fault is None
-        return healthy and self._scheduler.ready and self._cluster.link is not None
+        return healthy and self._scheduler.ready and not self._cluster.phase
 
     @property
     def trouble(self) -> str:
