@@ -41,6 +41,11 @@ class ClusterDeadlines:
     """Pause after a failed attempt, unless the directory has news earlier."""
     close_s: float = 5.0
     """Deadline for the background tasks to end."""
+    replace_s: float = 10.0
+    """Deadline for the directory to have a gang replaced."""
+    replace_pause_s: float = 60.0
+    """Pause before another gang of a role is replaced, unless the last one could be attached: over
+    a broken network no gang can be reached."""
 
 
 class ClusterListener(Protocol):
@@ -95,6 +100,7 @@ class Cluster:
         self._roles = tuple(roles)
         self._fencing = Fencing(generations, secret=secret, router_id=router_id)
         self._deadlines = deadlines or ClusterDeadlines()
+        self._directory = directory
         self._reconciler = Reconciler(
             directory, self._connect, self._attempted, retry_s=self._deadlines.retry_s
         )
@@ -106,6 +112,8 @@ class Cluster:
         self._model: str | None = None
         """Fingerprint of the last attached gang's model."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._replaced: dict[GangRole, asyncio.Task[None]] = {}
+        """Requests to replace a gang of a role, until one of it was attached or a pause is over."""
         self._draining = False
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
@@ -165,10 +173,11 @@ class Cluster:
 
     async def close(self) -> None:
         """Disconnect from all ranks, which drop their work for this router."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._replaced.values()]
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._deadlines.close_s)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._deadlines.close_s)
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
         await self._set_takeover_priority(False)
@@ -223,10 +232,16 @@ class Cluster:
             for gang in list(self._gangs.values()):
                 self._lose(gang, str(error))
             raise
+        finally:
+            for gang in found:
+                if self._gangs.get(gang.role) is not gang:
+                    self._replace_unreachable(gang)
 
     def _attached(self, gang: GangClient) -> None:
         self._gangs[gang.role] = gang
         self._model = gang.descriptions[0].model_fingerprint
+        if replaced := self._replaced.pop(gang.role, None):
+            replaced.cancel()
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
         _log.info(
             "attached to %s gang %s (%d ranks, generation %d)",
@@ -283,6 +298,27 @@ class Cluster:
             self._listener.gang_down(gang, reason)
         self._priority_in_doubt.set()
         self._reconciler.retry_now()
+        self._replace_unreachable(gang)
+
+    # --- replacing ---
+
+    def _replace_unreachable(self, gang: GangClient) -> None:
+        """Have a gang replaced of which a rank is silent: the process may be frozen, or well for
+        everybody but this router."""
+        if gang.unreachable and gang.role not in self._replaced and not self._draining:
+            self._replaced[gang.role] = asyncio.create_task(self._replace(gang))
+
+    async def _replace(self, gang: GangClient) -> None:
+        try:
+            async with asyncio.timeout(self._deadlines.replace_s):
+                known = await self._directory.replace(gang.gang_id)
+        except Exception as exc:  # whatever a directory of another process may raise
+            _log.warning("%s gang %s was not replaced: %s", gang.role, gang.gang_id, exc)
+        else:
+            if known:
+                _log.warning("%s gang %s is being replaced", gang.role, gang.gang_id)
+                await asyncio.sleep(self._deadlines.replace_pause_s)
+        del self._replaced[gang.role]
 
     # --- linking ---
 

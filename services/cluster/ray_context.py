@@ -52,6 +52,11 @@ def own_labels() -> dict[str, Any]:
     return labels
 
 
+def own_actor() -> Any:
+    """Return a handle of this process's Ray actor."""
+    return ray.get_runtime_context().current_actor
+
+
 def application_name() -> str:
     """Return the application of this replica; several may share a Ray cluster."""
     return serve.get_replica_context().app_name

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import ray
 from ray.serve.handle import DeploymentHandle
 
 from csps.protocols.core.errors import DeadlineExceeded, FaultError
@@ -57,6 +58,17 @@ class Registry:
         await self._wait(lambda: gang_id in self._stores)
         return self._stores.get(gang_id)
 
+    async def replace(self, gang_id: str) -> bool:
+        """End all ranks of a gang, also stopped processes; return whether the gang is known.
+
+        Serve notices at its next health check, and starts another one.
+        """
+        replicas = self._membership.replicas(gang_id)
+        if replicas:
+            _log.warning("ending gang %s, which the router cannot reach", gang_id)
+        await asyncio.gather(*(asyncio.to_thread(ray.kill, replica) for replica in replicas))
+        return bool(replicas)
+
     async def _announce(self) -> None:
         async with self._changed:
             self._version += 1
@@ -78,6 +90,11 @@ class RegistryDirectory:
         """Return the version and the view once it is newer, or when a poll runs out."""
         answer: tuple[int, ClusterView] = await self._handle.wait_change.remote(version)
         return answer
+
+    async def replace(self, gang_id: str) -> bool:
+        """Have all ranks of a gang ended, so that Serve starts another one."""
+        known: bool = await self._handle.replace.remote(gang_id)
+        return known
 
 
 async def wait_for_store(registry: DeploymentHandle[Registry], gang_id: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from csps.services.cluster.ray_context import (
     application_name,
     labelled_location,
     listen_host,
+    own_actor,
     own_labels,
 )
 from csps.services.cluster.registry import Registration, Registry, wait_for_store
@@ -91,6 +92,7 @@ class GangRank:
             world_size=gang.world_size,
             address=RankAddress(rank=gang.rank, host=host, port=port),
             incarnation=await _incarnation(role) if gang.rank == 0 else 0,
+            replica=own_actor(),
         )
 
 

@@ -14,7 +14,8 @@ from csps.services.cluster.registry import Registry
 
 def member(rank: int) -> Member:
     address = RankAddress(rank=rank, host="127.0.0.1", port=1000 + rank)
-    return Member(role="decode", gang_id="a", world_size=2, address=address)
+    replica = f"actor {rank}"
+    return Member(role="decode", gang_id="a", world_size=2, address=address, replica=replica)
 
 
 async def test_a_new_reader_gets_the_view_at_once() -> None:
@@ -53,3 +54,13 @@ async def test_a_rank_learns_the_address_of_its_gangs_store() -> None:
     await registry.publish_store("b", "127.0.0.1", 1)
     await registry.publish_store("a", "127.0.0.1", 2)
     assert await waiting == ("127.0.0.1", 2)
+
+
+async def test_replacing_a_gang_ends_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, ended = Registry(), list[str]()
+    monkeypatch.setattr(module.ray, "kill", ended.append)
+    assert not await registry.replace("a"), "a registry that was just started knows no gang"
+    await registry.join(member(0))
+    await registry.join(member(1))
+    assert await registry.replace("a")
+    assert sorted(ended) == ["actor 0", "actor 1"]

@@ -9,10 +9,14 @@ from collections.abc import Callable
 
 import pytest
 from black_holes import swallow
-from fake_gangs import FakeCell, fake_cell, loop_iterations, until
+from fake_gangs import SECRET, FakeCell, FakeGang, fake_cell, loop_iterations, until
 
-from csps.protocols.gang.members import LATE_PINGS, SILENT_PINGS
+from csps.protocols.core.errors import DeadlineExceeded
+from csps.protocols.gang.members import LATE_PINGS, SILENT_PINGS, GangMembers, RankAddress
 from csps.services.cluster import attachment
+from csps.services.cluster.attachment import Cluster, ClusterDeadlines
+from csps.services.cluster.fencing import MemoryGenerations
+from csps.services.cluster.membership import ClusterView, StaticDirectory
 
 PERIOD_S = 0.05
 
@@ -95,3 +99,85 @@ async def test_a_stalled_router_gives_up_no_gang() -> None:
         await loop_iterations()
         assert cell.service.ready
         assert not cell.cluster._gangs["decode"].lost.done()
+
+
+# --- who ends the gang -----------------------------------------------------------------------
+
+
+class Replacing(StaticDirectory):
+    """A directory that remembers which gangs it was asked to replace."""
+
+    def __init__(self, view: ClusterView | None = None, *, knows: bool = True) -> None:
+        super().__init__(view)
+        self.asked: list[str] = []
+        self._knows = knows
+
+    async def replace(self, gang_id: str) -> bool:
+        self.asked.append(gang_id)
+        return self._knows
+
+
+def asked_of(cell: FakeCell) -> list[str]:
+    """Return the gangs that the cell's directory is asked to replace from now on."""
+    directory = Replacing()
+    cell.cluster._directory = directory
+    return directory.asked
+
+
+@FAULTS
+async def test_a_silent_gang_is_replaced(fault: Callable[[FakeCell], None]) -> None:
+    """Serve may take it for healthy: only the router cannot reach it."""
+    async with fake_cell() as cell:
+        asked = asked_of(cell)
+        fault(cell)
+        await until(lambda: asked)
+        assert asked == ["d1"]
+
+
+async def test_a_killed_rank_is_left_to_serve() -> None:
+    async with fake_cell() as cell:
+        asked = asked_of(cell)
+        await cell.decode.kill(1)
+        await until(lambda: not cell.service.ready)
+        await loop_iterations()
+        assert not asked
+
+
+async def test_a_draining_router_has_no_gang_replaced() -> None:
+    async with fake_cell() as cell:
+        asked, gang = asked_of(cell), cell.cluster._gangs["decode"]
+        cell.cluster.drain()
+        freeze(cell)
+        await until(gang.lost.done)
+        await loop_iterations()
+        assert not asked
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_a_gang_out_of_reach_is_replaced_once_in_a_while(knows: bool) -> None:
+    """Over a broken network no gang can be reached. A registry that knows nothing is asked again:
+    it was just started."""
+    prefill = FakeGang("prefill", "p1")
+    silent = await asyncio.start_server(lambda *_: asyncio.Event().wait(), "127.0.0.1", 0)
+    host, port = silent.sockets[0].getsockname()
+    mute = GangMembers(gang_id="d1", ranks=(RankAddress(rank=0, host=host, port=port),))
+    directory = Replacing(ClusterView(prefill=await prefill.start(), decode=mute), knows=knows)
+    cluster = Cluster(
+        directory,
+        secret=SECRET,
+        router_id="test",
+        generations=MemoryGenerations(),
+        deadlines=ClusterDeadlines(retry_s=0.01, attach_s=0.1),
+    )
+    failures: list[BaseException | None] = []
+    cluster._reconciler._ended = failures.append
+    await cluster.start()
+    try:
+        await until(lambda: len(failures) == 3)
+        assert all(isinstance(failure, DeadlineExceeded) for failure in failures)
+        await loop_iterations()
+        assert directory.asked == ["d1"] * (1 if knows else 3)
+    finally:
+        await cluster.close()
+        await prefill.close()
+        silent.close()
