@@ -61,9 +61,9 @@ class GangClient:
         """Descriptions of the ranks, in rank order; empty before `describe` or `attach`."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Future that resolves to the reason when the gang is lost."""
-        self.unreachable = False
-        """True if a rank was given up because nothing came from it: it is frozen, or its packets
-        vanish. Its process may look well to others."""
+        self.given_up = False
+        """True if the gang was given up because a rank is silent or hangs. Its processes may look
+        healthy to others."""
 
     async def connect(self, *, secret: bytes, router_id: str) -> None:
         """Open a connection to every rank; all or none.
@@ -121,7 +121,7 @@ class GangClient:
         try:
             return await self.call_all(method, payload)
         except DeadlineExceeded:
-            self.unreachable = True
+            self.given_up = True
             raise
 
     def _attach_message(self, generation: int) -> dict[str, Any]:
@@ -141,13 +141,13 @@ class GangClient:
                 ),
             )
         except DeadlineExceeded:
-            self.unreachable = True
+            self.given_up = True
             raise
         self._clients[rank] = client
         client.closed.add_done_callback(lambda closed: self._closed(rank, closed.result()))
 
     def _closed(self, rank: int, reason: ConnectionLost) -> None:
-        self.unreachable |= not self.lost.done() and isinstance(reason.__cause__, TimeoutError)
+        self.given_up |= not self.lost.done() and isinstance(reason.__cause__, TimeoutError)
         self.disconnect(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
 
     def _learn(self, answers: Iterable[Any]) -> None:
@@ -186,6 +186,11 @@ class GangClient:
             Topology.of_gang(ids, ranks=self.world_size, tp=self.tp)
         except ConfigError as error:
             raise ConfigError(f"{self.role} gang {self.gang_id}: {error}") from None
+
+    def give_up(self, reason: str) -> None:
+        """Close all connections to a gang that does not do what it owes: it is to be replaced."""
+        self.given_up |= not self.lost.done()
+        self.disconnect(reason)
 
     def disconnect(self, reason: str) -> None:
         """Close all connections. Idempotent."""
@@ -283,11 +288,8 @@ class GangClient:
         """
         for rank, client in self._clients.items():
             if client.unanswered >= SILENT_PINGS:
-                self.unreachable = True
-                self.disconnect(
-                    f"rank {rank} of {self.role} gang {self.gang_id} does not answer: "
-                    f"{client.unanswered} pings"
-                )
+                name = f"rank {rank} of {self.role} gang {self.gang_id}"
+                self.give_up(f"{name} does not answer: {client.unanswered} pings")
                 return
             client.ping()
         if renew:

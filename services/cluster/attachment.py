@@ -235,7 +235,7 @@ class Cluster:
         finally:
             for gang in found:
                 if self._gangs.get(gang.role) is not gang:
-                    self._replace_unreachable(gang)
+                    self._replace_given_up(gang)
 
     def _attached(self, gang: GangClient) -> None:
         self._gangs[gang.role] = gang
@@ -298,14 +298,14 @@ class Cluster:
             self._listener.gang_down(gang, reason)
         self._priority_in_doubt.set()
         self._reconciler.retry_now()
-        self._replace_unreachable(gang)
+        self._replace_given_up(gang)
 
     # --- replacing ---
 
-    def _replace_unreachable(self, gang: GangClient) -> None:
-        """Have a gang replaced of which a rank is silent: the process may be frozen, or well for
-        everybody but this router."""
-        if gang.unreachable and gang.role not in self._replaced and not self._draining:
+    def _replace_given_up(self, gang: GangClient) -> None:
+        """Have a gang replaced of which a rank is silent or hangs: the process may be frozen, or
+        healthy for everybody but this router."""
+        if gang.given_up and gang.role not in self._replaced and not self._draining:
             self._replaced[gang.role] = asyncio.create_task(self._replace(gang))
 
     async def _replace(self, gang: GangClient) -> None:

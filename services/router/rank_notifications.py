@@ -64,7 +64,7 @@ from csps.services.telemetry.observer import RequestObserver, StepFigures
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 1.0
-"""Notifications of an instance within this time count as one heartbeat."""
+"""Tokens of an instance within this time count as one heartbeat."""
 PostEvent = Callable[[AnyEvent], None]
 
 
@@ -109,8 +109,8 @@ class RankNotifications:
         Raises:
             ProtocolError: the router knows no such notification.
         """
-        self._note_heartbeat(gang_number, gang.instance_of(rank))
         if method == "tokens":  # thousands a second: checked first
+            self._note_heartbeat(gang_number, gang.instance_of(rank))
             for token in unpack(SampledTokens, payload).each():
                 self._token(token)
         elif (reader := self._readers.get(method)) is not None:
@@ -182,7 +182,11 @@ class RankNotifications:
     def _prefill_progress(
         self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
     ) -> None:
-        unpack(PrefillProgress, payload)
+        progress = unpack(PrefillProgress, payload)
+        if progress.step_id is None:
+            self._note_heartbeat(gang_number, gang.instance_of(rank))
+        else:
+            self._post_event(Heartbeat(steps=(progress.step_id,)))
 
     def _prefill_done(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         done = unpack(PrefillDone, payload)

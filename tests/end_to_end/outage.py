@@ -82,13 +82,11 @@ class Outage:
         """Wait until the outage is over; return how long it took until answers came again."""
         self._wait(self._is_over, "no end of the outage")
         since = [probe for probe in self.probes if probe.done > self._began]
-        bad = [probe.sent for probe in since if not probe.good]
-        if not bad:
+        last_bad = max((probe.sent for probe in since if not self._good(probe)), default=None)
+        if last_bad is None:
             return 0.0
-        return (
-            min(probe.done for probe in since if not probe.failure and probe.sent >= max(bad))
-            - self._began
-        )
+        good = (probe.done for probe in since if not probe.failure and probe.sent >= last_bad)
+        return min(good) - self._began
 
     def _is_over(self) -> bool:
         now = time.monotonic()

@@ -59,7 +59,7 @@ async def test_a_gang_with_a_silent_rank_is_given_up(fault: Callable[[FakeCell],
         await until(gang.lost.done)
         assert time.monotonic() - began >= (SILENT_PINGS - 1) * PERIOD_S
         assert "rank 1 of decode gang d1 does not answer" in gang.lost.result()
-        assert gang.unreachable
+        assert gang.given_up
 
 
 @FAULTS

@@ -225,9 +225,13 @@ class LinkDown(Event, frozen=True, tag="link_down"):
 
 
 class Heartbeat(Event, frozen=True, tag="heartbeat"):
-    """Instances sent a sign of life. Executors report about once a second, not every time."""
+    """Instances decode, and steps advance. Executors report about once a second, not every
+    time."""
 
-    instances: tuple[InstanceId, ...]
+    instances: tuple[InstanceId, ...] = ()
+    """Instances that sampled tokens, or computed piggybacked prompts."""
+    steps: tuple[StepId, ...] = ()
+    """Steps of which an instance has computed or sent something."""
 
 
 # --- the scheduler's own ---

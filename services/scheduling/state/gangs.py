@@ -68,7 +68,7 @@ class Gangs:
             self._pair()
 
     def note_heartbeat(self, instance: InstanceId) -> None:
-        """Note a sign of life of an instance."""
+        """Note that an instance decodes."""
         if (found := self.instances.get(instance)) is not None:
             found.last_heartbeat_ns = self._round.now_ns
 
