@@ -12,7 +12,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.core.errors import ConfigError, CspsError, RanksHeld, Superseded
+from csps.protocols.core.errors import (
+    ConfigError,
+    CspsError,
+    ProtocolError,
+    RanksHeld,
+    Superseded,
+)
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
 from csps.protocols.gang.messages import LinkBroken
@@ -280,11 +286,19 @@ class Cluster:
         if self._gangs.get(gang.role) is not gang:
             return
         if method == "link_broken":
-            if reason := self._links.broken(gang, unpack(LinkBroken, payload)):
-                self.trouble = reason
-                self._reconciler.retry_now()
+            self._link_broken(gang, rank, payload)
         elif self._listener is not None:
             self._listener.notified(gang, rank, method, payload)
+
+    def _link_broken(self, gang: GangClient, rank: int, payload: Any) -> None:
+        try:
+            reason = self._links.broken(gang, unpack(LinkBroken, payload))
+        except ProtocolError as error:
+            gang.disconnect(f"rank {rank} sent a 'link_broken' that is not understood: {error}")
+            return
+        if reason:
+            self.trouble = reason
+            self._reconciler.retry_now()
 
     def _lose(self, gang: GangClient, reason: str) -> None:
         if self._gangs.get(gang.role) is not gang:
