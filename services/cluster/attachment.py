@@ -78,6 +78,9 @@ class ClusterListener(Protocol):
     def link_down(self, link: KvLink, reason: str) -> None:
         """Drop a broken link; KV not received over it never will be."""
 
+    def stands_by(self, waits: bool) -> None:
+        """Learn that another router still serves with the gangs, or no longer does."""
+
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         """Take a notification from a rank of an attached gang."""
 
@@ -199,6 +202,8 @@ class Cluster:
         former, self._obstacle = self._obstacle, obstacle
         if (former == UNUSABLE) != (obstacle == UNUSABLE):
             self._priority_in_doubt.set()
+        if (former == STANDBY) != (obstacle == STANDBY) and self._listener is not None:
+            self._listener.stands_by(obstacle == STANDBY)
 
     def _report(self, error: BaseException) -> None:
         """Keep the reason; log it once and not at every attempt."""

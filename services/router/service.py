@@ -33,7 +33,14 @@ from csps.services.router.rank_notifications import RankNotifications, RunningSt
 from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
 from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
 from csps.services.scheduling.deciding.decisions import CapacityCheck
-from csps.services.scheduling.events.events import Drain, GangDown, LinkDown, LinkUp, Progress
+from csps.services.scheduling.events.events import (
+    Drain,
+    GangDown,
+    LinkDown,
+    LinkUp,
+    Progress,
+    Standby,
+)
 from csps.services.scheduling.policies.registry import own_way
 from csps.services.telemetry.observer import (
     NullObserver,
@@ -305,6 +312,9 @@ class RequestService:
         assert prefill is not None, "link down after the prefill gang was lost"
         assert decode is not None, "link down after the decode gang was lost"
         self._driver.post_event(LinkDown(prefill=prefill, decode=decode, reason=reason))
+
+    def stands_by(self, waits: bool) -> None:
+        self._driver.post_event(Standby(waits=waits))
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         gang_number = self._gangs.number_of(gang)

@@ -55,6 +55,9 @@ class Log:
         self.facts.append("link down")
         assert link is self.links[-1]
 
+    def stands_by(self, waits: bool) -> None:
+        self.facts.append("stands by" if waits else "stands by no more")
+
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         self.notifications.append((gang.gang_id, rank, method))
 
@@ -321,8 +324,9 @@ async def test_a_successor_attaches_to_no_gang_while_the_holder_lives() -> None:
     async with following(directory, prefill, decode, second, generations=shared) as (holder, log):
         await linked(holder, PATIENCE_S)
         late = StaticDirectory(ClusterView(prefill=prefill.members, decode=decode.members))
-        async with following(late, generations=shared) as (successor, _):
+        async with following(late, generations=shared) as (successor, second_log):
             await until(lambda: successor.phase.endswith(STANDBY))
+            assert second_log.facts == ["stands by"]
             await prefill.kill(0)
             late.publish(ClusterView(prefill=await second.start(), decode=decode.members))
             await until(lambda: second.leader.asked)
@@ -336,6 +340,7 @@ async def test_a_successor_attaches_to_no_gang_while_the_holder_lives() -> None:
             await holder.close()
             link = await linked(successor, PATIENCE_S)
             assert link.epoch == "2.1"
+            await until(lambda: "stands by no more" in second_log.facts)
 
 
 async def test_a_router_whose_requests_lost_their_gangs_has_takeover_priority() -> None:

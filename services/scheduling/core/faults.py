@@ -254,12 +254,12 @@ class LivenessMonitor:
             self.next_ns = self._round.now_ns + self._deadlines.liveness_check_ns
 
     def _fail_without_gangs(self) -> None:
-        unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns
-        if unready_ns is None:
+        missing_ns, limit_ns = self._gangs.missing_ns, self._deadlines.gang_recovery_ns
+        if missing_ns is None:
             return
         reason = f"no gangs to serve the request for {limit_ns / SECOND_NS:g} s"
         error = wire_error(GangLost(reason))
         for request in list(self._requests.live.values()):
-            since_ns = max(unready_ns, request.waiting_since_ns)
+            since_ns = max(missing_ns, request.waiting_since_ns)
             if request.waiting and self._round.now_ns - since_ns > limit_ns:
                 self._requests.fail(request, error)

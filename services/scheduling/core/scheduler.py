@@ -402,6 +402,7 @@ class GangEvents:
             ev.LinkUp: self._link_up,
             ev.LinkDown: self._link_down,
             ev.Heartbeat: self._heartbeat,
+            ev.Standby: self._standby,
         }
 
     def _gang_up(self, event: ev.GangUp) -> None:
@@ -431,6 +432,9 @@ class GangEvents:
         """Sort waiting requests again: they came before the gangs, or waited for larger ones."""
         if self._gangs.pairs:
             self._requests.requeue_all()
+
+    def _standby(self, event: ev.Standby) -> None:
+        self._gangs.stand_by(event.waits)
 
     def _heartbeat(self, event: ev.Heartbeat) -> None:
         for instance in event.instances:

@@ -247,6 +247,12 @@ class Wake(Event, frozen=True, tag="wake"):
     """The time has come for which `handle` asked."""
 
 
+class Standby(Event, frozen=True, tag="standby"):
+    """The router waits for another one to finish its requests, or does so no longer."""
+
+    waits: bool
+
+
 class Drain(Event, frozen=True, tag="drain"):
     """The scheduler refuses new requests from now on; admitted ones go on."""
 
@@ -270,5 +276,6 @@ AnyEvent = (
     | Heartbeat
     | CostTableUpdated
     | Wake
+    | Standby
     | Drain
 )

@@ -242,6 +242,20 @@ def test_request_that_waits_too_long_for_gangs_fails() -> None:
     assert sent(harness.turn(*replaced_prefill(harness))).request == late.request_id
 
 
+def test_requests_wait_while_another_router_finishes_its_own() -> None:
+    """A redeployed router stands by for `drain_s`, which may be longer than gangs take to come."""
+    harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=60 * SECOND))
+    commands = harness.turn(ev.Standby(waits=True))
+    for _ in range(30):
+        commands += harness.turn(harness.submit(), after_ns=10 * SECOND)
+        commands += harness.wait(until_ns=harness.now_ns)
+    assert commands == []
+    harness.turn(ev.Standby(waits=False))
+    assert harness.wait(until_ns=harness.now_ns + 59 * SECOND) == []
+    fails = only(harness.wait(until_ns=harness.now_ns + 5 * SECOND), cmd.Fail)
+    assert len(fails) == 30, "gangs that nobody holds have as long to come as ever"
+
+
 def test_running_request_does_not_fail_without_gangs() -> None:
     harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
     plan = harness.start()
