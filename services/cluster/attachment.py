@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,10 @@ class ClusterDeadlines:
     """Pause after a failed attempt, unless the directory has news earlier."""
     close_s: float = 5.0
     """Deadline for the background tasks to end."""
+    silence_s: float = 20.0
+    """Time for which the directory may fail before this router renews its leases no longer: it may
+    be cut off from Ray, which then starts another router. A registry that is replaced is back
+    earlier."""
     replace_s: float = 10.0
     """Deadline for the directory to have a gang replaced."""
     replace_pause_s: float = 60.0
@@ -235,6 +240,8 @@ class Cluster:
             for role in self._roles
             if role not in self._gangs and (members := view.gang(role)) is not None
         ]
+        if not found and self.generation:
+            return  # without asking a store that may not answer while the gangs do
         try:
             # A retried request must go on with the model that it began with.
             model = self._model if self._busy else None
@@ -263,8 +270,9 @@ class Cluster:
 
     async def _renew_leases(self) -> None:
         while True:
+            renew = self._reconciler.failing_s <= self._deadlines.silence_s
             for gang in self._gangs.values():
-                gang.keep_alive()  # a gang that it gives up is lost in the next loop iteration
+                gang.keep_alive(renew=renew)  # one given up is lost in the next loop iteration
             await asyncio.sleep(KEEP_ALIVE_S)
 
     @property
@@ -397,6 +405,13 @@ class Reconciler:
         self._retry_s = retry_s
         self._view = ClusterView()
         self._changed = asyncio.Event()
+        self._failing_since: float | None = None
+
+    @property
+    def failing_s(self) -> float:
+        """Time since the directory began to fail; 0 if it answered last."""
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def retry_now(self) -> None:
         """Start another attempt: what the last one achieved is lost."""
@@ -410,8 +425,10 @@ class Reconciler:
                 version, view = await self._directory.wait_change(version)
             except Exception as exc:  # whatever a directory of another process may raise
                 _log.warning("the gang directory does not answer, retrying: %s", exc)
+                self._failing_since = self._failing_since or time.monotonic()
                 await asyncio.sleep(self._retry_s)
                 continue
+            self._failing_since = None
             if view != self._view:
                 self._view = view
                 self._changed.set()

@@ -22,6 +22,8 @@ from csps.services.cluster.membership import ClusterView, Member, Membership
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 """Longest time that a poll stays open; short, because Serve waits for open calls before a stop."""
+ANSWER_S = 5.0
+"""Longest time for an answer to arrive. A handle waits without end for a registry that is gone."""
 STORE_DEADLINE_S = 60.0
 """Deadline for rank 0 of a gang to publish its rendezvous store."""
 
@@ -88,7 +90,12 @@ class RegistryDirectory:
 
     async def wait_change(self, version: int) -> tuple[int, ClusterView]:
         """Return the version and the view once it is newer, or when a poll runs out."""
-        answer: tuple[int, ClusterView] = await self._handle.wait_change.remote(version)
+        answer: tuple[int, ClusterView]
+        try:
+            async with asyncio.timeout(POLL_S + ANSWER_S):
+                answer = await self._handle.wait_change.remote(version)
+        except TimeoutError:
+            raise DeadlineExceeded("a poll of the registry", POLL_S + ANSWER_S) from None
         return answer
 
     async def replace(self, gang_id: str) -> bool:

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from csps.protocols.core.errors import DeadlineExceeded
 from csps.protocols.gang.members import RankAddress
 from csps.services.cluster import registry as module
 from csps.services.cluster.membership import Member
-from csps.services.cluster.registry import Registry
+from csps.services.cluster.registry import Registry, RegistryDirectory
 
 
 def member(rank: int) -> Member:
@@ -64,3 +65,22 @@ async def test_replacing_a_gang_ends_all_of_its_ranks(monkeypatch: pytest.Monkey
     await registry.join(member(1))
     assert await registry.replace("a")
     assert sorted(ended) == ["actor 0", "actor 1"]
+
+
+class Handle:
+    """A Serve handle whose registry is gone: calls wait for the next one."""
+
+    class _Method:
+        async def remote(self, *args: object) -> None:
+            await asyncio.Event().wait()
+
+    wait_change = _Method()
+
+
+async def test_a_poll_of_a_registry_that_is_gone_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("POLL_S", "ANSWER_S"):
+        monkeypatch.setattr(module, name, 0.01)
+    with pytest.raises(DeadlineExceeded, match="a poll of the registry"):
+        await RegistryDirectory(Handle()).wait_change(-1)  # type: ignore[arg-type]
