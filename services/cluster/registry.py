@@ -24,6 +24,8 @@ POLL_S = 5.0
 """Longest time that a poll stays open; short, because Serve waits for open calls before a stop."""
 ANSWER_S = 5.0
 """Longest time for an answer to arrive. A handle waits without end for a registry that is gone."""
+MAX_STORES = 16
+"""Number of gangs that may form at a time, far more than there are."""
 STORE_DEADLINE_S = 60.0
 """Deadline for rank 0 of a gang to publish its rendezvous store."""
 
@@ -51,8 +53,13 @@ class Registry:
         return self._version, self._membership.view
 
     async def publish_store(self, gang_id: str, host: str, port: int) -> None:
-        """Store the address where the ranks of a gang meet; rank 0 calls it."""
+        """Store the address where the ranks of a gang meet; rank 0 repeats it until all have
+        come."""
+        if self._stores.get(gang_id) == (host, port):
+            return
         self._stores[gang_id] = (host, port)
+        if len(self._stores) > MAX_STORES:  # gangs that never formed
+            del self._stores[next(iter(self._stores))]
         await self._announce()
 
     async def store_address(self, gang_id: str) -> tuple[str, int] | None:
@@ -122,32 +129,32 @@ async def wait_for_store(registry: DeploymentHandle[Registry], gang_id: str) -> 
 
 PERIOD_S = 3.0
 """Pause between repetitions, for a registry that was restarted."""
-JOIN_DEADLINE_S = 10.0
+REGISTER_DEADLINE_S = 10.0
 """Deadline for one call; a handle delays calls while there is no replica."""
-Join = Callable[[Member], Awaitable[None]]
+Register = Callable[[], Awaitable[None]]
 """One call of the registry. Serve decides what it raises; there is no common base class."""
 
 
 class Registration:
-    """A rank's registration, repeated from construction until `end`.
+    """What a rank tells the registry, repeated from construction until `end`.
 
     A restarted registry knows nothing. A rank that stopped repeating itself would never be found
     again although its health checks pass. So no failure ends the repetition, and if it does end,
     the rank counts as broken (`check`).
     """
 
-    def __init__(self, member: Member, join: Join, *, period_s: float = PERIOD_S) -> None:
-        self._member, self._join, self._period_s = member, join, period_s
+    def __init__(self, rank: int, register: Register, *, period_s: float = PERIOD_S) -> None:
+        self._rank, self._register, self._period_s = rank, register, period_s
         self._trouble = ""
         self._task = asyncio.create_task(self._repeat())
 
     def check(self) -> None:
         """Raise FaultError if the registration is no longer repeated."""
         if self._task.done():
-            raise FaultError(f"rank {self._member.address.rank} stopped repeating its registration")
+            raise FaultError(f"rank {self._rank} stopped repeating its registration")
 
     def end(self) -> None:
-        """Stop registering: the rank is about to close."""
+        """Stop registering."""
         self._task.cancel()
 
     async def _repeat(self) -> None:
@@ -158,17 +165,16 @@ class Registration:
     async def _failure(self) -> str:
         """Register once; return the name of the error, or an empty string."""
         try:
-            async with asyncio.timeout(JOIN_DEADLINE_S):
-                await self._join(self._member)
+            async with asyncio.timeout(REGISTER_DEADLINE_S):
+                await self._register()
         except Exception as exc:
             return type(exc).__name__
         return ""
 
     def _note(self, trouble: str) -> None:
         """Log a change of the error, not its repetitions."""
-        rank = self._member.address.rank
         if trouble and trouble != self._trouble:
-            _log.warning("rank %d cannot register (%s), retrying", rank, trouble)
+            _log.warning("rank %d cannot register (%s), retrying", self._rank, trouble)
         elif self._trouble and not trouble:
-            _log.info("rank %d is registered again", rank)
+            _log.info("rank %d is registered again", self._rank)
         self._trouble = trouble
