@@ -264,7 +264,7 @@ class RandomCell:
             for gang in self.gangs.values()
             for index in range(len(gang.instances))
         ]
-        self._pending.append(ev.Heartbeat(instances=tuple(living)))
+        self._pending.append(ev.Heartbeat(instances=tuple(living), steps=tuple(self.steps)))
 
     def _step_done(self) -> None:
         number = self.random.choice(list(self.steps))

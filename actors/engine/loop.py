@@ -89,10 +89,9 @@ class EngineLoop:
             slots_freed=self._pending_steps.slots_freed,
         )
         self.decode_batch = DecodeBatch(engine, notify, self._kv.free_sequence)
-        self._progress = ProgressReport(notify, rank=engine.rank)
-        self.outgoing_transfers = OutgoingTransfers(
-            engine, self._reports, progress=self._progress.step, on_sent=self._step_sent
-        )
+        self._notify = notify
+        self._piggyback_progress = ProgressReport(notify, rank=engine.rank)
+        self.outgoing_transfers = OutgoingTransfers(engine, self._reports, on_sent=self._step_sent)
         self._changing = threading.Lock()
         """Lock around the look-up of which of a step's sequences are reserved, and around changes
         of the decode batch that free some."""
@@ -119,12 +118,13 @@ class EngineLoop:
                 self.refuse(step, error)
                 return
             reserved = self._reserved(step) if self._in_place else frozenset()
+        progress = ProgressReport(self._notify, rank=self._engine.rank, step_id=step.step_id)
         run = StepRun(
             self._engine,
             step,
             reserved=reserved,
             next_run=self._next_run,
-            progress=self._progress.step,
+            progress=progress.step,
         )
         if not self._pending_steps.add(run, owner):
             self._give_up(run)
@@ -354,7 +354,7 @@ class EngineLoop:
             for _ in range(grant.iterations):
                 finished += self.decode_batch.iterate(grant.group)
                 if self.decode_batch.piggybacked:
-                    self._progress.step()
+                    self._piggyback_progress.step()
         if self._engine.tp_rank == 0:
             taken_ns = time.monotonic_ns() - begin
             rank = self._engine.rank

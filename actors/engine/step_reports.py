@@ -108,7 +108,6 @@ class OutgoingTransfers:
     """KV transfers of one rank's steps to the decode gang.
 
     Args:
-        progress: called when a message of KV was received, or waits for its transfer slot.
         on_sent: called with each step whose KV was sent, from any thread.
     """
 
@@ -117,11 +116,10 @@ class OutgoingTransfers:
         engine: Engine,
         reports: StepReports,
         *,
-        progress: Callable[[], None],
         on_sent: Callable[[StepRun], None],
     ) -> None:
         self._engine, self._reports = engine, reports
-        self._progress, self._on_sent = progress, on_sent
+        self._on_sent = on_sent
         self._sender: KvSender | None = None
         self._unsent: set[StepRun] = set()
 
@@ -146,7 +144,7 @@ class OutgoingTransfers:
         tracker = TransferTracker(
             self._engine.pool.slots,
             lambda failure: self._sent(run, tracker, failure),
-            self._progress,
+            run.progress,
             traced=asks_for_timeline(run.step.trace),
         )
         self._unsent.add(run)

@@ -77,7 +77,7 @@ class StepRun:
         self.sent = SentBytes(engine.mesh)
         self.cancelled = False
         self._engine = engine
-        self._progress = progress
+        self.progress = progress
         balanced_step = rebalanced(step)
         self.step_points = step_points_of(engine, balanced_step)
         member = step.group.index(engine.instance)
@@ -249,7 +249,7 @@ class StepRun:
 
     def _at_point(self, number: int) -> None:
         """Reach a yield point, which all members pass with the same exchanges behind them."""
-        self._progress()
+        self.progress()
         if number >= self.log_progress.until:
             self._points.before_pause()
         self.log_progress.reach(number)

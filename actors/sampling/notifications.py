@@ -1,6 +1,6 @@
 """Notifications that a rank sends to the router on its own.
 
-`ProgressReport` is a periodic heartbeat of prefill: a rank without it counts as hung.
+`ProgressReport` is a periodic heartbeat of a step: one without it counts as hung.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ deadline is far above it."""
 
 
 class ProgressReport:
-    """Progress of a rank's prefill, reported now and then. Any thread may call it; two at once may
-    both report, which counts as one."""
+    """Progress of one step on a rank, or of piggybacked prompts, reported now and then. Any thread
+    may call it; two at once may both report, which counts as one."""
 
-    def __init__(self, notify: Notify, *, rank: int) -> None:
+    def __init__(self, notify: Notify, *, rank: int, step_id: int | None = None) -> None:
         self._notify = notify
-        self._rank = rank
-        self._last_report = 0.0
+        self._message = PrefillProgress(rank=rank, step_id=step_id)
+        self._last_report = time.monotonic()  # short steps have nothing to report before their end
 
     def step(self) -> None:
         """Note progress: a yield point was reached, KV was sent, or a piggybacked chunk was
@@ -61,4 +61,4 @@ class ProgressReport:
         now = time.monotonic()
         if now - self._last_report >= REPORT_S:
             self._last_report = now
-            self._notify("prefill_progress", PrefillProgress(rank=self._rank))
+            self._notify("prefill_progress", self._message)

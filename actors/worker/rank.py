@@ -29,6 +29,7 @@ from csps.actors.comm.process_group import (
 )
 from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.engine.loop import EngineLoop
+from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.worker.kv_link import KvLinkEnd
 from csps.actors.worker.rank_commands import RankCommands
 from csps.actors.worker.rank_config import RankConfig
@@ -278,7 +279,9 @@ class Rank:
         link.begin(message.epoch)
         _log.debug("rank %d: joining KV connection %s", self.config.rank, message.epoch)
         # The group forms in a thread of its own: it blocks until all ranks of both gangs arrive.
-        connection = await self._rpc.in_thread("connect-kv", lambda: link.join(message))
+        connection = await self._rpc.in_thread(
+            "connect-kv", lambda: link.join(message), KvConnection.close
+        )
         link.use(connection, message.epoch)
 
     def _notify(self, method: str, message: Any) -> None:

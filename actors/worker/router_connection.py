@@ -166,24 +166,40 @@ class RpcThread:
             except Exception:
                 _log.exception("a call on the RPC loop failed")
 
-    async def in_thread(self, name: str, body: Callable[[], T]) -> T:
-        """Run a blocking function in a thread of its own and wait for it on the loop."""
+    async def in_thread(self, name: str, body: Callable[[], T], discard: Callable[[T], None]) -> T:
+        """Run a blocking function in a thread of its own and wait for it on the loop.
+
+        Args:
+            discard: takes the result if the wait was cancelled; it may block as well.
+        """
         done: asyncio.Future[T] = self._loop.create_future()
 
-        def resolve(set_outcome: Callable[[], None]) -> None:
+        def fail(error: Exception) -> None:
             if not done.cancelled():
-                set_outcome()
+                done.set_exception(error)
+
+        def finish(result: T) -> None:
+            if done.cancelled():
+                _start_thread(name, partial(discard, result))
+            else:
+                done.set_result(result)
 
         def run() -> None:
             try:
                 result = body()
             except Exception as exc:
-                self.soon(partial(resolve, partial(done.set_exception, exc)))
+                self.soon(partial(fail, exc))
             else:
-                self.soon(partial(resolve, partial(done.set_result, result)))
+                self.soon(partial(finish, result))
 
-        threading.Thread(target=run, name=name, daemon=True).start()
-        return await done
+        _start_thread(name, run)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            # The result may have come in the same iteration of the loop.
+            if done.done() and not done.cancelled() and done.exception() is None:
+                _start_thread(name, partial(discard, done.result()))
+            raise
 
     def close(self) -> None:
         """Disconnect and end the thread. Call it only once."""
@@ -198,3 +214,7 @@ class RpcThread:
         if self._thread.is_alive():
             self._thread.join(START_S)
         self._loop.close()
+
+
+def _start_thread(name: str, body: Callable[[], None]) -> None:
+    threading.Thread(target=body, name=name, daemon=True).start()

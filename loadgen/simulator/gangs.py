@@ -68,8 +68,12 @@ class SimulatedGangs:
     @property
     def busy(self) -> bool:
         """Return whether any step, sequence or move is under way."""
-        computing = self._prefill is not None and self._prefill.steps > 0
-        return computing or (self._decode is not None and self._decode.busy)
+        return bool(self.steps) or (self._decode is not None and self._decode.busy)
+
+    @property
+    def steps(self) -> tuple[StepId, ...]:
+        """Return the steps of the gang that prefills, as far as they are not done."""
+        return () if self._prefill is None else self._prefill.steps
 
     @property
     def instances(self) -> tuple[InstanceId, ...]:

@@ -212,7 +212,8 @@ class Simulator:
             instances := self.gangs.instances
         ):
             self._last_heartbeat_ns = now_ns
-            self._posted.insert(0, Heartbeat(instances=instances))
+            steps = self.gangs.steps
+            self._posted.insert(0, Heartbeat(instances=instances, steps=steps))
         events, self._posted = self._posted, []
         commands, wake_ns = self._scheduler.handle(events, now_ns)
         self._rounds += 1

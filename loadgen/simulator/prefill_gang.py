@@ -185,9 +185,9 @@ class PrefillGang:
         self.prefix_cache = SimulatedPrefixCache(slots)
 
     @property
-    def steps(self) -> int:
-        """Return the number of steps that are not done."""
-        return len(self._runs)
+    def steps(self) -> tuple[StepId, ...]:
+        """Return the steps that are not done."""
+        return tuple(self._runs)
 
     def run(
         self, step: PrefillStep, destinations: Mapping[SequenceId, tuple[KvSlice, ...]]

@@ -7,9 +7,15 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from csps.protocols.core.errors import ConfigError, ConnectionLost
+from csps.protocols.core.errors import ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.core.topology import Topology
-from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
+from csps.protocols.gang.members import (
+    LATE_PINGS,
+    SILENT_PINGS,
+    GangMembers,
+    GangRole,
+    RankAddress,
+)
 from csps.protocols.gang.messages import Attach, RankDescription, RankStats
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.schema import pack, unpack
@@ -55,6 +61,9 @@ class GangClient:
         """Descriptions of the ranks, in rank order; empty before `describe` or `attach`."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Future that resolves to the reason when the gang is lost."""
+        self.given_up = False
+        """True if the gang was given up because a rank is silent or hangs. Its processes may look
+        healthy to others."""
 
     async def connect(self, *, secret: bytes, router_id: str) -> None:
         """Open a connection to every rank; all or none.
@@ -76,7 +85,7 @@ class GangClient:
             RanksHeld: another router still commands a rank.
             Superseded: a newer router has attached to a rank before.
         """
-        await self.call_all("may_attach", self._attach_message(generation))
+        await self._ask_all("may_attach", self._attach_message(generation))
 
     async def describe(self) -> None:
         """Ask every rank for its description, whoever commands it.
@@ -84,7 +93,7 @@ class GangClient:
         Raises:
             ConfigError: the ranks do not describe one gang, or their locations are not allowed.
         """
-        self._learn(await self.call_all("describe"))
+        self._learn(await self._ask_all("describe"))
 
     async def attach(self, generation: int) -> None:
         """Take every rank over; all or none.
@@ -94,7 +103,7 @@ class GangClient:
             ConfigError: as in `describe`.
         """
         try:
-            self._learn(await self.call_all("attach", self._attach_message(generation)))
+            self._learn(await self._ask_all("attach", self._attach_message(generation)))
         except BaseException:
             self.disconnect("attaching failed")
             raise
@@ -107,25 +116,38 @@ class GangClient:
             self.world_size,
         )
 
+    async def _ask_all(self, method: str, payload: Any = None) -> list[Any]:
+        """Ask all ranks what a rank that lives answers at once."""
+        try:
+            return await self.call_all(method, payload)
+        except DeadlineExceeded:
+            self.given_up = True
+            raise
+
     def _attach_message(self, generation: int) -> dict[str, Any]:
         return pack(Attach(router_id=self._router_id, generation=generation))
 
     async def _open(self, address: RankAddress, secret: bytes) -> None:
         rank = address.rank
-        client = await RpcClient.connect(
-            address.host,
-            address.port,
-            secret=secret,
-            name=self._router_id,
-            deadline_s=self._deadline_s,
-            on_notification=lambda method, payload: self._on_notification(
-                self, rank, method, payload
-            ),
-        )
+        try:
+            client = await RpcClient.connect(
+                address.host,
+                address.port,
+                secret=secret,
+                name=self._router_id,
+                deadline_s=self._deadline_s,
+                on_notification=lambda method, payload: self._on_notification(
+                    self, rank, method, payload
+                ),
+            )
+        except DeadlineExceeded:
+            self.given_up = True
+            raise
         self._clients[rank] = client
         client.closed.add_done_callback(lambda closed: self._closed(rank, closed.result()))
 
     def _closed(self, rank: int, reason: ConnectionLost) -> None:
+        self.given_up |= not self.lost.done() and isinstance(reason.__cause__, TimeoutError)
         self.disconnect(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
 
     def _learn(self, answers: Iterable[Any]) -> None:
@@ -164,6 +186,11 @@ class GangClient:
             Topology.of_gang(ids, ranks=self.world_size, tp=self.tp)
         except ConfigError as error:
             raise ConfigError(f"{self.role} gang {self.gang_id}: {error}") from None
+
+    def give_up(self, reason: str) -> None:
+        """Close all connections to a gang that does not do what it owes: it is to be replaced."""
+        self.given_up |= not self.lost.done()
+        self.disconnect(reason)
 
     def disconnect(self, reason: str) -> None:
         """Close all connections. Idempotent."""
@@ -249,9 +276,29 @@ class GangClient:
         for rank in range(self.world_size):
             self.notify(rank, method, payload)
 
-    def keep_alive(self) -> None:
-        """Send every rank a heartbeat; due every `members.KEEP_ALIVE_S`."""
-        self.notify_all("keep_alive")
+    def keep_alive(self, *, renew: bool = True) -> None:
+        """Ping every rank, and disconnect if one has left `SILENT_PINGS` unanswered; due every
+        `members.KEEP_ALIVE_S`.
+
+        Pings are counted rather than timed: after a stall of this process, which delays both, the
+        answers that have arrived meanwhile are read before the next ping is sent.
+
+        Args:
+            renew: send the heartbeat by which ranks know that their router lives.
+        """
+        for rank, client in self._clients.items():
+            if client.unanswered >= SILENT_PINGS:
+                name = f"rank {rank} of {self.role} gang {self.gang_id}"
+                self.give_up(f"{name} does not answer: {client.unanswered} pings")
+                return
+            client.ping()
+        if renew:
+            self.notify_all("keep_alive")
+
+    @property
+    def answering(self) -> bool:
+        """True if every rank has answered a ping of late."""
+        return all(client.unanswered <= LATE_PINGS for client in self._clients.values())
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

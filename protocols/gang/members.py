@@ -48,7 +48,18 @@ class GangMembers:
 LIVENESS_TIMEOUT_S = 3.0
 """Silence of the present router after which a newer one may take over."""
 KEEP_ALIVE_S = 1.0
-"""Time between two `keep_alive` notifications of the present router."""
+"""Time between two `keep_alive` notifications of the present router, each with a ping."""
+LATE_PINGS = 2
+"""Unanswered pings that a rank may have and still count as answering; with more of them, requests
+may wait for it in vain."""
+SILENT_PINGS = 4
+"""Unanswered pings after which the router gives a gang up: four to five seconds of silence.
+
+A rank answers on a thread that only queues work, while the engine's thread computes without the
+interpreter's lock, so an answer takes milliseconds. What may delay it is a long message, which is
+decoded in less than half a second, or a machine that is busy with something else. Half of the 15 s
+in which a frozen rank is to be replaced are needed to start its gang again.
+"""
 
 
 class Fence:

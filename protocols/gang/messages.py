@@ -359,9 +359,11 @@ class JoinBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillProgress:
-    """`prefill_progress`, about once a second from a rank that works on a step."""
+    """`prefill_progress`, about once a second from a rank that works on a step, for each step."""
 
     rank: int
+    step_id: int | None = None
+    """Step that advanced; None: a piggybacked prompt did."""
 
 
 @dataclass(frozen=True, kw_only=True)

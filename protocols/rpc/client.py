@@ -21,6 +21,8 @@ from csps.protocols.rpc.wire import (
     CANCEL,
     HELLO,
     NOTIFICATION,
+    PING,
+    PONG,
     REQUEST,
     RESPONSE,
     SCHEMA_VERSION,
@@ -47,6 +49,8 @@ class RpcClient(RpcConnection):
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._last_msgid = 0
         self._authenticated = False
+        self.unanswered = 0
+        """Number of pings since the server answered one."""
 
     @classmethod
     async def connect(
@@ -135,6 +139,11 @@ class RpcClient(RpcConnection):
             raise ConnectionLost(str(self.closed.result()))
         self.send((NOTIFICATION, method, (payload,)))
 
+    def ping(self) -> None:
+        """Ask the server for a sign of life; do nothing if the connection is gone."""
+        self.unanswered += 1
+        self.send((NOTIFICATION, PING, ()))
+
     async def close(self) -> None:
         """Send what is queued and close; pending calls fail. Idempotent."""
         self.end(ConnectionLost("closed by this side"))
@@ -161,6 +170,9 @@ class RpcClient(RpcConnection):
             answer.set_exception(from_wire(error))
 
     def notification_received(self, method: str, params: list[Any]) -> None:
+        if method == PONG:
+            self.unanswered = 0
+            return
         if self._on_notification is None or not self._authenticated:
             return
         payload, _ = payload_and_meta(params)

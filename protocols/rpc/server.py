@@ -24,6 +24,8 @@ from csps.protocols.rpc.wire import (
     CANCEL,
     LINGER_S,
     NOTIFICATION,
+    PING,
+    PONG,
     RESPONSE,
     SCHEMA_VERSION,
     RpcConnection,
@@ -111,6 +113,8 @@ class Peer(RpcConnection):
         payload, meta = payload_and_meta(params)
         if method == CANCEL:
             return self._cancel(payload)
+        if method == PING:
+            return self.send((NOTIFICATION, PONG, ()))
         try:
             with _traced(meta):
                 result = self._server.handler(method)(payload, self)

@@ -16,6 +16,7 @@ Conventions on top of it:
 - The first two calls on a connection are `hello` and `authenticate` (see `ServerHandshake`).
 - The notification `$cancel [msgid]` cancels a call; it is still answered, usually by `Cancelled`.
 - The notification `$closing [error]` precedes the end of a connection that broke a rule.
+- A server answers the notification `$ping` of an authenticated client by `$pong`.
 - Messages are handled in the order of their arrival, notifications included.
 """
 
@@ -26,7 +27,8 @@ import hmac
 import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, cast
 
 import msgpack  # type: ignore[import-untyped]
@@ -48,7 +50,7 @@ SCHEMA_VERSION = 6
 """Version of all messages; two processes with different versions refuse each other."""
 
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
-CANCEL, CLOSING = "$cancel", "$closing"
+CANCEL, CLOSING, PING, PONG = "$cancel", "$closing", "$ping", "$pong"
 
 _HANDSHAKE_FRAME_BYTES = 64 * 1024
 LINGER_S = 1.0
@@ -65,16 +67,16 @@ class RpcLimits:
     """Longest message that is sent or accepted."""
     high_water_bytes: int = 1 << 20
     """Unsent bytes above which `drain()` waits."""
-    max_backlog_bytes: int = 256 << 20
-    """Unsent bytes above which the connection is cut: the peer does not read."""
+    max_backlog_bytes: int = 32 << 20
+    """Unsent bytes above which nothing more is queued and the connection is cut: the peer does not
+    read. One message is queued whatever its length, so a peer costs at most this and one message.
+    The prompts that may wait at a router together are half as long."""
     handshake_s: float = 5.0
     """Time that a client has to authenticate itself."""
 
     def __post_init__(self) -> None:
-        if min(self.max_frame_bytes, self.high_water_bytes, self.handshake_s) <= 0:
+        if min(astuple(self)) <= 0:
             raise ValueError(f"limits must be positive: {self}")
-        if self.max_backlog_bytes < self.max_frame_bytes:
-            raise ValueError("max_backlog_bytes must admit one message of max_frame_bytes")
 
 
 class FrameReader:
@@ -170,7 +172,7 @@ class RpcConnection(asyncio.Protocol):
         # uvloop's transports do not derive from asyncio's, so `isinstance` would fail.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
-        keep_alive(transport.get_extra_info("socket"))
+        notice_silence(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -224,6 +226,9 @@ class RpcConnection(asyncio.Protocol):
             )
         if self._ending():
             return
+        if self._unsent_bytes > self._limits.max_backlog_bytes:
+            self._cut_off()
+            return
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(frame)
@@ -231,15 +236,20 @@ class RpcConnection(asyncio.Protocol):
         if self._outbox_bytes > self._limits.high_water_bytes:
             self._flush()  # otherwise a burst within one iteration would see no backpressure
 
+    @property
+    def _unsent_bytes(self) -> int:
+        return self._outbox_bytes + self._transport.get_write_buffer_size()
+
+    def _cut_off(self) -> None:
+        limit = self._limits.max_backlog_bytes
+        self.abort(ConnectionLost(f"the peer left more than {limit} bytes unread"))
+
     def _flush(self) -> None:
         if not self._outbox or self._transport.is_closing():
             return
         self._transport.write(b"".join(self._outbox))
         self._outbox.clear()
         self._outbox_bytes = 0
-        if self._transport.get_write_buffer_size() > self._limits.max_backlog_bytes:
-            limit = self._limits.max_backlog_bytes
-            self.abort(ConnectionLost(f"the peer left more than {limit} bytes unread"))
 
     async def drain(self) -> None:
         """Wait until less than `high_water_bytes` are unsent, or the connection is gone."""
@@ -273,7 +283,8 @@ class RpcConnection(asyncio.Protocol):
             self._reason = reason
             # Only our half is closed at first. Closing a socket with unread data makes TCP drop
             # what was sent last, and the peer would never learn the reason.
-            self._transport.write_eof()
+            with suppress(OSError):  # reset by the peer, and not read yet
+                self._transport.write_eof()
             self._abort_later()
 
     def abort(self, reason: CspsError) -> None:
@@ -289,6 +300,7 @@ class RpcConnection(asyncio.Protocol):
             self._abort_timer.cancel()
         cause = self._reason or exc or "the peer closed the connection"
         reason = cause if isinstance(cause, ConnectionLost) else ConnectionLost(str(cause))
+        reason.__cause__ = exc
         self._outbox.clear()
         self._writable.set()
         self.closed.set_result(reason)
@@ -308,13 +320,25 @@ def payload_and_meta(params: list[Any]) -> tuple[Any, dict[str, Any]]:
             raise ProtocolError("params must be [], [payload] or [payload, meta]")
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Enable TCP keep-alive: a lost host is noticed within 30 s even while nothing is sent."""
+UNACKNOWLEDGED_S = 5.0
+"""Time without a TCP acknowledgement, or with the peer's window closed, after which a connection is
+lost. Packets that are lost by chance are repeated several times within it."""
+
+
+def notice_silence(sock: socket.socket) -> None:
+    """Let the kernel notice a lost host within `UNACKNOWLEDGED_S`, or a second later if nothing is
+    sent."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        # Several probes fit in: Linux gives up at the first one that is late by then.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        # Keep-alive probes are not sent while data is unacknowledged. Without this limit the kernel
+        # retransmits for a quarter of an hour.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            unacknowledged_ms = int(UNACKNOWLEDGED_S * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)
 
 
 HELLO, AUTHENTICATE = "hello", "authenticate"

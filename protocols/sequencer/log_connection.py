@@ -34,7 +34,7 @@ from csps.protocols.rpc.wire import (
     HELLO,
     ClientHandshake,
     ServerHandshake,
-    keep_alive,
+    notice_silence,
 )
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ LOG_VERSION = 2
 """Version of log entries and reports; ranks with different versions refuse each other."""
 MAX_FRAME = 1 << 20
 """Longest frame in bytes; entries and reports are far shorter."""
-UNANSWERED_S = 30.0
-"""Time without a TCP acknowledgement after which the other side's host counts as lost."""
 _HEADER = 4
 
 
@@ -55,10 +53,7 @@ class LogSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(sock)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            unanswered_ms = int(UNANSWERED_S * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unanswered_ms)
+        notice_silence(sock)
         self._sock = sock
         self._sending = threading.Lock()
         self._buffer = bytearray()

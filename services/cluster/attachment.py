@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.core.errors import ConfigError, CspsError, RanksHeld, Superseded
+from csps.protocols.core.errors import (
+    ConfigError,
+    CspsError,
+    ProtocolError,
+    RanksHeld,
+    Superseded,
+)
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
 from csps.protocols.gang.messages import LinkBroken
@@ -41,6 +48,15 @@ class ClusterDeadlines:
     """Pause after a failed attempt, unless the directory has news earlier."""
     close_s: float = 5.0
     """Deadline for the background tasks to end."""
+    silence_s: float = 20.0
+    """Time for which the directory may fail before this router renews its leases no longer: it may
+    be cut off from Ray, which then starts another router. A registry that is replaced is back
+    earlier."""
+    replace_s: float = 10.0
+    """Deadline for the directory to have a gang replaced."""
+    replace_pause_s: float = 60.0
+    """Pause before another gang of a role is replaced, unless the last one could be attached: over
+    a broken network no gang can be reached."""
 
 
 class ClusterListener(Protocol):
@@ -66,6 +82,9 @@ class ClusterListener(Protocol):
 
     def link_down(self, link: KvLink, reason: str) -> None:
         """Drop a broken link; KV not received over it never will be."""
+
+    def stands_by(self, waits: bool) -> None:
+        """Learn that another router still serves with the gangs, or no longer does."""
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         """Take a notification from a rank of an attached gang."""
@@ -95,6 +114,7 @@ class Cluster:
         self._roles = tuple(roles)
         self._fencing = Fencing(generations, secret=secret, router_id=router_id)
         self._deadlines = deadlines or ClusterDeadlines()
+        self._directory = directory
         self._reconciler = Reconciler(
             directory, self._connect, self._attempted, retry_s=self._deadlines.retry_s
         )
@@ -106,6 +126,8 @@ class Cluster:
         self._model: str | None = None
         """Fingerprint of the last attached gang's model."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._replaced: dict[GangRole, asyncio.Task[None]] = {}
+        """Requests to replace a gang of a role, until one of it was attached or a pause is over."""
         self._draining = False
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
@@ -126,6 +148,9 @@ class Cluster:
     @property
     def phase(self) -> str:
         """Return what the cluster waits for, in words that clients may read; empty when ready."""
+        silent = [gang.role for gang in self._gangs.values() if not gang.answering]
+        if silent:
+            return f"the {silent[0]} gang does not answer"
         if self.link is not None:
             return ""
         return f"{self._awaited}: {self._obstacle}" if self._obstacle else self._awaited
@@ -162,10 +187,11 @@ class Cluster:
 
     async def close(self) -> None:
         """Disconnect from all ranks, which drop their work for this router."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._replaced.values()]
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._deadlines.close_s)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._deadlines.close_s)
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
         await self._set_takeover_priority(False)
@@ -181,6 +207,8 @@ class Cluster:
         former, self._obstacle = self._obstacle, obstacle
         if (former == UNUSABLE) != (obstacle == UNUSABLE):
             self._priority_in_doubt.set()
+        if (former == STANDBY) != (obstacle == STANDBY) and self._listener is not None:
+            self._listener.stands_by(obstacle == STANDBY)
 
     def _report(self, error: BaseException) -> None:
         """Keep the reason; log it once and not at every attempt."""
@@ -212,6 +240,8 @@ class Cluster:
             for role in self._roles
             if role not in self._gangs and (members := view.gang(role)) is not None
         ]
+        if not found and self.generation:
+            return  # without asking a store that may not answer while the gangs do
         try:
             # A retried request must go on with the model that it began with.
             model = self._model if self._busy else None
@@ -220,10 +250,16 @@ class Cluster:
             for gang in list(self._gangs.values()):
                 self._lose(gang, str(error))
             raise
+        finally:
+            for gang in found:
+                if self._gangs.get(gang.role) is not gang:
+                    self._replace_given_up(gang)
 
     def _attached(self, gang: GangClient) -> None:
         self._gangs[gang.role] = gang
         self._model = gang.descriptions[0].model_fingerprint
+        if replaced := self._replaced.pop(gang.role, None):
+            replaced.cancel()
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
         _log.info(
             "attached to %s gang %s (%d ranks, generation %d)",
@@ -234,8 +270,9 @@ class Cluster:
 
     async def _renew_leases(self) -> None:
         while True:
+            renew = self._reconciler.failing_s <= self._deadlines.silence_s
             for gang in self._gangs.values():
-                gang.keep_alive()
+                gang.keep_alive(renew=renew)  # one given up is lost in the next loop iteration
             await asyncio.sleep(KEEP_ALIVE_S)
 
     @property
@@ -262,11 +299,19 @@ class Cluster:
         if self._gangs.get(gang.role) is not gang:
             return
         if method == "link_broken":
-            if reason := self._links.broken(gang, unpack(LinkBroken, payload)):
-                self.trouble = reason
-                self._reconciler.retry_now()
+            self._link_broken(gang, rank, payload)
         elif self._listener is not None:
             self._listener.notified(gang, rank, method, payload)
+
+    def _link_broken(self, gang: GangClient, rank: int, payload: Any) -> None:
+        try:
+            reason = self._links.broken(gang, unpack(LinkBroken, payload))
+        except ProtocolError as error:
+            gang.disconnect(f"rank {rank} sent a 'link_broken' that is not understood: {error}")
+            return
+        if reason:
+            self.trouble = reason
+            self._reconciler.retry_now()
 
     def _lose(self, gang: GangClient, reason: str) -> None:
         if self._gangs.get(gang.role) is not gang:
@@ -280,6 +325,27 @@ class Cluster:
             self._listener.gang_down(gang, reason)
         self._priority_in_doubt.set()
         self._reconciler.retry_now()
+        self._replace_given_up(gang)
+
+    # --- replacing ---
+
+    def _replace_given_up(self, gang: GangClient) -> None:
+        """Have a gang replaced of which a rank is silent or hangs: the process may be frozen, or
+        healthy for everybody but this router."""
+        if gang.given_up and gang.role not in self._replaced and not self._draining:
+            self._replaced[gang.role] = asyncio.create_task(self._replace(gang))
+
+    async def _replace(self, gang: GangClient) -> None:
+        try:
+            async with asyncio.timeout(self._deadlines.replace_s):
+                known = await self._directory.replace(gang.gang_id)
+        except Exception as exc:  # whatever a directory of another process may raise
+            _log.warning("%s gang %s was not replaced: %s", gang.role, gang.gang_id, exc)
+        else:
+            if known:
+                _log.warning("%s gang %s is being replaced", gang.role, gang.gang_id)
+                await asyncio.sleep(self._deadlines.replace_pause_s)
+        del self._replaced[gang.role]
 
     # --- linking ---
 
@@ -339,6 +405,13 @@ class Reconciler:
         self._retry_s = retry_s
         self._view = ClusterView()
         self._changed = asyncio.Event()
+        self._failing_since: float | None = None
+
+    @property
+    def failing_s(self) -> float:
+        """Time since the directory began to fail; 0 if it answered last."""
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def retry_now(self) -> None:
         """Start another attempt: what the last one achieved is lost."""
@@ -352,8 +425,10 @@ class Reconciler:
                 version, view = await self._directory.wait_change(version)
             except Exception as exc:  # whatever a directory of another process may raise
                 _log.warning("the gang directory does not answer, retrying: %s", exc)
+                self._failing_since = self._failing_since or time.monotonic()
                 await asyncio.sleep(self._retry_s)
                 continue
+            self._failing_since = None
             if view != self._view:
                 self._view = view
                 self._changed.set()

@@ -16,17 +16,23 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from csps.protocols.core.errors import ConfigError, RanksHeld, Superseded
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, RanksHeld, Superseded
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+STORE_S = 5.0
+"""Deadline for one call of the store. It usually takes milliseconds."""
 
 
 class Generations(Protocol):
-    """A shared counter that only grows, and the takeover priorities of its numbers."""
+    """A shared counter that only grows, and the takeover priorities of its numbers.
+
+    It may lie in another process, which may not answer: its users wait for `STORE_S` at most.
+    """
 
     async def claim(self) -> int:
         """Return the next number, from 1. Nobody else gets it, now or later."""
@@ -104,7 +110,7 @@ class Fencing:
             ConfigError: a gang cannot be used.
         """
         if not self.generation:
-            self.generation = await self._generations.claim()
+            self.generation = await _in_time(self._generations.claim())
             _log.info("this router has generation %d", self.generation)
         await self._takeover_priority.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
@@ -160,6 +166,19 @@ async def _each(
     return {gang: error for gang, error in zip(gangs, results, strict=True) if error is not None}
 
 
+async def _in_time(call: Awaitable[T]) -> T:
+    """Wait for a call of the store.
+
+    Raises:
+        DeadlineExceeded: it did not answer.
+    """
+    try:
+        async with asyncio.timeout(STORE_S):
+            return await call
+    except TimeoutError:
+        raise DeadlineExceeded("the store of router generations", STORE_S) from None
+
+
 class _LastHeartbeat(NamedTuple):
     heartbeat: int
     since: float
@@ -181,9 +200,9 @@ class TakeoverPriority:
         claimed, self._claimed = self._claimed, generation
         if generation:
             self._heartbeat += 1
-            await self._generations.claim_priority(generation, self._heartbeat)
+            await _in_time(self._generations.claim_priority(generation, self._heartbeat))
         if claimed and claimed != generation:
-            await self._generations.release_priority(claimed)
+            await _in_time(self._generations.release_priority(claimed))
 
     async def check(self, generation: int, now: float) -> None:
         """Check that a router of this generation may attach to gangs now.
@@ -192,7 +211,7 @@ class TakeoverPriority:
             RanksHeld: an older router has priority, and its heartbeat changed within
                 `LIVENESS_TIMEOUT_S`.
         """
-        claimed = await self._generations.priorities()
+        claimed = await _in_time(self._generations.priorities())
         self._seen = {
             number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
 
@@ -37,6 +37,11 @@ class Directory(Protocol):
         """
         ...
 
+    async def replace(self, gang_id: str) -> bool:
+        """Ask for another gang in place of one that cannot be reached; return whether somebody
+        does it."""
+        ...
+
 
 class StaticDirectory:
     """A directory in this process's memory."""
@@ -56,6 +61,10 @@ class StaticDirectory:
             await self._changed.wait()
         return self._version, self._view
 
+    async def replace(self, gang_id: str) -> bool:
+        """Return False: whoever publishes gangs starts them."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -67,6 +76,8 @@ class Member:
     address: RankAddress
     incarnation: int = 0
     """Rank 0's number, larger than that of every gang which this one replaces; 0 for others."""
+    replica: Any = None
+    """Handle of its Ray actor, by which its process can be ended; None without Ray."""
 
 
 LIVENESS_TIMEOUT_S = 30.0
@@ -92,8 +103,14 @@ class Membership:
         )
         rank = member.address.rank
         gang.ranks[rank], gang.registered_at[rank] = member.address, now
+        gang.replicas[rank] = member.replica
         gang.incarnation = max(gang.incarnation, member.incarnation)
         return self._install(member.role, self._newest(member.role, now))
+
+    def replicas(self, gang_id: str) -> tuple[Any, ...]:
+        """Return handles of the Ray actors of a gang's ranks; none if the gang is unknown."""
+        gang = self._gangs.get(gang_id)
+        return () if gang is None else tuple(gang.replicas.values())
 
     def _newest(self, role: GangRole, now: float) -> GangMembers | None:
         complete = {
@@ -127,6 +144,7 @@ class _Gang:
     incarnation: int = 0
     ranks: dict[int, RankAddress] = field(default_factory=dict)
     registered_at: dict[int, float] = field(default_factory=dict)
+    replicas: dict[int, Any] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:

@@ -7,8 +7,10 @@ as the cluster.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -21,6 +23,7 @@ from csps.services.settings.settings import Settings
 SERVER_LABEL = "csps.io/server"
 """Label of a Ray node (`ray start --labels`): its machine's Rack-Server id, such as 0-3."""
 _NAMESPACE = "csps"
+T = TypeVar("T")
 
 
 def listen_host(settings: Settings) -> str:
@@ -50,6 +53,11 @@ def own_labels() -> dict[str, Any]:
     """Return the labels of this process's node."""
     labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
     return labels
+
+
+def own_actor() -> Any:
+    """Return a handle of this process's Ray actor."""
+    return ray.get_runtime_context().current_actor
 
 
 def application_name() -> str:
@@ -83,13 +91,19 @@ class RayGenerations:
             name: shared by all users of the counter, such as "csps/routers".
         """
         self._prefix, self._priority_prefix = f"{name}/", f"{name}-held/"
+        # Threads of its own: a GCS that does not answer holds each for a minute.
+        self._threads = ThreadPoolExecutor(2, "gcs")
+
+    async def _call(self, function: Callable[..., T], *args: Any, **named: Any) -> T:
+        call = partial(function, *args, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def claim(self) -> int:
-        return await asyncio.to_thread(self._claim)
+        return await self._call(self._claim)
 
     async def claim_priority(self, number: int, heartbeat: int) -> None:
         key = f"{self._priority_prefix}{number}"
-        await asyncio.to_thread(
+        await self._call(
             internal_kv._internal_kv_put,
             key,
             str(heartbeat).encode(),
@@ -99,10 +113,10 @@ class RayGenerations:
 
     async def release_priority(self, number: int) -> None:
         key = f"{self._priority_prefix}{number}"
-        await asyncio.to_thread(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
+        await self._call(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
 
     async def priorities(self) -> dict[int, int]:
-        return await asyncio.to_thread(self._read_priorities)
+        return await self._call(self._read_priorities)
 
     def _read_priorities(self) -> dict[int, int]:
         priorities = {}

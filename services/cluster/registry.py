@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import ray
 from ray.serve.handle import DeploymentHandle
 
 from csps.protocols.core.errors import DeadlineExceeded, FaultError
@@ -21,6 +22,10 @@ from csps.services.cluster.membership import ClusterView, Member, Membership
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 """Longest time that a poll stays open; short, because Serve waits for open calls before a stop."""
+ANSWER_S = 5.0
+"""Longest time for an answer to arrive. A handle waits without end for a registry that is gone."""
+MAX_STORES = 16
+"""Number of gangs that may form at a time, far more than there are."""
 STORE_DEADLINE_S = 60.0
 """Deadline for rank 0 of a gang to publish its rendezvous store."""
 
@@ -48,14 +53,30 @@ class Registry:
         return self._version, self._membership.view
 
     async def publish_store(self, gang_id: str, host: str, port: int) -> None:
-        """Store the address where the ranks of a gang meet; rank 0 calls it."""
+        """Store the address where the ranks of a gang meet; rank 0 repeats it until all have
+        come."""
+        if self._stores.get(gang_id) == (host, port):
+            return
         self._stores[gang_id] = (host, port)
+        if len(self._stores) > MAX_STORES:  # gangs that never formed
+            del self._stores[next(iter(self._stores))]
         await self._announce()
 
     async def store_address(self, gang_id: str) -> tuple[str, int] | None:
         """Return where the gang meets; None if rank 0 has not published it within `POLL_S`."""
         await self._wait(lambda: gang_id in self._stores)
         return self._stores.get(gang_id)
+
+    async def replace(self, gang_id: str) -> bool:
+        """End all ranks of a gang, also stopped processes; return whether the gang is known.
+
+        Serve notices at its next health check, and starts another one.
+        """
+        replicas = self._membership.replicas(gang_id)
+        if replicas:
+            _log.warning("ending gang %s, which the router cannot reach", gang_id)
+        await asyncio.gather(*(asyncio.to_thread(ray.kill, replica) for replica in replicas))
+        return bool(replicas)
 
     async def _announce(self) -> None:
         async with self._changed:
@@ -76,8 +97,18 @@ class RegistryDirectory:
 
     async def wait_change(self, version: int) -> tuple[int, ClusterView]:
         """Return the version and the view once it is newer, or when a poll runs out."""
-        answer: tuple[int, ClusterView] = await self._handle.wait_change.remote(version)
+        answer: tuple[int, ClusterView]
+        try:
+            async with asyncio.timeout(POLL_S + ANSWER_S):
+                answer = await self._handle.wait_change.remote(version)
+        except TimeoutError:
+            raise DeadlineExceeded("a poll of the registry", POLL_S + ANSWER_S) from None
         return answer
+
+    async def replace(self, gang_id: str) -> bool:
+        """Have all ranks of a gang ended, so that Serve starts another one."""
+        known: bool = await self._handle.replace.remote(gang_id)
+        return known
 
 
 async def wait_for_store(registry: DeploymentHandle[Registry], gang_id: str) -> tuple[str, int]:
@@ -98,32 +129,32 @@ async def wait_for_store(registry: DeploymentHandle[Registry], gang_id: str) -> 
 
 PERIOD_S = 3.0
 """Pause between repetitions, for a registry that was restarted."""
-JOIN_DEADLINE_S = 10.0
+REGISTER_DEADLINE_S = 10.0
 """Deadline for one call; a handle delays calls while there is no replica."""
-Join = Callable[[Member], Awaitable[None]]
+Register = Callable[[], Awaitable[None]]
 """One call of the registry. Serve decides what it raises; there is no common base class."""
 
 
 class Registration:
-    """A rank's registration, repeated from construction until `end`.
+    """What a rank tells the registry, repeated from construction until `end`.
 
     A restarted registry knows nothing. A rank that stopped repeating itself would never be found
     again although its health checks pass. So no failure ends the repetition, and if it does end,
     the rank counts as broken (`check`).
     """
 
-    def __init__(self, member: Member, join: Join, *, period_s: float = PERIOD_S) -> None:
-        self._member, self._join, self._period_s = member, join, period_s
+    def __init__(self, rank: int, register: Register, *, period_s: float = PERIOD_S) -> None:
+        self._rank, self._register, self._period_s = rank, register, period_s
         self._trouble = ""
         self._task = asyncio.create_task(self._repeat())
 
     def check(self) -> None:
         """Raise FaultError if the registration is no longer repeated."""
         if self._task.done():
-            raise FaultError(f"rank {self._member.address.rank} stopped repeating its registration")
+            raise FaultError(f"rank {self._rank} stopped repeating its registration")
 
     def end(self) -> None:
-        """Stop registering: the rank is about to close."""
+        """Stop registering."""
         self._task.cancel()
 
     async def _repeat(self) -> None:
@@ -134,17 +165,16 @@ class Registration:
     async def _failure(self) -> str:
         """Register once; return the name of the error, or an empty string."""
         try:
-            async with asyncio.timeout(JOIN_DEADLINE_S):
-                await self._join(self._member)
+            async with asyncio.timeout(REGISTER_DEADLINE_S):
+                await self._register()
         except Exception as exc:
             return type(exc).__name__
         return ""
 
     def _note(self, trouble: str) -> None:
         """Log a change of the error, not its repetitions."""
-        rank = self._member.address.rank
         if trouble and trouble != self._trouble:
-            _log.warning("rank %d cannot register (%s), retrying", rank, trouble)
+            _log.warning("rank %d cannot register (%s), retrying", self._rank, trouble)
         elif self._trouble and not trouble:
-            _log.info("rank %d is registered again", rank)
+            _log.info("rank %d is registered again", self._rank)
         self._trouble = trouble

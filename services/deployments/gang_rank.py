@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -25,6 +26,7 @@ from csps.services.cluster.ray_context import (
     application_name,
     labelled_location,
     listen_host,
+    own_actor,
     own_labels,
 )
 from csps.services.cluster.registry import Registration, Registry, wait_for_store
@@ -58,11 +60,15 @@ class GangRank:
         self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
         config = rank_config(role, settings, gang, host=listen_host(settings))
-        store = await _rendezvous_store(gang, config.host, registry)
-        self._rank = _make_rank(config, secret, store)
-        self._address = await asyncio.to_thread(self._rank.start)
+        store, publishing = await _rendezvous_store(gang, config.host, registry)
+        try:
+            self._rank = _make_rank(config, secret, store)
+            self._address = await asyncio.to_thread(self._rank.start)
+        finally:
+            if publishing is not None:
+                publishing.end()
         member = await self._member(role, gang)
-        self._registration = Registration(member, registry.join.remote)
+        self._registration = Registration(gang.rank, partial(registry.join.remote, member))
         logger.info(
             "%s rank %d of gang %s is up after %.1f s at %s:%d",
             role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
@@ -91,6 +97,7 @@ class GangRank:
             world_size=gang.world_size,
             address=RankAddress(rank=gang.rank, host=host, port=port),
             incarnation=await _incarnation(role) if gang.rank == 0 else 0,
+            replica=own_actor(),
         )
 
 
@@ -145,15 +152,21 @@ def _gang_context() -> GangContext:
 
 async def _rendezvous_store(
     gang: GangContext, host: str, registry: DeploymentHandle[Registry]
-) -> HostedStore | StoreAddress:
-    """Host the gang's rendezvous store on rank 0; find it on the other ranks."""
+) -> tuple[HostedStore | StoreAddress, Registration | None]:
+    """Host the gang's rendezvous store on rank 0, and find it on the other ranks.
+
+    Returns:
+        The store, and on rank 0 its publication, to be ended when all ranks have come: until then
+        the registry may be restarted.
+    """
     from csps.actors.comm.process_group import StoreAddress, host_store
 
     if gang.rank > 0:
-        return StoreAddress(*await wait_for_store(registry, gang.gang_id))
+        return StoreAddress(*await wait_for_store(registry, gang.gang_id)), None
     hosted = host_store(host)
-    await registry.publish_store.remote(gang.gang_id, hosted.address.host, hosted.address.port)
-    return hosted
+    address = hosted.address
+    publish = partial(registry.publish_store.remote, gang.gang_id, address.host, address.port)
+    return hosted, Registration(gang.rank, publish)
 
 
 def _make_rank(

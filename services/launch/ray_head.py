@@ -48,6 +48,9 @@ PORTS = range(20_000, 25_000)
 port found free here stays free for the seconds until Ray listens on it."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small, because tensors never go through Ray; its default is a third of the machine's memory."""
+FORCE_STOP = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+"""Serve kills a router that fails its health checks. A frozen one cannot drain: its clients would
+wait for `drain_s` to learn that their requests are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
             stderr=subprocess.STDOUT,
             env={
                 **_environment(str(token_file)),
+                **FORCE_STOP,
                 **reverse_proxy_environment(
                     run_dir, Path(socket_dir), ports=proxy_ports, host=LOOPBACK
                 ),

@@ -304,7 +304,7 @@ class Executor:
 
     def _reset_gang(self, command: commands.ResetGang) -> None:
         if (gang := self._gangs.get(command.gang)) is not None:
-            gang.disconnect(command.reason)
+            gang.give_up(command.reason)
 
 
 def _decode_instances(sequence: LiveSequence) -> tuple[int, ...]:

@@ -59,12 +59,12 @@ from csps.services.scheduling.events.events import (
     instance_id,
 )
 from csps.services.scheduling.state.state import wire_error
-from csps.services.telemetry.observer import RequestObserver, StepFigures
+from csps.services.telemetry.observer import RequestObserver, StepFigures, guarded
 
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 1.0
-"""Notifications of an instance within this time count as one heartbeat."""
+"""Tokens of an instance within this time count as one heartbeat."""
 PostEvent = Callable[[AnyEvent], None]
 
 
@@ -109,8 +109,8 @@ class RankNotifications:
         Raises:
             ProtocolError: the router knows no such notification.
         """
-        self._note_heartbeat(gang_number, gang.instance_of(rank))
         if method == "tokens":  # thousands a second: checked first
+            self._note_heartbeat(gang_number, gang.instance_of(rank))
             for token in unpack(SampledTokens, payload).each():
                 self._token(token)
         elif (reader := self._readers.get(method)) is not None:
@@ -182,16 +182,16 @@ class RankNotifications:
     def _prefill_progress(
         self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
     ) -> None:
-        unpack(PrefillProgress, payload)
+        progress = unpack(PrefillProgress, payload)
+        if progress.step_id is None:
+            self._note_heartbeat(gang_number, gang.instance_of(rank))
+        else:
+            self._post_event(Heartbeat(steps=(progress.step_id,)))
 
     def _prefill_done(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         done = unpack(PrefillDone, payload)
         instance = instance_id(gang_number, gang.instance_of(rank))
-        took_s = self._steps.rank_done(done, instance)
-        if took_s is not None:
-            self._post_event(
-                StepDone(step_id=done.step_id, instance=instance, took_ns=int(took_s * 1e9))
-            )
+        self._steps.rank_done(done, instance)
 
     def _kv_received(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         received = unpack(RankKvReceived, payload)
@@ -230,8 +230,8 @@ class RankNotifications:
         if not move.pending_acks:
             _log.debug("sequence_id %d moved: %d tokens", sequence.id, move.tokens)
             end_move(sequence, move)
-            self._on_moved(sequence, move)
             self._post_event(Moved(sequence_id=sequence.id))
+            self._on_moved(sequence, move)
 
     def free(self, sequence: LiveSequence, gang_number: GangId, rank: int) -> None:
         """Record that a decode rank freed its slots of the sequence."""
@@ -324,6 +324,7 @@ class RunningSteps:
         measured: takes how long a whole step took, and on which group.
         observer: takes the figures of a step.
         elastic: takes the steps of elastic gangs.
+        post_event: takes events for the scheduler.
     """
 
     def __init__(
@@ -331,8 +332,10 @@ class RunningSteps:
         measured: Callable[[RunStep, GroupShape, float], None],
         observer: RequestObserver,
         elastic: ElasticEventRecorder,
+        post_event: PostEvent,
     ) -> None:
         self._measured, self._observer, self._elastic = measured, observer, elastic
+        self._post_event = post_event
         self._running: dict[StepId, _RunningStep] = {}
 
     def launched(
@@ -360,30 +363,29 @@ class RunningSteps:
             and any(member in step.unreported for member in high_priority.group)
         )
 
-    def rank_done(self, done: PrefillDone, instance: InstanceId) -> float | None:
-        """Record a rank's report of a step.
-
-        Returns:
-            Seconds that its instance computed and exchanged, without queueing and preemption; None
-            if
-            the step is unknown or other ranks of the instance have not reported.
-        """
+    def rank_done(self, done: PrefillDone, instance: InstanceId) -> None:
+        """Record a rank's report of a step: first for the scheduler, which waits for it."""
         step = self._running.get(done.step_id)
         if step is None:
-            return None
+            return
         step.figures.append(done)
         took_s = max(step.took_s.get(instance, 0.0), done.compute_s + done.communication_s)
         step.took_s[instance] = took_s
         if not step.unreported.reported(instance, done.rank):
-            return None
+            return
+        # Without queueing and preemption.
+        took_ns = int(took_s * 1e9)
+        self._post_event(StepDone(step_id=done.step_id, instance=instance, took_ns=took_ns))
         if not step.unreported:
             del self._running[done.step_id]
-            for sequence in step.sequences:
-                sequence.handle.timings.add_figures(step.figures)
-            self._observer.step_done(_figures(step))
-            if not any(figure.cancelled for figure in step.figures):
-                self._completed(step)
-        return took_s
+            guarded(self._observe)(step)
+
+    def _observe(self, step: _RunningStep) -> None:
+        for sequence in step.sequences:
+            sequence.handle.timings.add_figures(step.figures)
+        self._observer.step_done(_figures(step))
+        if not any(figure.cancelled for figure in step.figures):
+            self._completed(step)
 
     def _completed(self, step: _RunningStep) -> None:
         took_s = max(step.took_s.values())

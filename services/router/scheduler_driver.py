@@ -27,6 +27,10 @@ class Recorder(Protocol):
         """Append one batch of events."""
         ...
 
+    def flush(self) -> None:
+        """Write what is buffered: the router is about to be replaced."""
+        ...
+
 
 class SchedulerDriver:
     """Collects the events of one event-loop iteration and hands them to the scheduler together.
@@ -88,6 +92,8 @@ class SchedulerDriver:
         except Exception as exc:
             _log.exception("a scheduling round failed; nothing is scheduled any more")
             self.fault = exc
+            if self._recorder is not None:
+                self._recorder.flush()
             return
         self._set_wake_timer(outcome.wake_at_ns, now_ns)
 

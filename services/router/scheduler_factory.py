@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from pathlib import Path
 
 from csps.configurator.costs.cost_table import Costs, CostTable
@@ -19,6 +21,10 @@ from csps.services.scheduling.events.limits import (
 )
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.settings.settings import Settings
+
+_log = logging.getLogger(__name__)
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""Errors of a disk, which come and go; all others are mistakes in the settings."""
 
 
 def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
@@ -49,13 +55,13 @@ def initial_costs(settings: Settings) -> CostTable:
 
 
 def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
-    """Open the decision log if the settings name one.
+    """Open the decision log if the settings name one; do without it if the disk is full or broken.
 
     Args:
         table: in force at the start.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written there.
     """
     scheduling = settings.scheduling
     if scheduling.log is None:
@@ -74,6 +80,9 @@ def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
     try:
         return DecisionLog(Path(scheduling.log), header, table)
     except OSError as error:
+        if error.errno in _DISK_ERRORS:
+            _log.warning("no decision log is written: %s: %s", error.strerror, scheduling.log)
+            return None
         raise ConfigError(f"scheduling.log: {error.strerror}: {scheduling.log}") from None
 
 

@@ -12,7 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from csps.configurator.model.attention_shape import AttentionShape, check_csa
-from csps.protocols.core.errors import Cancelled, InvalidRequest, QueueFull, RequestError
+from csps.protocols.core.errors import (
+    Cancelled,
+    CspsError,
+    FaultError,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+)
 from csps.protocols.gang.client import GangClient
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.kv_links import KvLink
@@ -26,9 +33,21 @@ from csps.services.router.rank_notifications import RankNotifications, RunningSt
 from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
 from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
 from csps.services.scheduling.deciding.decisions import CapacityCheck
-from csps.services.scheduling.events.events import Drain, GangDown, LinkDown, LinkUp, Progress
+from csps.services.scheduling.events.events import (
+    Drain,
+    GangDown,
+    LinkDown,
+    LinkUp,
+    Progress,
+    Standby,
+)
 from csps.services.scheduling.policies.registry import own_way
-from csps.services.telemetry.observer import NullObserver, RequestObserver
+from csps.services.telemetry.observer import (
+    NullObserver,
+    RequestObserver,
+    guarded,
+    guarded_observer,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,14 +79,14 @@ class RequestService:
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
         self._costs = costs
-        self._observer = observer or NullObserver()
+        self._observer = guarded_observer(observer or NullObserver())
         self._driver = SchedulerDriver(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), LiveSequences()
         self._requests = LiveRequests(
-            self._observer, self._driver.post_event, costs.record_first_token
+            self._observer, self._driver.post_event, guarded(costs.record_first_token)
         )
         elastic = ElasticEventRecorder(self._sequences.groups, self._requests.elastic_changed)
-        self._steps = RunningSteps(costs.measured, self._observer, elastic)
+        self._steps = RunningSteps(costs.measured, self._observer, elastic, self._driver.post_event)
         self._notifications = RankNotifications(
             self._requests,
             self._sequences,
@@ -94,6 +113,8 @@ class RequestService:
             elastic=elastic,
             post_event=self._driver.post_event,
         )
+        self._report_fault: Exception | None = None
+        """Error with which a rank's report was handled: a bug, after which books may be wrong."""
         self._closing = False
         cluster.listen(self)
 
@@ -116,20 +137,27 @@ class RequestService:
         except TimeoutError:
             _log.warning("%d requests did not finish within %g s", len(self._requests), drain_s)
         self._driver.close()
-        for handle in self._requests:
-            self._requests.fail(handle, Cancelled("the server is shutting down"))
+        self._fail_all(Cancelled("the server is shutting down"))
         await self._costs.close()
         await self._executor.close()
         await self._cluster.close()
 
     def check_health(self) -> None:
-        """Raise the error with which a scheduling round or a background command failed."""
+        """Raise the error with which a scheduling round, a background command or a report failed.
+
+        Live requests fail at once: nobody knows which of them will ever go on.
+        """
         if self._fault is not None:
+            self._fail_all(Cancelled(BROKEN))
             raise self._fault
+
+    def _fail_all(self, error: CspsError) -> None:
+        for handle in self._requests:
+            self._requests.fail(handle, error)
 
     @property
     def _fault(self) -> BaseException | None:
-        return self._driver.fault or self._executor.fault
+        return self._driver.fault or self._executor.fault or self._report_fault
 
     def check_integrity(self) -> None:
         """Assert that no slot and no request was lost track of."""
@@ -151,7 +179,7 @@ class RequestService:
         Requests are accepted even while it is false; they wait.
         """
         healthy = self._fault is None
-        return healthy and self._scheduler.ready and self._cluster.link is not None
+        return healthy and self._scheduler.ready and not self._cluster.phase
 
     @property
     def trouble(self) -> str:
@@ -285,7 +313,18 @@ class RequestService:
         assert decode is not None, "link down after the decode gang was lost"
         self._driver.post_event(LinkDown(prefill=prefill, decode=decode, reason=reason))
 
+    def stands_by(self, waits: bool) -> None:
+        self._driver.post_event(Standby(waits=waits))
+
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         gang_number = self._gangs.number_of(gang)
-        if gang_number is not None:
+        if gang_number is None:
+            return
+        try:
             self._notifications.read(gang_number, gang, rank, method, payload)
+        except FaultError as error:
+            gang.disconnect(f"rank {rank} sent a {method!r} that is not understood: {error}")
+        except Exception as error:
+            _log.exception("a %r of rank %d could not be handled", method, rank)
+            self._report_fault = error
+            self._fail_all(Cancelled(BROKEN))

@@ -69,9 +69,9 @@ class PrefillSettings(GangSettings):
     kv_slots: Count = 40_960
     """Tokens whose KV an instance can store while prompts are computed."""
     progress_deadline_s: Seconds = 180.0
-    """Seconds without progress after which a gang is replaced: the instances of a step, and those
-    that they wait for, were silent. Ranks at work report about once a second, or once for a yield
-    point that takes longer, however long the prompt is."""
+    """Seconds after which a gang is replaced if a step of it does not advance, nor any that this
+    one waits for. Ranks at work report each step about once a second, or once for a yield point
+    that takes longer, however long the prompt is."""
 
 
 class DecodeSettings(GangSettings):
@@ -80,7 +80,8 @@ class DecodeSettings(GangSettings):
     kv_slots: Count = 65_536
     """Tokens whose KV an instance can store; a request may be spread over several."""
     silence_deadline_s: Seconds = 120.0
-    """Seconds of silence after which a gang that owes tokens or slots is replaced."""
+    """Seconds of silence of an instance that owes tokens or slots, after which its gang is
+    replaced."""
     prefill_tokens_max: Annotated[int, Field(ge=0)] = 0
     """Longest end of a prompt that this gang may compute itself (piggybacked prefill); 0: none. It
     does so if it has all KV before that end and is faster than the gang that computes prompts.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, cast
 
 from csps.protocols.core.topology import Location
 from csps.protocols.gang.members import GangRole
@@ -12,6 +14,9 @@ from csps.protocols.gang.messages import FinishReason, PrefillDone, RankKvReceiv
 from csps.services.requests.elastic_event import ElasticEvent
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
+
+_log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +96,32 @@ class NullObserver:
     def step_done(self, figures: StepFigures) -> None: ...
     def elastic(self, event: ElasticEvent) -> None: ...
     def kv_received(self, received: Sequence[RankKvReceived]) -> None: ...
+
+
+def guarded(observe: Callable[P, None]) -> Callable[P, None]:
+    """Return the function with its errors logged: what it observes has happened all the same, and
+    must reach scheduler and clients."""
+
+    @wraps(observe)
+    def observed(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            observe(*args, **kwargs)
+        except Exception:
+            _log.exception("%s failed", observe.__qualname__)
+
+    return observed
+
+
+class _Guarded:
+    def __init__(self, observer: RequestObserver) -> None:
+        self._observer = observer
+
+    def __getattr__(self, name: str) -> Any:
+        method = guarded(getattr(self._observer, name))
+        setattr(self, name, method)  # the next call finds it at once
+        return method
+
+
+def guarded_observer(observer: RequestObserver) -> RequestObserver:
+    """Return the observer with the errors of its methods logged."""
+    return cast(RequestObserver, _Guarded(observer))

@@ -23,6 +23,7 @@ from csps.protocols.rpc import trace_context
 from csps.protocols.rpc.trace_context import ERROR_TYPE
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.telemetry.observer import guarded
 
 
 def error_type(error: BaseException) -> str:
@@ -142,6 +143,7 @@ def latencies(handle: RequestHandle) -> dict[str, float]:
     return {f"gen_ai.latency.{name}": value for name, value in named.items() if value is not None}
 
 
+@guarded
 def record_spans(handle: RequestHandle) -> None:
     """Write the spans of the last attempt, as children of the span that submitted the request."""
     if not trace.get_current_span(handle.context).get_span_context().trace_flags.sampled:

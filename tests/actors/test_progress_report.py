@@ -17,14 +17,15 @@ from csps.protocols.gang.messages import PrefillProgress
 
 
 def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [100.0, 100.1, 100.9, 100.0 + REPORT_S, 101.5]
-    clock = Mock(side_effect=times)
+    began = 100.0
+    times = [100.1, 100.9, began + REPORT_S, 101.5, began + 2 * REPORT_S]
+    clock = Mock(side_effect=[began, *times])
     monkeypatch.setattr(notifications, "time", Mock(monotonic=clock))
     told: list[tuple[str, Any]] = []
-    report = ProgressReport(lambda *word: told.append(word), rank=3)
+    report = ProgressReport(lambda *word: told.append(word), rank=3, step_id=8)
     for _ in times:
         report.step()
-    assert told == [("prefill_progress", PrefillProgress(rank=3))] * 2
+    assert told == [("prefill_progress", PrefillProgress(rank=3, step_id=8))] * 2
 
 
 async def test_every_rank_of_a_group_reports_at_every_layer(
@@ -36,7 +37,7 @@ async def test_every_rank_of_a_group_reports_at_every_layer(
         await cell.reserve(request)
         step_id = cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
         await cell.prefilled(step_id)
-        spoken = [len(cell.about(PrefillProgress, rank=rank)) for rank in range(3)]
+        spoken = [len(cell.about(PrefillProgress, rank=rank, step_id=step_id)) for rank in range(3)]
         layers = cell.prefill_gang.ranks[0].engine.spec.layers
         assert min(spoken[0], spoken[2]) >= layers
         assert spoken[1] == 0

@@ -13,6 +13,7 @@ from csps.protocols.core.errors import ConfigError
 from csps.services.app import ONE_LOOP
 from csps.services.http.header_deadline import HOOK
 from csps.services.launch.deploy_config import IMPORT_PATH, read_config
+from csps.services.launch.ray_head import FORCE_STOP
 from csps.services.launch.reverse_proxy import HEALTH_CHECK_PERIOD_S
 from csps.services.settings.settings import Settings
 
@@ -42,6 +43,12 @@ def test_half_sent_headers_have_a_deadline_on_every_pod() -> None:
         assert variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == HOOK
         period = float(variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"])
         assert period == HEALTH_CHECK_PERIOD_S
+
+
+def test_a_frozen_router_is_killed_as_under_make_serve() -> None:
+    for group in render().groups.values():
+        variables = {name: variable.get("value") for name, variable in environment(group).items()}
+        assert variables.items() >= FORCE_STOP.items()
 
 
 def test_the_router_has_one_event_loop() -> None:

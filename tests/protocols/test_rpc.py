@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgpack
@@ -530,6 +530,29 @@ async def test_peer_that_never_reads_is_cut_off(cell: Cell) -> None:
     [peer] = server.peers
     raw.send([0, 3, "flood", []])
     assert "unread" in str(await soon(peer.closed))
+
+
+async def test_what_a_peer_may_leave_unread_is_a_fraction_of_what_may_be_sent(cell: Cell) -> None:
+    """Sixteen ranks that read nothing at once cost half a gigabyte and not four."""
+    server = await cell.serve({})
+    raw = await cell.raw()
+    [peer] = server.peers
+    chunk, queued = bytes(1 << 20), 0
+    while not peer.closed.done():
+        with suppress(ConnectionLost):
+            peer.notify("chunk", chunk)
+            queued = max(queued, peer._transport.get_write_buffer_size())
+        await asyncio.sleep(0)
+    assert "unread" in str(peer.closed.result())
+    assert 16 << 20 < queued <= 34 << 20
+    raw.close()
+
+
+async def test_one_long_message_is_queued_whole(cell: Cell) -> None:
+    await cell.serve({"echo": echo}, limits=RpcLimits(max_backlog_bytes=1 << 16))
+    client = await cell.connect(limits=RpcLimits(max_backlog_bytes=1 << 16))
+    payload = bytes(10 << 20)
+    assert await client.call("echo", payload, deadline_s=SECONDS) == payload
 
 
 # --- ends -----------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.constants import REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
 
 from csps.protocols.core.errors import ConfigError
 from csps.services.app import ONE_LOOP, build
 from csps.services.cluster.registry import Registry
 from csps.services.deployments.configurator import Configurator
 from csps.services.deployments.router import Router
+from csps.services.launch.ray_head import FORCE_STOP
 from csps.services.router.scheduler_factory import make_deadlines
 from csps.services.scheduling.events.limits import SchedulerDeadlines
 from csps.services.settings.replicas import only_one
@@ -86,7 +88,22 @@ def test_environment_variables_are_known_to_serve() -> None:
     import ray.serve._private.constants as constants
 
     known = Path(constants.__file__).read_text()
-    assert all(f'"{name}"' in known for name in ONE_LOOP)
+    assert all(f'"{name}"' in known for name in {**ONE_LOOP, **FORCE_STOP})
+
+
+def test_serve_notices_a_frozen_replica_in_half_of_the_time_to_recover(tiny_llama: Path) -> None:
+    router = built(model=str(tiny_llama))._bound_deployment
+    bound = [
+        router.init_args[2],
+        router.init_args[3],
+        *router.init_kwargs["gangs"],
+    ]
+    for deployment in [router, *(application._bound_deployment for application in bound)]:
+        config = deployment._deployment_config
+        longest_s = 1.1 * config.health_check_period_s + (
+            REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD * config.health_check_timeout_s
+        )
+        assert longest_s < 7.5, deployment.name
 
 
 def test_no_secret_is_shown(tiny_llama: Path) -> None:

@@ -15,7 +15,8 @@ from fake_gangs import PATIENCE_S, SECRET, FakeGang, loop_iterations, until
 from csps.protocols.gang import members
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
-from csps.services.cluster import fencing
+from csps.protocols.gang.messages import LinkBroken
+from csps.services.cluster import attachment, fencing
 from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines
 from csps.services.cluster.fencing import Generations, MemoryGenerations
 from csps.services.cluster.kv_links import KvLink
@@ -54,6 +55,9 @@ class Log:
     def link_down(self, link: KvLink, reason: str) -> None:
         self.facts.append("link down")
         assert link is self.links[-1]
+
+    def stands_by(self, waits: bool) -> None:
+        self.facts.append("stands by" if waits else "stands by no more")
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         self.notifications.append((gang.gang_id, rank, method))
@@ -321,8 +325,9 @@ async def test_a_successor_attaches_to_no_gang_while_the_holder_lives() -> None:
     async with following(directory, prefill, decode, second, generations=shared) as (holder, log):
         await linked(holder, PATIENCE_S)
         late = StaticDirectory(ClusterView(prefill=prefill.members, decode=decode.members))
-        async with following(late, generations=shared) as (successor, _):
+        async with following(late, generations=shared) as (successor, second_log):
             await until(lambda: successor.phase.endswith(STANDBY))
+            assert second_log.facts == ["stands by"]
             await prefill.kill(0)
             late.publish(ClusterView(prefill=await second.start(), decode=decode.members))
             await until(lambda: second.leader.asked)
@@ -336,6 +341,7 @@ async def test_a_successor_attaches_to_no_gang_while_the_holder_lives() -> None:
             await holder.close()
             link = await linked(successor, PATIENCE_S)
             assert link.epoch == "2.1"
+            await until(lambda: "stands by no more" in second_log.facts)
 
 
 async def test_a_router_whose_requests_lost_their_gangs_has_takeover_priority() -> None:
@@ -454,3 +460,79 @@ def test_members_are_complete() -> None:
         GangMembers(gang_id="g", ranks=(RankAddress(rank=1, host="h", port=1),))
     with pytest.raises(ValueError, match="no ranks"):
         GangMembers(gang_id="g", ranks=())
+
+
+# --- a router that is cut off from Ray -------------------------------------------------------
+
+
+class Unreachable(MemoryGenerations):
+    """A store that hangs once it is told to."""
+
+    hangs = False
+
+    async def priorities(self) -> dict[int, int]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().priorities()
+
+
+async def test_a_broken_link_is_made_again_without_the_store_of_generations() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory, store = StaticDirectory(await view_of(prefill, decode)), Unreachable()
+    async with following(directory, prefill, decode, generations=store) as (cluster, log):
+        first = await linked(cluster, PATIENCE_S)
+        store.hangs = True
+        broken = LinkBroken(epoch=first.epoch, rank=0, reason="its peer")
+        decode.leader.notify("link_broken", broken)
+        await until(lambda: len(log.links) == 2)
+        assert not log.lost
+
+
+async def test_a_store_of_generations_that_hangs_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fencing, "STORE_S", 0.05)
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory, store = StaticDirectory(await view_of(prefill, decode)), Unreachable()
+    store.hangs = True
+    async with following(directory, prefill, decode, generations=store) as (cluster, _):
+        await until(lambda: "store of router generations did not finish" in cluster.trouble)
+        store.hangs = False
+        await linked(cluster, PATIENCE_S)
+
+
+class Failing(StaticDirectory):
+    """A directory that fails once it is told to."""
+
+    fails = False
+
+    async def wait_change(self, version: int) -> tuple[int, ClusterView]:
+        if self.fails:
+            raise ConnectionError("no registry")
+        return await super().wait_change(version)
+
+
+async def test_a_router_cut_off_from_ray_leaves_its_gangs_to_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It serves on as long as no other router asks for them."""
+    monkeypatch.setattr(attachment, "KEEP_ALIVE_S", 0.01)
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory, shared = Failing(await view_of(prefill, decode)), MemoryGenerations()
+    cut_off = following(directory, prefill, decode, generations=shared, silence_s=0.1)
+    async with cut_off as (older, log):
+        await linked(older, PATIENCE_S)
+        fence = decode.leader.fence
+        directory.fails = True
+        directory.publish(directory._view)
+        await until(lambda: older._reconciler.failing_s > 0.1)
+        stopped = fence._last_heartbeat
+        await until(lambda: older._reconciler.failing_s > 0.3)
+        assert fence._last_heartbeat == stopped
+        assert older.link is not None
+        assert not log.lost
+        monkeypatch.setattr(members, "LIVENESS_TIMEOUT_S", 0.0)
+        late = StaticDirectory(directory._view)
+        async with following(late, generations=shared) as (successor, _):
+            await until(lambda: successor.link is not None)
+            await until(lambda: len(log.lost) == 2)

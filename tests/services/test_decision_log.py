@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gangs import QUICK, FakeGang, fake_cell, loop_iterations
 
-from csps.configurator.costs.cost_table import CostTable
+from csps.configurator.costs.cost_table import CostTable, stored
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.core.errors import ConfigError
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.router.decision_log import DecisionLog, replayed
+from csps.services.router import decision_log
+from csps.services.router.decision_log import FORMER_LOGS, DecisionLog, replayed
 from csps.services.router.scheduler_factory import make_deadlines, open_log
-from csps.services.scheduling.core.decision_log import DecisionLogHeader, command_bytes
+from csps.services.scheduling.core.decision_log import (
+    DecisionLogHeader,
+    EventBatch,
+    LogWriter,
+    command_bytes,
+    read_log,
+)
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.deciding.decisions import digest_of
-from csps.services.scheduling.events.events import AnyEvent
+from csps.services.scheduling.events.events import AnyEvent, Drain, Submitted, Wake
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.settings.settings import Settings
 
@@ -111,3 +120,137 @@ def test_a_log_that_cannot_be_written_is_a_config_error(tiny_llama: Path) -> Non
     settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
     with pytest.raises(ConfigError, match=r"scheduling\.log: "):
         open_log(settings, TABLE)
+
+
+HEADER = DecisionLogHeader(
+    policy="csps", policy_digest=digest_of(make_policy("csps")), table_digest=TABLE.digest
+)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def refitted(number: int) -> CostTable:
+    """Return another table than those of other numbers."""
+    return replace(TABLE, overhead_ns=number)
+
+
+def logged(path: Path) -> list[EventBatch]:
+    return list(read_log(path)[1])
+
+
+def test_the_logs_of_former_routers_stay(tmp_path: Path) -> None:
+    """They show why these routers ended."""
+    path = tmp_path / "log"
+    for number in range(7):
+        with DecisionLog(path, HEADER, TABLE) as log:
+            log.store_table(refitted(number + 1))
+            log.record(number, [Wake()])
+    names = ["log", *(f"log.{number}" for number in range(1, FORMER_LOGS + 1))]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *names,
+        *(f"{name}.tables" for name in names),
+    }
+    for age, name in enumerate(names):
+        ((now_ns, events),) = logged(tmp_path / name)
+        assert (now_ns, events) == (6 - age, [Wake()])
+        assert {table.name for table in (tmp_path / f"{name}.tables").iterdir()} == {
+            TABLE.digest,
+            refitted(7 - age).digest,
+        }
+        replayed(tmp_path / name)
+
+
+def test_a_router_that_drains_writes_on_to_its_own_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with DecisionLog(path, HEADER, TABLE) as older:
+        older.record(1, [Wake()])
+        with DecisionLog(path, HEADER, TABLE) as newer:
+            newer.record(2, [Drain()])
+            older.store_table(refitted(1))
+            older.record(3, [Wake()])
+    assert [batch.now_ns for batch in logged(path)] == [2]
+    assert [batch.now_ns for batch in logged(tmp_path / "log.1")] == [1, 3]
+    assert len(list((tmp_path / "log.1.tables").iterdir())) == 2
+    assert len(list((tmp_path / "log.tables").iterdir())) == 1
+
+
+def fill_disk(log: DecisionLog) -> None:
+    """Let the kernel refuse whatever the log writes from now on."""
+    assert log._writer is not None
+    log._writer._file = log._file = open("/dev/full", "wb")  # noqa: SIM115 (the log closes it)
+
+
+async def test_a_full_disk_ends_the_log_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LogWriter, "BUFFERED", 1)
+    with DecisionLog(tmp_path / "log", HEADER, TABLE) as log:
+        async with fake_cell(table=TABLE, store_table=log.store_table, recorder=log) as cell:
+            cell.run_by_itself()
+            assert await read(cell.submit()) == 4
+            before = len(logged(tmp_path / "log"))
+            assert before
+            fill_disk(log)
+            for _ in range(3):
+                assert await read(cell.submit()) == 4
+            await cell.wait_until_free()
+            assert cell.service.ready
+        assert len(logged(tmp_path / "log")) == before
+    assert (
+        warnings(caplog).count(
+            f"the decision log {tmp_path / 'log'} ends: [Errno 28] No space left on device"
+        )
+        == 1
+    )
+
+
+def test_tables_of_one_log_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decision_log, "MAX_TABLE_BYTES", 4 * len(stored(TABLE)))
+    path = tmp_path / "log"
+    with DecisionLog(path, HEADER, TABLE) as log:
+        for number in range(1, 100):
+            log.record(number, [Wake()])
+            log.store_table(refitted(number))
+    assert len(list((tmp_path / "log.tables").iterdir())) == 4
+    assert [batch.now_ns for batch in logged(path)] == [1, 2, 3, 4]
+    assert "its cost tables exceed" in warnings(caplog)[0]
+    replayed(path)
+
+
+def test_a_router_starts_without_a_log_while_the_disk_is_full(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(decision_log, "_rotate", full)
+    scheduling = {"log": str(tmp_path / "log")}
+    settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
+    assert open_log(settings, TABLE) is None
+    assert "no decision log is written: No space left on device" in warnings(caplog)[0]
+
+
+async def test_the_events_of_a_failed_round_are_written_at_once(tmp_path: Path) -> None:
+    """The router is killed soon after."""
+
+    class Buggy(Scheduler):
+        def handle(self, events: Iterable[AnyEvent], now_ns: int) -> RoundResult:
+            if any(isinstance(event, Submitted) for event in events):
+                raise ZeroDivisionError("a bug")
+            return super().handle(events, now_ns)
+
+    path = tmp_path / "log"
+    with DecisionLog(path, HEADER, TABLE) as log:
+        async with fake_cell(table=TABLE, recorder=log, make_scheduler=Buggy) as cell:
+            cell.submit()
+            await loop_iterations()
+            assert not cell.service.ready
+            _, events = logged(path)[-1]
+            assert isinstance(events[0], Submitted)

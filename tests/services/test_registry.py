@@ -6,15 +6,17 @@ import asyncio
 
 import pytest
 
+from csps.protocols.core.errors import DeadlineExceeded
 from csps.protocols.gang.members import RankAddress
 from csps.services.cluster import registry as module
 from csps.services.cluster.membership import Member
-from csps.services.cluster.registry import Registry
+from csps.services.cluster.registry import Registry, RegistryDirectory
 
 
 def member(rank: int) -> Member:
     address = RankAddress(rank=rank, host="127.0.0.1", port=1000 + rank)
-    return Member(role="decode", gang_id="a", world_size=2, address=address)
+    replica = f"actor {rank}"
+    return Member(role="decode", gang_id="a", world_size=2, address=address, replica=replica)
 
 
 async def test_a_new_reader_gets_the_view_at_once() -> None:
@@ -53,3 +55,32 @@ async def test_a_rank_learns_the_address_of_its_gangs_store() -> None:
     await registry.publish_store("b", "127.0.0.1", 1)
     await registry.publish_store("a", "127.0.0.1", 2)
     assert await waiting == ("127.0.0.1", 2)
+
+
+async def test_replacing_a_gang_ends_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, ended = Registry(), list[str]()
+    monkeypatch.setattr(module.ray, "kill", ended.append)
+    assert not await registry.replace("a"), "a registry that was just started knows no gang"
+    await registry.join(member(0))
+    await registry.join(member(1))
+    assert await registry.replace("a")
+    assert sorted(ended) == ["actor 0", "actor 1"]
+
+
+class Handle:
+    """A Serve handle whose registry is gone: calls wait for the next one."""
+
+    class _Method:
+        async def remote(self, *args: object) -> None:
+            await asyncio.Event().wait()
+
+    wait_change = _Method()
+
+
+async def test_a_poll_of_a_registry_that_is_gone_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("POLL_S", "ANSWER_S"):
+        monkeypatch.setattr(module, name, 0.01)
+    with pytest.raises(DeadlineExceeded, match="a poll of the registry"):
+        await RegistryDirectory(Handle()).wait_change(-1)  # type: ignore[arg-type]

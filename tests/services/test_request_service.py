@@ -531,6 +531,23 @@ async def test_a_silent_gang_is_reset() -> None:
         await until(lambda: cell.service.ready)
 
 
+async def test_a_gang_that_is_reset_is_replaced() -> None:
+    """It answers pings, but its engines may wait for each other for half an hour."""
+    asked: list[str] = []
+
+    async def replace_gang(gang_id: str) -> bool:
+        asked.append(gang_id)
+        return True
+
+    deadlines = replace(QUICK, prefill_liveness_ns=50_000_000)
+    async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
+        cell.directory.replace = replace_gang  # type: ignore[method-assign]
+        with pytest.raises(GangLost, match="silent"):
+            await read(cell.submit())
+        await until(lambda: asked)
+        assert asked == ["p1"]
+
+
 async def test_progress_of_a_former_routers_step_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -12,6 +12,7 @@ from csps.services.scheduling.events.commands import Restart
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId, WireError
 from csps.services.scheduling.events.limits import SECOND_NS, QueueLimits, SchedulerDeadlines
 from csps.services.scheduling.state.gangs import Gangs
+from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Gang, Request, Round, Sequence, wire_error
 
 _log = logging.getLogger(__name__)
@@ -139,10 +140,19 @@ class Retries:
 
 
 class LivenessTimeouts:
-    """Resets gangs that compute, sample or free nothing although they owe it."""
+    """Resets gangs of which a step does not advance, or an instance samples or frees nothing
+    although it owes it. What else the gang does is no excuse."""
 
-    def __init__(self, gangs: Gangs, steps: Steps, deadlines: SchedulerDeadlines) -> None:
+    def __init__(
+        self,
+        gangs: Gangs,
+        steps: Steps,
+        sequences: Sequences,
+        prefix: PrefixCache,
+        deadlines: SchedulerDeadlines,
+    ) -> None:
         self._gangs, self._steps, self._deadlines = gangs, steps, deadlines
+        self._sequences, self._prefix = sequences, prefix
 
     @property
     def expects_answers(self) -> bool:
@@ -153,40 +163,58 @@ class LivenessTimeouts:
         """Reset gangs that were silent for too long."""
         limits = self._deadlines
         for gang in list(self._gangs.by_id.values()):
-            computing_ns = now_ns - self._computing_heartbeat_ns(gang, now_ns)
-            decoding_ns = now_ns - self._decoding_heartbeat_ns(gang, now_ns)
+            computing_ns = self._computing_silence_ns(gang, now_ns)
+            decoding_ns = self._decoding_silence_ns(gang, now_ns)
             if computing_ns > limits.prefill_liveness_ns:
                 self._gangs.reset(gang, _reason(gang, computing_ns))
             elif decoding_ns > limits.decode_liveness_ns:
                 self._gangs.reset(gang, _reason(gang, decoding_ns))
 
-    def _computing_heartbeat_ns(self, gang: Gang, now_ns: int) -> int:
-        """Return the last sign of life of the step that was silent for longest: others may go on
-        beside one that hangs.
+    def _computing_silence_ns(self, gang: Gang, now_ns: int) -> int:
+        """Return the silence of the step that was silent for longest.
 
-        A waiting step makes no progress, and neither does an instance that waits in one for the
-        step's other members. So a heartbeat of an instance counts for every step that it has still
-        to compute, and through their other instances for the steps behind those.
+        A step may wait for those launched before it on its instances, as long as these advance:
+        low-priority steps for all, high-priority steps for their like. High-priority steps that
+        preempt it excuse it for the time that they cost it, which their policy bounds.
         """
-        last_heartbeat_ns: dict[InstanceId, int] = {
-            instance.id: instance.last_heartbeat_ns for instance in gang.instances
-        }
-        oldest_ns = now_ns
+        high_ns: dict[InstanceId, int] = {}
+        any_ns: dict[InstanceId, int] = {}
+        longest_ns = 0
         for step in self._steps.by_id.values():  # in the order of their launch
-            if step.gang is gang and not step.unsent:
-                latest_ns = max(
-                    [step.launched_ns, *(last_heartbeat_ns[instance] for instance in step.undone)]
-                )
-                last_heartbeat_ns.update(dict.fromkeys(step.undone, latest_ns))
-                oldest_ns = min(oldest_ns, latest_ns)
-        return oldest_ns
+            if step.gang is not gang or step.unsent:
+                continue
+            excused_ns = max(0, step.delayed_ns - step.delayed_before_ns)
+            own_ns = max(step.launched_ns, step.advanced_ns) + excused_ns
+            before = high_ns if step.high_priority else any_ns
+            alive_ns = max([own_ns, *(before.get(instance, 0) for instance in step.undone)])
+            longest_ns = max(longest_ns, now_ns - alive_ns)
+            for later_ns in (high_ns, any_ns) if step.high_priority else (any_ns,):
+                for instance in step.undone:
+                    later_ns[instance] = max(alive_ns, later_ns.get(instance, 0))
+        return longest_ns
 
-    @staticmethod
-    def _decoding_heartbeat_ns(gang: Gang, now_ns: int) -> int:
-        oldest_ns = next(iter(gang.owing.values()), now_ns)
+    def _decoding_silence_ns(self, gang: Gang, now_ns: int) -> int:
+        """Return the silence of the instance that owes something and was silent for longest."""
+        since_ns: dict[InstanceId, int] = {}
+        for source, owed_ns in gang.owing.items():  # the oldest first
+            for instance in self._debtors(gang, source):
+                since_ns.setdefault(instance, owed_ns)
         return max(
-            oldest_ns, max((instance.last_heartbeat_ns for instance in gang.instances), default=0)
+            (
+                now_ns - max(owed_ns, self._gangs.instances[instance].last_heartbeat_ns)
+                for instance, owed_ns in since_ns.items()
+            ),
+            default=0,
         )
+
+    def _debtors(self, gang: Gang, source: SequenceId) -> list[InstanceId]:
+        """Return the instances that owe tokens or slots of a sequence, or an acknowledgement of
+        what to do with its KV. The holders of KV wait for their sequence's master."""
+        debtors = self._prefix.owing(gang, source)
+        sequence = self._sequences.by_id.get(source)
+        if sequence is not None and sequence.decode is gang:
+            debtors += sequence.unfreed if sequence.over else [sequence.master.id]
+        return debtors
 
 
 def _reason(gang: Gang, silent_ns: int) -> str:
@@ -226,12 +254,12 @@ class LivenessMonitor:
             self.next_ns = self._round.now_ns + self._deadlines.liveness_check_ns
 
     def _fail_without_gangs(self) -> None:
-        unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns
-        if unready_ns is None:
+        missing_ns, limit_ns = self._gangs.missing_ns, self._deadlines.gang_recovery_ns
+        if missing_ns is None:
             return
         reason = f"no gangs to serve the request for {limit_ns / SECOND_NS:g} s"
         error = wire_error(GangLost(reason))
         for request in list(self._requests.live.values()):
-            since_ns = max(unready_ns, request.waiting_since_ns)
+            since_ns = max(missing_ns, request.waiting_since_ns)
             if request.waiting and self._round.now_ns - since_ns > limit_ns:
                 self._requests.fail(request, error)

@@ -116,7 +116,7 @@ class Scheduler:
             prefix=prefix,
         )
         self._unsent = UnsentSteps(this_round, steps, sequences)
-        timeouts = LivenessTimeouts(gangs, steps, deadlines)
+        timeouts = LivenessTimeouts(gangs, steps, sequences, prefix, deadlines)
         self._liveness = LivenessMonitor(this_round, gangs, requests, timeouts, deadlines)
         request_events = RequestEvents(
             this_round=this_round,
@@ -329,7 +329,6 @@ class RequestEvents:
             sequence.transfer_timer = self._timers.at(late_ns, late)
 
     def _received(self, event: ev.KvReceived) -> None:
-        self._gangs.note_heartbeat(event.instance)
         if (sequence := self._sequences.serving(event.sequence_id)) is not None:
             problem = self._sequences.received(sequence, event.instance, event.tokens)
             if problem is not None:
@@ -365,7 +364,6 @@ class RequestEvents:
             self._retries.delivered(sequence_id, generated_tokens)
 
     def _step_done(self, event: ev.StepDone) -> None:
-        self._gangs.note_heartbeat(event.instance)
         step = self._steps.by_id.get(event.step_id)
         if step is None or event.instance not in step.undone:
             return
@@ -404,6 +402,7 @@ class GangEvents:
             ev.LinkUp: self._link_up,
             ev.LinkDown: self._link_down,
             ev.Heartbeat: self._heartbeat,
+            ev.Standby: self._standby,
         }
 
     def _gang_up(self, event: ev.GangUp) -> None:
@@ -434,6 +433,11 @@ class GangEvents:
         if self._gangs.pairs:
             self._requests.requeue_all()
 
+    def _standby(self, event: ev.Standby) -> None:
+        self._gangs.stand_by(event.waits)
+
     def _heartbeat(self, event: ev.Heartbeat) -> None:
         for instance in event.instances:
             self._gangs.note_heartbeat(instance)
+        for step_id in event.steps:
+            self._steps.advanced(step_id)

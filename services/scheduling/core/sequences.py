@@ -76,7 +76,7 @@ class Sequences:
         pair = GangPair(prefill=gang, decode=gang)
         sequence = self._new(request, pair, placement, slots, {}, piggybacked=True)
         sequence.joined_ns = self._round.now_ns
-        gang.owing[sequence.id] = self._round.now_ns
+        self._owe(sequence)
         return self._reuse(sequence, prefill_ref, cached)
 
     def _reuse(self, sequence: Sequence, prefill_ref: PrefixRef | None, cached: int) -> Sequence:
@@ -146,12 +146,18 @@ class Sequences:
             ready = [sequence for sequence in sequences if not sequence.over]
             for sequence in ready:
                 sequence.joined_ns = self._round.now_ns
-                sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
+                self._owe(sequence)
             if ready:
                 self._round.emit(
                     SetGroup(gang=gang, joined=tuple(sequence.id for sequence in ready))
                 )
                 self._round.stale = True
+
+    def _owe(self, sequence: Sequence) -> None:
+        """Note that other instances of its gang than before owe something from now on."""
+        owing = sequence.decode.owing
+        owing.pop(sequence.id, None)  # they are kept in order of time
+        owing[sequence.id] = self._round.now_ns
 
     # --- prefix cache ---
 
@@ -254,6 +260,8 @@ class Sequences:
         sequence.master = self._gangs.instances[placement.master]
         self._count_master(sequence, 1)
         sequence.moving = None
+        if sequence.id in sequence.decode.owing:
+            self._owe(sequence)
         self._round.stale = True
         self._finalize(sequence)
 
@@ -299,7 +307,7 @@ class Sequences:
     def _end(self, sequence: Sequence, gangs: list[Gang]) -> None:
         self._mark_over(sequence)
         if sequence.unfreed:
-            sequence.decode.owing.setdefault(sequence.id, self._round.now_ns)
+            self._owe(sequence)
         holders = dict.fromkeys(gang.id for gang in gangs if self._may_hold(sequence, gang))
         sequence.prefill_cancelled = sequence.prefill_cancelled or sequence.prefill.id in holders
         if holders:

@@ -9,6 +9,7 @@ sent, not reports: a step is reported when its KV has left, and the next one mus
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import dropwhile
 
 import msgspec
 
@@ -81,6 +82,8 @@ class Steps:
             sequences that leave KV to retain, if it was the last one of the step's plan.
         """
         first = _first_low_priority(instance) is step
+        for waiting in (step, *_waiting_for(step, instance)):
+            self._advance(waiting)
         del step.undone[instance.id]
         del instance.steps[step.id]
         instance.stepped_ns = self._round.now_ns
@@ -104,6 +107,14 @@ class Steps:
             ]
         computed = [sequence for sequence in step.sequences if not sequence.computing]
         return computed, list(dict.fromkeys(retaining))
+
+    def advanced(self, step_id: StepId) -> None:
+        """Note that an instance advanced in a step; ignore one that is done."""
+        if (step := self.by_id.get(step_id)) is not None:
+            self._advance(step)
+
+    def _advance(self, step: Step) -> None:
+        step.advanced_ns, step.delayed_before_ns = self._round.now_ns, step.delayed_ns
 
     def _free_plan(self, last: Step) -> None:
         """Free the slots of all chunks. They stay until the last one, which attends to them, is
@@ -231,6 +242,17 @@ class Steps:
 def _members(step: Step) -> list[Instance]:
     """Return the instances that have not reported."""
     return [instance for instance in step.gang.instances if instance.id in step.undone]
+
+
+def _waiting_for(step: Step, instance: Instance) -> list[Step]:
+    """Return the steps of an instance that begin there after this one: those launched later, and
+    none of high priority after one of low."""
+    later = dropwhile(lambda other: other is not step, instance.steps.values())
+    return [
+        other
+        for other in later
+        if other is not step and (step.high_priority or not other.high_priority)
+    ]
 
 
 def _first_low_priority(instance: Instance) -> Step | None:

@@ -225,9 +225,13 @@ class LinkDown(Event, frozen=True, tag="link_down"):
 
 
 class Heartbeat(Event, frozen=True, tag="heartbeat"):
-    """Instances sent a sign of life. Executors report about once a second, not every time."""
+    """Instances decode, and steps advance. Executors report about once a second, not every
+    time."""
 
-    instances: tuple[InstanceId, ...]
+    instances: tuple[InstanceId, ...] = ()
+    """Instances that sampled tokens, or computed piggybacked prompts."""
+    steps: tuple[StepId, ...] = ()
+    """Steps of which an instance has computed or sent something."""
 
 
 # --- the scheduler's own ---
@@ -241,6 +245,12 @@ class CostTableUpdated(Event, frozen=True, tag="cost_table_updated"):
 
 class Wake(Event, frozen=True, tag="wake"):
     """The time has come for which `handle` asked."""
+
+
+class Standby(Event, frozen=True, tag="standby"):
+    """The router waits for another one to finish its requests, or does so no longer."""
+
+    waits: bool
 
 
 class Drain(Event, frozen=True, tag="drain"):
@@ -266,5 +276,6 @@ AnyEvent = (
     | Heartbeat
     | CostTableUpdated
     | Wake
+    | Standby
     | Drain
 )

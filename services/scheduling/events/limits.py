@@ -47,10 +47,10 @@ class SchedulerDeadlines:
     """Time to transfer, more for each token: a model of 128 KiB of KV a token over a link of 125
     MB/s."""
     prefill_liveness_ns: int = 180 * SECOND_NS
-    """Silence of the instances of a step, and of those that they wait for. It is longer than any of
-    them computes between two heartbeats, which is a part of a layer."""
+    """Time without an advance of a step, and of those that it waits for. It is longer than any
+    instance computes between two yield points, which is a part of a layer."""
     decode_liveness_ns: int = 120 * SECOND_NS
-    """Silence of a decode gang that owes tokens or slots."""
+    """Silence of an instance that owes tokens or slots."""
     gang_recovery_ns: int = 60 * SECOND_NS
     """Time for which a request waits for gangs to come up."""
     retry_pause_ns: int = SECOND_NS // 4

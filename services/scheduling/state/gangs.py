@@ -25,6 +25,7 @@ class Gangs:
         """Pairs on which something can start, the oldest first."""
         self.unready_ns: int | None = None
         """Time since when there is no pair; None while there is one, and before the first batch."""
+        self._standby = False
 
     def up(self, event: GangUp) -> Gang:
         """Add an attached gang."""
@@ -68,7 +69,7 @@ class Gangs:
             self._pair()
 
     def note_heartbeat(self, instance: InstanceId) -> None:
-        """Note a sign of life of an instance."""
+        """Note that an instance decodes."""
         if (found := self.instances.get(instance)) is not None:
             found.last_heartbeat_ns = self._round.now_ns
 
@@ -80,6 +81,19 @@ class Gangs:
         """Return an unused id for a sequence or a step."""
         self._numbers[kind] += 1
         return make_id(self._generation, self._numbers[kind])
+
+    def stand_by(self, waits: bool) -> None:
+        """Count no wait for gangs while another router serves with them. It ends when its requests
+        do, which its own deadline bounds."""
+        self._standby = waits
+        if not waits and self.unready_ns is not None:
+            self.unready_ns = self._round.now_ns
+
+    @property
+    def missing_ns(self) -> int | None:
+        """Time since when there are no gangs that this router might serve with; None if there are
+        some."""
+        return None if self._standby else self.unready_ns
 
     def note_time(self) -> None:
         """Count the wait for gangs from the first batch on."""

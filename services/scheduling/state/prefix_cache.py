@@ -169,6 +169,12 @@ class PrefixCache:
         self._count(gang)
         self._round.stale = True
 
+    def owing(self, gang: Gang, source: SequenceId) -> list[InstanceId]:
+        """Return the instances that have not acknowledged what a gang is to do with a sequence's
+        KV."""
+        acks = self._pending_acks.get((gang.id, source), {})
+        return [instance for instance, count in acks.items() if count]
+
     # --- eviction ---
 
     def make_room(self, needed: Mapping[InstanceId, int]) -> bool:

@@ -80,7 +80,7 @@ class Instance(Live, kw_only=True, eq=False):
     stepped_ns: int = 0
     """End of its last step; before the first, when it came up."""
     last_heartbeat_ns: int = 0
-    """Last sign of life."""
+    """Last sign that it decodes: tokens, or slots that it freed."""
 
     @property
     def empty_slots(self) -> int:
@@ -351,6 +351,10 @@ class Step(Live, kw_only=True, eq=False):
     """Predicted end."""
     delayed_ns: int = 0
     """Time that high-priority steps on its instances cost it: predicted, then measured."""
+    advanced_ns: int = 0
+    """Time when an instance last advanced in it, or was done with a step before it; 0: never."""
+    delayed_before_ns: int = 0
+    """`delayed_ns` at that time."""
     preemption_delay: PreemptionDelay = PreemptionDelay()
     command: RunStep | None = None
     """Command for the ranks, until it is sent."""

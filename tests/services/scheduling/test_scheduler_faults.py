@@ -242,6 +242,20 @@ def test_request_that_waits_too_long_for_gangs_fails() -> None:
     assert sent(harness.turn(*replaced_prefill(harness))).request == late.request_id
 
 
+def test_requests_wait_while_another_router_finishes_its_own() -> None:
+    """A redeployed router stands by for `drain_s`, which may be longer than gangs take to come."""
+    harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=60 * SECOND))
+    commands = harness.turn(ev.Standby(waits=True))
+    for _ in range(30):
+        commands += harness.turn(harness.submit(), after_ns=10 * SECOND)
+        commands += harness.wait(until_ns=harness.now_ns)
+    assert commands == []
+    harness.turn(ev.Standby(waits=False))
+    assert harness.wait(until_ns=harness.now_ns + 59 * SECOND) == []
+    fails = only(harness.wait(until_ns=harness.now_ns + 5 * SECOND), cmd.Fail)
+    assert len(fails) == 30, "gangs that nobody holds have as long to come as ever"
+
+
 def test_running_request_does_not_fail_without_gangs() -> None:
     harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
     plan = harness.start()
@@ -412,12 +426,20 @@ def test_ended_request_has_no_deadline() -> None:
 SHORT = SchedulerDeadlines(prefill_liveness_ns=20 * SECOND, decode_liveness_ns=30 * SECOND)
 
 
-def watch(harness: SchedulerHarness, seconds: int, *heard: int) -> list[cmd.AnyCommand]:
-    """Seconds in which some instances give signs of life, once a second."""
+def watch(
+    harness: SchedulerHarness, seconds: int, *heard: int, steps: tuple[int, ...] = ()
+) -> list[cmd.AnyCommand]:
+    """Seconds in which some instances decode and some steps advance, once a second."""
     commands: list[cmd.AnyCommand] = []
     for _ in range(seconds):
-        commands += harness.turn(ev.Heartbeat(instances=heard), ev.Wake(), after_ns=SECOND)
+        heartbeat = ev.Heartbeat(instances=heard, steps=steps)
+        commands += harness.turn(heartbeat, ev.Wake(), after_ns=SECOND)
     return commands
+
+
+def resets(commands: list[cmd.AnyCommand]) -> list[int]:
+    """Return the gangs that are reset."""
+    return [reset.gang for reset in only(commands, cmd.ResetGang)]
 
 
 def test_a_silent_prefill_gang_is_reset_once() -> None:
@@ -439,42 +461,66 @@ def test_silent_gang_that_owes_nothing_is_not_reset() -> None:
     assert watch(harness, 100) == []
 
 
-def test_long_step_with_heartbeats_is_not_reset() -> None:
+def test_long_step_that_advances_is_not_reset() -> None:
     harness = SchedulerHarness(deadlines=SHORT).ready()
     plan = harness.start(3000)
-    assert watch(harness, 100, *plan.step.group) == []
-    assert watch(harness, 100, plan.step.group[0]) == []  # the other one waits for it
+    assert watch(harness, 100, steps=(plan.step.step_id,)) == []
+    assert resets(watch(harness, 25)) == [1]
 
 
-def test_hanging_step_is_found_while_others_go_on() -> None:
+def test_hanging_step_is_found_while_others_advance() -> None:
     harness = SchedulerHarness(deadlines=SHORT).ready()
-    hanging = harness.start(900)
-    (other,) = (
-        instance
-        for instance in (instance_id(1, 0), instance_id(1, 1))
-        if instance not in hanging.step.group
-    )
-    resets = watch(harness, 30, other)
-    assert [reset.gang for reset in only(resets, cmd.ResetGang)] == [1]
+    hanging, other = harness.start(900), harness.start(900)
+    assert not {*hanging.step.group} & {*other.step.group}
+    assert resets(watch(harness, 30, steps=(other.step.step_id,))) == [1]
+
+
+def test_hanging_step_is_found_while_its_instances_do_anything_else() -> None:
+    """One of them never learned of the step; the other one computes short prompts and decodes."""
+    harness = SchedulerHarness(deadlines=SHORT).ready()
+    hanging = harness.start(3000)
+    commands: list[cmd.AnyCommand] = []
+    for _ in range(30):
+        commands += (more := harness.turn(harness.submit(50, 1), after_ns=SECOND))
+        for short in only(more, cmd.RunStep):
+            assert {*short.group} < {*hanging.step.group}
+            finished = ev.Finished(sequence_id=short.chunks[0].sequence_id, generated_tokens=1)
+            done = [
+                ev.StepDone(step_id=short.step_id, instance=instance, took_ns=20 * MS)
+                for instance in short.group
+            ]
+            commands += harness.turn(ev.Heartbeat(instances=short.group), finished, *done)
+    assert resets(commands) == [1]
+
+
+def test_preempted_step_is_excused_for_what_others_cost_it() -> None:
+    harness = SchedulerHarness(deadlines=SHORT).ready()
+    low = harness.start(3000)
+    high = harness.start(50)
+    assert high.step.high_priority
+    assert {*high.step.group} < {*low.step.group}
+    assert watch(harness, 19, steps=(high.step.step_id,)) == []
+    assert harness.turn(high.first_token, *high.steps_done(took_ns=19 * SECOND)) == []
+    assert watch(harness, 19) == []
+    assert resets(watch(harness, 5)) == [1]
 
 
 def test_step_that_waits_for_others_of_the_gang_is_not_reset() -> None:
-    """An instance is silent while it waits for the other one in the second step, and so is the
-    third step behind it."""
+    """A step waits for the one before it on one instance, and so does the third step behind it."""
     harness = SchedulerHarness(deadlines=SHORT).ready()
     first, second, third = harness.start(900), harness.start(2500), harness.start(900)
     (first_member,), (other,) = first.step.group, third.step.group
     assert {*second.step.group} == {first_member, other}
-    assert watch(harness, 60, first_member) == []
+    assert watch(harness, 60, steps=(first.step.step_id,)) == []
     done = next(
         event
         for event in second.steps_done()
         if isinstance(event, ev.StepDone) and event.instance == other
     )
     assert harness.turn(done) == []
-    assert watch(harness, 19, first_member) == []
+    assert watch(harness, 19, steps=(first.step.step_id,)) == []
     # Nothing is in the third step's way any more.
-    assert [reset.gang for reset in only(watch(harness, 5, first_member), cmd.ResetGang)] == [1]
+    assert resets(watch(harness, 5, steps=(first.step.step_id,))) == [1]
 
 
 @pytest.mark.parametrize("owes", ["tokens", "slots"])
@@ -484,9 +530,50 @@ def test_silent_decode_gang_that_owes_something_is_reset(owes: str) -> None:
     harness.turn(*plan.joined())
     if owes == "slots":
         harness.turn(plan.finished())
-    assert watch(harness, 28, plan.holders[0]) == []
-    resets = watch(harness, 40)
-    assert [reset.gang for reset in only(resets, cmd.ResetGang)] == [2]
+    assert watch(harness, 28, plan.reserve.master) == []
+    assert resets(watch(harness, 40)) == [2]
+
+
+def spread(harness: SchedulerHarness) -> tuple[Sent, int]:
+    """Start a sequence on both decode instances; return it and its master."""
+    plan = harness.start(3000)
+    assert len(plan.holders) == 2
+    return plan, plan.reserve.master
+
+
+def test_silent_instance_that_frees_nothing_is_found_while_others_speak() -> None:
+    harness = SchedulerHarness(deadlines=SHORT).ready()
+    plan, master = spread(harness)
+    harness.turn(ev.RequestCancelled(request_id=plan.request), *plan.steps_done())
+    harness.turn(ev.Freed(sequence_id=plan.sequence, instance=master))
+    assert watch(harness, 29, master) == []
+    assert resets(watch(harness, 5, master)) == [2]
+
+
+def test_silent_instance_is_found_while_every_attempt_on_the_gang_fails() -> None:
+    """The router cannot reach it. What the other one frees after each attempt is no excuse."""
+    harness = SchedulerHarness(deadlines=SHORT).ready()
+    commands: list[cmd.AnyCommand] = []
+    for _ in range(8):
+        more = harness.turn(harness.submit(3000), after_ns=SECOND)
+        for plan in [sent(more)] if only(more, cmd.Reserve) else []:
+            failed = plan.failed(retryable=False)
+            more += harness.turn(failed, *plan.steps_done(), after_ns=4 * SECOND)
+            freed = ev.Freed(sequence_id=plan.sequence, instance=plan.reserve.master)
+            more += harness.turn(freed)
+        commands += more
+    assert resets(commands) == [2]
+
+
+def test_holder_owes_nothing_before_its_sequence_ends() -> None:
+    """It says nothing while the master samples, and has time to free its slots afterwards."""
+    harness = SchedulerHarness(deadlines=SHORT).ready()
+    plan, master = spread(harness)
+    harness.turn(*plan.joined())
+    assert watch(harness, 100, master) == []
+    harness.turn(plan.finished(), ev.Freed(sequence_id=plan.sequence, instance=master))
+    assert watch(harness, 29) == []
+    assert resets(watch(harness, 5)) == [2]
 
 
 def test_silent_decode_gang_that_does_not_free_a_cancelled_sequence_is_reset() -> None:
@@ -494,7 +581,7 @@ def test_silent_decode_gang_that_does_not_free_a_cancelled_sequence_is_reset() -
     plan = harness.start()
     harness.turn(ev.RequestCancelled(request_id=plan.request), *plan.steps_done())
     assert watch(harness, 29) == []
-    assert [reset.gang for reset in only(watch(harness, 5), cmd.ResetGang)] == [2]
+    assert resets(watch(harness, 5)) == [2]
 
 
 def test_silent_decode_gang_that_has_freed_everything_is_not_reset() -> None:

@@ -151,6 +151,7 @@ def test_every_event_survives_a_log(tmp_path: Path) -> None:
         ev.Heartbeat(instances=(1, 2)),
         ev.CostTableUpdated(digest="abc"),
         ev.Wake(),
+        ev.Standby(waits=True),
         ev.Drain(),
     ]
     with path.open("wb") as file:
