@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.ray_context import RayGenerations, application_name
 from csps.services.cluster.registry import Registry, RegistryDirectory
@@ -44,6 +45,8 @@ class Router:
         self._configurator = ConfiguratorClient(configurator, secret)
         self._metrics = Metrics(settings.model_name)
         self._tokenizer_pool = TokenizerPool()
+        self._keys = ApiKeys.load(settings.api_keys_file)
+        self._watching: asyncio.Task[None] | None = None
         table = initial_costs(settings)
         self._log = open_log(settings, table)
         store_table = None if self._log is None else self._log.store_table
@@ -69,7 +72,7 @@ class Router:
         api = HttpApi(
             parser=RequestParser(self._settings),
             service=self._service,
-            keys=ApiKeys.load(self._settings.api_keys_file),
+            keys=self._keys,
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
             timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
@@ -80,15 +83,22 @@ class Router:
     def check_health(self) -> None:
         """Raise, for Serve, if the scheduler cannot go on; Serve then replaces the router."""
         self._service.check_health()
+        if self._watching is not None and self._watching.done():
+            raise FaultError("the API keys are no longer watched")
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         await self._service.start()
         ahead = asyncio.create_task(self._configurator.connect())
+        if self._settings.api_keys_file is not None:
+            self._watching = asyncio.create_task(self._keys.watch(self._service.revoke))
         try:
             yield
         finally:
             ahead.cancel()
+            if self._watching is not None:
+                self._watching.cancel()
+                self._watching = None
             await self._service.close(self._settings.drain_s)
             await self._configurator.close()
             self._tokenizer_pool.close()

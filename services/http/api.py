@@ -34,7 +34,7 @@ from csps.services.http.request_parser import (
     read_slo,
 )
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.settings.credentials import ApiKeys, TimelineClients
 from csps.services.telemetry.metrics import Metrics
@@ -141,14 +141,14 @@ class HttpApi:
 
     async def _generate(self, request: Request, parse: ParseMethod, operation: str) -> Response:
         began_ns = time.time_ns()
-        owner = self.keys.check(request.headers.get("authorization"))
-        response, streams = await self._receive(request, parse, operation, owner, began_ns)
+        api_key = self.keys.check(request.headers.get("authorization"))
+        response, streams = await self._receive(request, parse, operation, api_key, began_ns)
         if streams:
             return await _stream(request, response)
         return JSONResponse(await while_connected(request.receive, response.whole()))
 
     async def _receive(
-        self, request: Request, parse: ParseMethod, operation: str, owner: bytes, began_ns: int
+        self, request: Request, parse: ParseMethod, operation: str, api_key: ApiKey, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
         """Read, parse and submit a request; return its response, and whether to stream it."""
         # Headers first: a server without room refuses before it reads a large body.
@@ -161,7 +161,7 @@ class HttpApi:
                 client_request_id=client_request_id,
                 asked=asked,
                 capacity_check=self.service.capacity_check,
-                owner=owner,
+                api_key=api_key,
             )
             parse_body = partial(
                 self.tokenizer_pool.run, body, partial(parse, metadata=metadata), budget
@@ -198,6 +198,7 @@ class HttpApi:
         with trace.reading():
             parsed = await parse_body()
         trace.parsed(parsed.spec, self.parser.model)
+        self.keys.check_again(parsed.spec.api_key)  # reading takes long enough for a revocation
         handle = self.service.submit(parsed.spec)
         response = GeneratedResponse(parsed, handle, tokenizer=self.parser.tokenizer, trace=trace)
         return response, parsed.request.stream

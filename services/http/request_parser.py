@@ -33,7 +33,7 @@ from csps.protocols.openai.requests import (
     GenerationRequest,
     parse_request,
 )
-from csps.services.requests.request_spec import PrefixKey, RequestSpec, SloBounds
+from csps.services.requests.request_spec import NO_KEY, ApiKey, PrefixKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 from csps.services.settings.settings import Settings
@@ -50,8 +50,7 @@ class RequestMetadata:
     """Objectives from the request's headers."""
     capacity_check: CapacityCheck | None = None
     """Capacity of the gangs; None before the first ones."""
-    owner: bytes = b""
-    """Digest of the API key; empty if the server needs no key."""
+    api_key: ApiKey = NO_KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +141,7 @@ class RequestParser:
         prefix = self._prefix(request, metadata, wanted if is_open else None)
         spec = RequestSpec(
             client_request_id=metadata.client_request_id,
+            api_key=metadata.api_key,
             prompt=ids,
             sampling=self._sampling(request, max_tokens, alternatives),
             objective=wanted,
@@ -172,7 +172,7 @@ class RequestParser:
         if not self._reuses or request.csps.attention == "csa":
             return None
         return PrefixKey.of(
-            owner=metadata.owner,
+            owner=metadata.api_key.digest,
             salt=request.cache_salt,
             block=BLOCK_TOKENS,
             bounds="" if bounds is None else bounds.key,

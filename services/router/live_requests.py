@@ -7,11 +7,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from csps.protocols.core.errors import CspsError
+from csps.protocols.core.errors import CspsError, Unauthorized
 from csps.protocols.gang.messages import FinishReason, SampledToken
 from csps.services.requests.elastic_event import ElasticEvent
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
 from csps.services.router.live_sequences import LiveSequence
 from csps.services.scheduling.events.events import AnyEvent, RequestCancelled, RequestId, Submitted
 from csps.services.telemetry.observer import RequestObserver
@@ -131,6 +131,11 @@ class LiveRequests:
         handle.fail(error)
         self._remove(handle)
         self._observer.failed(handle, error)
+
+    def revoke(self, handle: RequestHandle) -> None:
+        """End a request whose API key was revoked."""
+        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self.fail(handle, Unauthorized(KEY_REVOKED))
 
     def _cancel(self, handle: RequestHandle) -> None:
         self._post_event(RequestCancelled(request_id=handle.request_id))

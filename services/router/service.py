@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -239,6 +240,16 @@ class RequestService:
             raise QueueFull("the server is shutting down", retry_after_s=10.0)
         if self._fault is not None:  # nothing will be scheduled any more
             raise QueueFull(BROKEN, retry_after_s=10.0)
+
+    def revoke(self, digests: Set[bytes]) -> None:
+        """End the requests of revoked API keys.
+
+        Args:
+            digests: of the keys (`ApiKey.digest`).
+        """
+        for handle in self._requests:
+            if handle.spec.api_key.digest in digests:
+                self._requests.revoke(handle)
 
     # --- the cluster (ClusterListener) ---------------------------------------------------------
 

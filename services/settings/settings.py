@@ -298,8 +298,8 @@ class Settings(SettingsSection):
     """Answer length of a chat request that does not set one."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
-    """File with one key a line; `CSPS_API_KEYS` (comma separated) adds to it. Without both, the
-    server is open."""
+    """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;
+    `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"

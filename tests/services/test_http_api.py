@@ -477,6 +477,35 @@ async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_a_key_revoked_while_its_request_is_read_is_refused(
+    api: HttpApi, service: FakeService, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice secret")
+    keys = ApiKeys.load(str(file))
+    half_read = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"model": "tiny", '
+        await half_read.wait()
+        yield b'"prompt": "Say it."}'
+
+    app = replace(api, keys=keys).app()
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        header = {"authorization": "Bearer secret"}
+        reading = asyncio.create_task(
+            client.post("/v1/completions", content=body(), headers=header)
+        )
+        file.write_text("alice other")
+        watching = asyncio.create_task(keys.watch(lambda digests: half_read.set(), period_s=0.001))
+        async with asyncio.timeout(DEADLINE_S):
+            response = await reading
+        watching.cancel()
+    assert response.status_code == 401
+    assert "revoked" in response.json()["error"]["message"]
+    assert not service.specs
+
+
 # --- writes ----------------------------------------------------------------------------------
 
 

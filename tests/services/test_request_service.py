@@ -19,10 +19,12 @@ from csps.protocols.core.errors import (
     GangLost,
     QueueFull,
     TransferError,
+    Unauthorized,
 )
 from csps.protocols.gang.messages import LinkBroken, PrefillProgress, RequestFailed, SampledToken
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.events import AnyEvent
 from csps.services.scheduling.events.limits import QueueLimits
@@ -62,6 +64,22 @@ async def test_a_sampled_first_token_is_not_predicted_again() -> None:
         await cell.replace(FakeGang("decode", "d2"))
         await until(lambda: handle.timings.attempts == 2 and handle.state == "prefill")
         assert handle.explain()["plan"]["predicted_ttft_ms"] is None
+
+
+async def test_the_requests_of_a_revoked_key_end() -> None:
+    async with fake_cell() as cell:
+        keys = [ApiKey(name, tenant, name.encode()) for tenant, name in enumerate("ab", 1)]
+        ended, kept = (
+            cell.service.submit(replace(request_spec(tokens=300), api_key=key)) for key in keys
+        )
+        await cell.decoding(ended)
+        sequence_id = await cell.decoding(kept)
+        cell.service.revoke({b"a"})
+        with pytest.raises(Unauthorized, match="revoked"):
+            await read(ended)
+        cell.finish(sequence_id, 3)
+        assert len(await read(kept)) == 3
+        await cell.wait_until_free()
 
 
 async def test_every_rank_gets_the_step_with_its_own_tokens() -> None:
