@@ -70,6 +70,7 @@ class LiveRequests:
                 if deadline_s is None
                 else time.monotonic_ns() + int(deadline_s * 1e9),
                 hashes=spec.hashes,
+                tenant=spec.api_key.tenant,
             )
         )
         return handle
@@ -134,11 +135,11 @@ class LiveRequests:
 
     def revoke(self, handle: RequestHandle) -> None:
         """End a request whose API key was revoked."""
-        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self._post_event(_cancelled(handle))
         self.fail(handle, Unauthorized(KEY_REVOKED))
 
     def _cancel(self, handle: RequestHandle) -> None:
-        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self._post_event(_cancelled(handle))
         self._finish(handle, handle.finish_reason or "cancelled")
 
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
@@ -153,3 +154,7 @@ class LiveRequests:
         record_spans(handle)
         if not self._live:
             self.none_left.set()
+
+
+def _cancelled(handle: RequestHandle) -> RequestCancelled:
+    return RequestCancelled(request_id=handle.request_id, generated_tokens=handle.timings.tokens)

@@ -131,6 +131,7 @@ def _check_queue(requests: Requests) -> None:
     for request in requests.blocked:
         assert request.waiting, f"blocked request {request.id} has started"
         assert requests.live.get(request.id) is request, f"blocked request {request.id} is over"
+    requests.queue.check()
     for request in requests.queue.everyone():
         assert requests.live.get(request.id) is request, f"queued request {request.id} is over"
         assert request.waiting, f"queued request {request.id} runs"

@@ -1,14 +1,13 @@
-"""Requests from admission to their end, the queues of waiting ones, and admission."""
+"""Requests from admission to their end, and admission."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter
 
 from csps.protocols.core.errors import CspsError, DeadlineExceeded, QueueFull
+from csps.services.scheduling.core.queue import GENERATED_WEIGHT, Queue, prompt_weight
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
 from csps.services.scheduling.events.commands import Fail, Refuse
@@ -21,52 +20,7 @@ from csps.services.scheduling.events.limits import (
     delay_counters,
 )
 from csps.services.scheduling.state.gangs import Gangs
-from csps.services.scheduling.state.state import Priority, Request, Round, Sequence, wire_error
-
-_request_id = attrgetter("id")
-
-
-class Queue:
-    """Waiting requests by priority, each queue in order of admission.
-
-    A request that comes back after a fault takes its old place, before all that came after it.
-    """
-
-    def __init__(self) -> None:
-        # Lists, because most requests arrive at the end and leave near the front, and moving the
-        # rest of ten thousand pointers takes two microseconds. A list with marks for those that
-        # left would make every round skip them.
-        self.by_priority: dict[Priority, list[Request]] = {"high": [], "low": []}
-        """Sorted queues; others read them."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_priority.values()))
-
-    def __contains__(self, request: Request) -> bool:
-        queue = self.by_priority[request.priority]
-        at = bisect_left(queue, request.id, key=_request_id)
-        return at < len(queue) and queue[at] is request
-
-    def everyone(self) -> Iterator[Request]:
-        """Yield all requests, queue after queue; the queues must not change meanwhile."""
-        for queue in self.by_priority.values():
-            yield from queue
-
-    def push(self, request: Request) -> None:
-        """Add a request to the queue of its priority."""
-        queue = self.by_priority[request.priority]
-        if not queue or queue[-1].id < request.id:
-            queue.append(request)
-        else:
-            queue.insert(bisect_left(queue, request.id, key=_request_id), request)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request, if it is in its queue."""
-        queue = self.by_priority[request.priority]
-        at = bisect_left(queue, request.id, key=_request_id)
-        if at < len(queue) and queue[at] is request:
-            del queue[at]
-
+from csps.services.scheduling.state.state import Request, Round, Sequence, order_key, wire_error
 
 DRAIN_RETRY_AFTER_S = 10.0
 
@@ -179,6 +133,7 @@ class Requests:
             return
         request = Request(
             id=event.request_id,
+            tenant=event.tenant,
             cls=event.cls,
             prompt_tokens=event.prompt_tokens,
             output_tokens=event.output_tokens,
@@ -206,6 +161,8 @@ class Requests:
     def take(self, request: Request, sequence: Sequence) -> None:
         """Note that the request has started."""
         self.queue.remove(request)
+        self.queue.leave(request.tenant)
+        self._serve(request, prompt_weight(request))
         self.admission.leave(request, started=True)
         request.waiting, request.sequence = False, sequence
         request.attempts += 1
@@ -218,7 +175,13 @@ class Requests:
         request.waiting_since_ns = self._round.now_ns
         self._begin_to_wait(request)
 
+    def _serve(self, request: Request, tokens: int) -> None:
+        """Count weighted tokens for the request's tenant."""
+        if self.queue.serve(request.tenant, tokens):
+            self._round.stale = True
+
     def _begin_to_wait(self, request: Request) -> None:
+        self.queue.begin(request.tenant)
         self.admission.enter(request)
         request.delays_before = delay_counters(self._gangs.instances.values())
 
@@ -259,8 +222,8 @@ class Requests:
 
     @property
     def blocked(self) -> list[Request]:
-        """Waiting requests that were found to be blocked once, in order of admission."""
-        return sorted(self._blocked.values(), key=attrgetter("id"))
+        """Waiting requests that were found to be blocked once, in order."""
+        return sorted(self._blocked.values(), key=order_key)
 
     # --- ends ---
 
@@ -290,5 +253,7 @@ class Requests:
             request.sequence = None
         if request.waiting:
             self.queue.remove(request)
+            self.queue.leave(request.tenant)
             self.admission.leave(request, started=False)
             self._round.stale = True
+        self._serve(request, GENERATED_WEIGHT * request.generated_tokens)
