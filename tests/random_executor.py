@@ -97,6 +97,8 @@ class RandomCell:
     in any order."""
 
     PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
+    KV_PERMILLE = 1000
+    """Share of each tenant, if there are any."""
     KV_BYTES = 1000
     """KV size of a token."""
 
@@ -220,6 +222,7 @@ class RandomCell:
                 deadline_ns=deadline if self.random.random() < 0.2 else None,
                 hashes=self._hashes(number),
                 tenant=self.random.randint(1, self._tenants) if self._tenants else 0,
+                kv_permille=self.KV_PERMILLE if self._tenants else 1000,
             )
         )
 

@@ -20,6 +20,7 @@ from csps.services.http.api import HttpApi
 from csps.services.http.body import TokenizerPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
 from csps.services.router.service import RequestService
 from csps.services.settings.credentials import ApiKeys, ClusterSecret, TimelineClients
@@ -64,6 +65,7 @@ class Router:
             shape=attention_shape(settings),
             observer=self._metrics,
             recorder=self._log,
+            limiter=KeyLimiter(settings.auth),
         )
         self._metrics.watch(self._service)
 

@@ -52,8 +52,8 @@ _STARTED = int(time.time())
 class Service(Protocol):
     """Interface of the request service (`services.router.service.RequestService`) to the API."""
 
-    def check_room(self, slo: SloBounds) -> None:
-        """Raise `QueueFull` if a request with these objectives would be refused now."""
+    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+        """Raise `QueueFull` or `RateLimited` if such a request would be refused now."""
         ...
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
@@ -154,7 +154,7 @@ class HttpApi:
         # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
-        self.service.check_room(self.parser.slo(asked))
+        self.service.check_room(self.parser.slo(asked), api_key)
         with self.tokenizer_pool.counted_body() as budget:
             body = await self._read(request, budget.grown, asked)
             metadata = RequestMetadata(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -23,8 +24,9 @@ from csps.services.http.api import HEARTBEAT, EventStream, HttpApi
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.settings import Settings
+from csps.services.settings.settings import AuthSettings, KeyLimits, Settings
 from csps.services.telemetry.metrics import Metrics
 
 ANSWER = "The naïve café 🙂 END of it"
@@ -460,6 +462,20 @@ async def test_a_full_queue_answers_with_retry_after(
     response = await client.post("/v1/completions", json=completion())
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert_openai_error(response)
+
+
+async def test_a_limit_of_a_key_answers_as_openai_does(
+    client: httpx.AsyncClient, service: FakeService
+) -> None:
+    limiter = KeyLimiter(AuthSettings(limits=KeyLimits(requests_per_minute=1)))
+    with patch.object(service, "check_room", lambda slo, key: limiter.check_request(key)):
+        assert (await client.post("/v1/completions", json=completion())).status_code == 200
+        response = await client.post("/v1/completions", json=completion())
+    assert (response.status_code, response.headers["retry-after"]) == (429, "60")
+    assert_openai_error(response)
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "requests per minute" in error["message"]
 
 
 async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:

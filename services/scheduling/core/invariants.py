@@ -124,6 +124,7 @@ def _check_queue(requests: Requests) -> None:
     assert requests.admission.waiting == len(waiting), "number of waiting requests"
     tokens = sum(request.prompt_tokens + request.output_tokens for request in waiting)
     assert requests.admission.waiting_tokens == tokens, "tokens of waiting requests"
+    requests.admission.check_slots(requests.live.values())
     for request in requests.live.values():
         assert request.waiting == (request.sequence is None), (
             f"request {request.id} either waits or has a sequence"

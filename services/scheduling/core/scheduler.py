@@ -35,7 +35,7 @@ from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand
-from csps.services.scheduling.events.events import AnyEvent, WireError
+from csps.services.scheduling.events.events import AnyEvent, TenantId, WireError
 from csps.services.scheduling.events.limits import (
     QueueLimits,
     ReuseSettings,
@@ -170,9 +170,15 @@ class Scheduler:
         self._liveness.schedule_check()
         return RoundResult(this_round.commands, self._wake_at_ns())
 
-    def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
-        """Return the rejection for a request of this size, or None. Does not change the state."""
-        error = self._requests.admission.refusal(prompt_tokens, output_tokens)
+    def refusal(
+        self, prompt_tokens: int, output_tokens: int, tenant: TenantId = 0, kv_permille: int = 1000
+    ) -> WireError | None:
+        """Return the rejection for such a request, or None. Does not change the state.
+
+        Args:
+            kv_permille: share of KV slots of the tenant (`Submitted`).
+        """
+        error = self._requests.admission.refusal(prompt_tokens, output_tokens, tenant, kv_permille)
         return None if error is None else wire_error(error)
 
     def refusal_unread(self) -> WireError | None:

@@ -90,6 +90,9 @@ class Submitted(Event, frozen=True, tag="submitted"):
     """Chain hashes of the prompt's whole blocks. A hash names all tokens up to the block's end, who
     may use their KV and how it was computed. Empty: neither retain nor reuse KV."""
     tenant: TenantId = 0
+    kv_permille: int = 1000
+    """Share of the KV slots that the tenant's requests may need together, and its cached KV as well
+    (`KeyLimits.kv_share`)."""
 
 
 class RequestCancelled(Event, frozen=True, tag="request_cancelled"):

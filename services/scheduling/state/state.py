@@ -176,6 +176,8 @@ class Request(Live, kw_only=True, eq=False):
 
     id: RequestId
     tenant: TenantId = 0
+    kv_permille: int = 1000
+    """Share of the slots for its tenant's cached KV (`Submitted`)."""
     served_before: int = 0
     """Weighted tokens that its tenant was served, and will be by its older waiting requests: what
     orders the waiting requests of several tenants; 0 while only one waits."""

@@ -51,6 +51,7 @@ RENAMED: dict[str, str] = {
     "reserve.retain": "stays",
     # fields that are newer than the recordings, in which nobody had an API key
     "submitted.tenant": "",
+    "submitted.kv_permille": "",
     "request_cancelled.generated_tokens": "",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
