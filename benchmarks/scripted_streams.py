@@ -16,7 +16,7 @@ from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
 from csps.services.telemetry.metrics import Metrics
@@ -35,7 +35,7 @@ class ScriptedService:
         self._handles: dict[int, RequestHandle] = {}
         self._count = 0
 
-    def check_room(self, slo: SloBounds) -> None:
+    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
         """Accept every request."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.gang.messages import SampledToken, TokenLogprob
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 
 
@@ -37,7 +37,7 @@ class FakeService:
         self.trouble = ""
         self.capacity_check: CapacityCheck | None = None
 
-    def check_room(self, slo: SloBounds) -> None:
+    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
         """Accept every request, unless `submit` fails."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:

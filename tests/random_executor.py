@@ -99,14 +99,23 @@ class RandomCell:
     in any order."""
 
     PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
+    KV_PERMILLE = 1000
+    """Share of each tenant, if there are any."""
     KV_BYTES = 1000
     """KV size of a token."""
 
     def __init__(
-        self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
+        self,
+        scheduler: Scheduler,
+        seed: int,
+        *,
+        faults: float = 0.1,
+        elastic: bool = False,
+        tenants: int = 0,
     ) -> None:
         self.random = random.Random(seed)
         self.scheduler, self.faults = scheduler, faults
+        self._tenants = tenants
         self._wanted = 1 if elastic else 2
         self.now_ns = 0
         self.turns = 0
@@ -212,6 +221,8 @@ class RandomCell:
                 cls=self.random.choice(["exact", "exact", "fast"]),
                 deadline_ns=deadline if self.random.random() < 0.2 else None,
                 hashes=self._hashes(number),
+                tenant=self.random.randint(1, self._tenants) if self._tenants else 0,
+                kv_permille=self.KV_PERMILLE if self._tenants else 1000,
             )
         )
 
@@ -429,7 +440,9 @@ class RandomCell:
             request.ended, request.ended_in = "cancelled", self.turns
             if request.sequence is not None:
                 self.sequences[request.sequence].silent = True
-            self._pending.append(ev.RequestCancelled(request_id=number))
+            self._pending.append(
+                ev.RequestCancelled(request_id=number, generated_tokens=request.generated)
+            )
 
     # --- carrying out ---
 

@@ -90,6 +90,7 @@ class SchedulerHarness:
             output_tokens=output,
             cls=cls,
             deadline_ns=more.get("deadline_ns"),
+            tenant=more.get("tenant", 0),
         )
 
     def start(self, prompt: int = 500, output: int = 10) -> Sent:

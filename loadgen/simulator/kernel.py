@@ -176,6 +176,7 @@ class Simulator:
                 output_tokens=outcome.arrival.asked_tokens,
                 cls=outcome.arrival.cls,
                 hashes=outcome.arrival.hashes,
+                tenant=outcome.arrival.tenant,
             )
         )
         if index + 1 < len(self._outcomes):
@@ -184,7 +185,9 @@ class Simulator:
     def _cancel(self, request: RequestId) -> None:
         if (outcome := self.outcome(request)).ended_ns < 0:
             self._end(outcome, "Cancelled")
-            self.post_event(RequestCancelled(request_id=request))
+            self.post_event(
+                RequestCancelled(request_id=request, generated_tokens=outcome.generated_tokens)
+            )
             self.gangs.end_request(request)
 
     def run(self) -> SimulationResult:

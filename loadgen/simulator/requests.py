@@ -20,6 +20,7 @@ from csps.services.scheduling.events.events import (
     InstanceId,
     RequestId,
     SequenceId,
+    TenantId,
     index_of,
 )
 from csps.services.scheduling.events.slices import own, tokens_on
@@ -38,6 +39,7 @@ class Arrival:
     cls: str = "exact"
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's blocks. Empty: the prompt shares no prefix."""
+    tenant: TenantId = 0
 
     @property
     def asked_tokens(self) -> int:
@@ -136,15 +138,24 @@ QUEUE_PERCENTILES = (50, 99)
 
 def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
     """Return the requests of a workload as arrivals whose answers have exactly their length."""
+    tenants = tenants_of(requests)
     return [
         Arrival(
             at_ns=request.arrival_ns,
             prompt_tokens=request.input_length,
             output_tokens=request.output_length,
             hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
+            tenant=tenants[request.tenant],
         )
         for request in requests
     ]
+
+
+def tenants_of(requests: Sequence[WorkloadRequest]) -> dict[str, TenantId]:
+    """Return the numbers of a workload's tenants, in the order of their first requests; 0 stands
+    for no name."""
+    names = dict.fromkeys(request.tenant for request in requests if request.tenant)
+    return {"": 0, **{name: number for number, name in enumerate(names, 1)}}
 
 
 def chained(ids: Sequence[int]) -> tuple[bytes, ...]:
@@ -193,6 +204,33 @@ def queue_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     fields = {"mean_queue_ms": math.fsum(waits) / len(waits)}
     fields |= {f"p{p}_queue_ms": float(np.percentile(waits, p)) for p in QUEUE_PERCENTILES}
     return {name: round(value, 6) for name, value in fields.items()}
+
+
+def tenant_fields(
+    requests: Sequence[WorkloadRequest], outcomes: Sequence[RequestOutcome]
+) -> dict[str, Any]:
+    """Return what each tenant was served; nothing if the workload names none.
+
+    Args:
+        requests: of the workload, in the order of the outcomes.
+    """
+    by_name: dict[str, list[RequestOutcome]] = {}
+    for request, outcome in zip(requests, outcomes, strict=True):
+        by_name.setdefault(request.tenant, []).append(outcome)
+    if list(by_name) == [""]:
+        return {}
+    return {"tenants": {name: _served(of_name) for name, of_name in by_name.items()}}
+
+
+def _served(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
+    begun = [outcome for outcome in outcomes if outcome.first_token_ns >= 0]
+    ttfts_ms = [outcome.ttft_ns / 1e6 for outcome in begun]
+    return {
+        "completed": sum(not outcome.error for outcome in outcomes),
+        "input_tokens": sum(outcome.arrival.prompt_tokens for outcome in begun),
+        "output_tokens": sum(outcome.generated_tokens for outcome in outcomes),
+        "mean_ttft_ms": round(math.fsum(ttfts_ms) / len(begun), 6) if begun else None,
+    }
 
 
 class GangListener(Protocol):

@@ -17,7 +17,7 @@ from csps.loadgen.results.result import Result, RunDescription, summarize, write
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
 from csps.loadgen.simulator.kernel import SimulationResult, Simulator
-from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of
+from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of, tenant_fields
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, FittedRequests, fit
@@ -217,6 +217,7 @@ def result_of(
         "prompts_cut": requests.cut,
         "cached_tokens": sum(outcome.cached for outcome in found.outcomes),
         **queue_fields(found.outcomes),
+        **tenant_fields(requests.requests, found.outcomes),
     }
     run = RunDescription(
         kind="simulated",
@@ -257,5 +258,8 @@ def lines(result: Result) -> Iterator[str]:
         if value is not None:
             shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
             yield f"  {title + ':':<30}{shown:>16}"
+    for name, served in result.get("tenants", {}).items():
+        tokens = f"{served['input_tokens']:,} in, {served['output_tokens']:,} out"
+        yield f"  {name or 'no name'}: {served['completed']} completed, tokens {tokens}"
     for reason, count in result["failed_by_reason"].items():
         yield f"  {count} x {reason}"

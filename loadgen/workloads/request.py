@@ -60,6 +60,9 @@ class WorkloadRequest:
     """Name of the conversation. Its turns follow each other: each prompt starts with the one before
     and its answer, and `input_length` counts them too.
     """
+    tenant: str = ""
+    """Name of the client, whom the simulator's scheduler treats as the holder of an API key; empty:
+    the clients without a name are one."""
     delay_ns: int = 0
     """Nanoseconds from the end of the turn before to this one."""
 

@@ -1,8 +1,9 @@
 """Traces in Mooncake's JSONL format: one request a line.
 
 The fields are `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as in Mooncake's
-published traces. Further fields are `prompt`, `answer` and `csps` (the request's objective), and
-for conversations, as in Dynamo, `session_id` and `delay` (ms after the answer to the turn before).
+published traces. Further fields are `prompt`, `answer`, `csps` (the request's objective) and
+`tenant` (the client's name), and for conversations, as in Dynamo, `session_id` and `delay` (ms
+after the answer to the turn before).
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def _read(line: str, place: str, speedup: float) -> WorkloadRequest:
             answer=row.get("answer"),
             objective=_objective(row.get("csps")),
             conversation=None if (name := row.get("session_id")) is None else str(name),
+            tenant=str(row.get("tenant") or ""),
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{place}: {error}") from None
@@ -104,6 +106,7 @@ def _row(request: WorkloadRequest) -> Iterator[tuple[str, Any]]:
         yield "delay", _milliseconds(request.delay_ns)
     optional = {
         "session_id": request.conversation,
+        "tenant": request.tenant or None,
         "prompt": request.prompt,
         "answer": request.answer,
         "csps": request.objective and request.objective.body(),

@@ -9,7 +9,8 @@
     │   ├── Unauthorized                 401  no API key, or a wrong one
     │   ├── ModelNotFound                404  the model is not served here
     │   ├── BoundNotMet                  422  no configuration meets the client's bounds
-    │   └── QueueFull                    429  come back after `retry_after_s`
+    │   ├── QueueFull                    429  come back after `retry_after_s`
+    │   └── RateLimited                  429  the API key has reached one of its limits
     ├── ConfigError (ValueError)         the operator's mistake
     └── FaultError (RuntimeError)        a failure; the request may be tried again
         ├── GangLost                     a rank died, and its gang with it
@@ -163,6 +164,21 @@ class QueueFull(RequestError):
     type = "rate_limit_error"
     code = "queue_full"
     refusal = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"message": str(self), "retry_after_s": self.retry_after_s}
+
+
+class RateLimited(RequestError):
+    """The client's API key has reached one of its limits."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

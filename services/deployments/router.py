@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.ray_context import RayGenerations, application_name
 from csps.services.cluster.registry import Registry, RegistryDirectory
@@ -19,6 +20,7 @@ from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
 from csps.services.router.service import RequestService
 from csps.services.settings.credentials import ApiKeys, ClusterSecret, TimelineClients
@@ -45,6 +47,8 @@ class Router:
         self._metrics = Metrics(settings.model_name)
         self._parser = RequestParser(settings)
         self._parser_pool = ParserPool(self._parser.body_parser)
+        self._keys = ApiKeys.load(settings.api_keys_file)
+        self._watching: asyncio.Task[None] | None = None
         table = initial_costs(settings)
         self._log = open_log(settings, table)
         store_table = None if self._log is None else self._log.store_table
@@ -62,6 +66,7 @@ class Router:
             shape=attention_shape(settings),
             observer=self._metrics,
             recorder=self._log,
+            limiter=KeyLimiter(settings.auth),
         )
         self._metrics.watch(self._service)
 
@@ -70,7 +75,7 @@ class Router:
         api = HttpApi(
             parser=self._parser,
             service=self._service,
-            keys=ApiKeys.load(self._settings.api_keys_file),
+            keys=self._keys,
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
             timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
@@ -81,19 +86,23 @@ class Router:
     def check_health(self) -> None:
         """Raise, for Serve, if the scheduler cannot go on; Serve then replaces the router."""
         self._service.check_health()
+        if self._watching is not None and self._watching.done():
+            raise FaultError("the API keys are no longer watched")
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         await self._service.start()
-        ahead = [
-            asyncio.create_task(work)
-            for work in (self._configurator.connect(), self._parser_pool.start())
-        ]
+        ahead = [self._configurator.connect(), self._parser_pool.start()]
+        if self._settings.api_keys_file is not None:
+            ahead.append(self._keys.watch(self._service.revoke))
+        tasks = [asyncio.create_task(work) for work in ahead]
+        self._watching = tasks[-1] if self._settings.api_keys_file is not None else None
         try:
             yield
         finally:
-            for task in ahead:
+            for task in tasks:
                 task.cancel()
+            self._watching = None
             await self._service.close(self._settings.drain_s)
             await self._configurator.close()
             await self._parser_pool.close()

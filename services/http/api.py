@@ -30,7 +30,7 @@ from csps.services.http.errors import error_response, on_http_error
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.settings.credentials import ApiKeys, TimelineClients
 from csps.services.telemetry.metrics import Metrics
@@ -48,8 +48,8 @@ _STARTED = int(time.time())
 class Service(Protocol):
     """Interface of the request service (`services.router.service.RequestService`) to the API."""
 
-    def check_room(self, slo: SloBounds) -> None:
-        """Raise `QueueFull` if a request with these objectives would be refused now."""
+    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+        """Raise `QueueFull` or `RateLimited` if such a request would be refused now."""
         ...
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
@@ -132,20 +132,20 @@ class HttpApi:
 
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         began_ns = time.time_ns()
-        owner = self.keys.check(request.headers.get("authorization"))
-        response, streams = await self._receive(request, endpoint, owner, began_ns)
+        api_key = self.keys.check(request.headers.get("authorization"))
+        response, streams = await self._receive(request, endpoint, api_key, began_ns)
         if streams:
             return await _stream(request, response)
         return JSONResponse(await while_connected(request.receive, response.whole()))
 
     async def _receive(
-        self, request: Request, endpoint: Endpoint, owner: bytes, began_ns: int
+        self, request: Request, endpoint: Endpoint, api_key: ApiKey, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
         """Read, parse and submit a request; return its response, and whether to stream it."""
         # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
-        self.service.check_room(self.parser.slo(asked))
+        self.service.check_room(self.parser.slo(asked), api_key)
         with counted_body(self.large_bytes) as budget:
             body = await self._read(request, budget.grown, asked)
             trace = RequestTrace(
@@ -158,12 +158,12 @@ class HttpApi:
             try:
                 with trace:
                     with trace.reading():
-                        parsed = await self._parse(request, endpoint, body, owner)
+                        parsed = await self._parse(request, endpoint, body, api_key)
                     metadata = RequestMetadata(
                         client_request_id=client_request_id,
                         asked=asked,
                         capacity_check=self.service.capacity_check,
-                        owner=owner,
+                        api_key=api_key,
                     )
                     return self._submit(parsed, metadata, trace)
             except BaseException as error:
@@ -183,9 +183,9 @@ class HttpApi:
             raise
 
     async def _parse(
-        self, request: Request, endpoint: Endpoint, body: bytes, owner: bytes
+        self, request: Request, endpoint: Endpoint, body: bytes, api_key: ApiKey
     ) -> ParsedBody:
-        parsing = self.parser_pool.parse(endpoint, body, owner)
+        parsing = self.parser_pool.parse(endpoint, body, api_key.digest)
         if len(body) <= SMALL_BODY_BYTES:  # parsed sooner than a client leaves
             return await parsing
         return await while_connected(request.receive, parsing)
@@ -195,6 +195,7 @@ class HttpApi:
     ) -> tuple[GeneratedResponse, bool]:
         parsed = self.parser.finish(body, metadata)
         trace.parsed(parsed.spec, self.parser.model)
+        self.keys.check_again(parsed.spec.api_key)  # reading takes long enough for a revocation
         handle = self.service.submit(parsed.spec)
         response = GeneratedResponse(
             parsed,

@@ -15,7 +15,7 @@ import numpy as np
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.errors import ContextLengthExceeded, InvalidRequest, abridged
 from csps.services.http.body_parser import AnswerOptions, BodyParser, ParsedBody, ServedModel
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import NO_KEY, ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.settings.settings import Settings
 
@@ -31,8 +31,7 @@ class RequestMetadata:
     """Objectives from the request's headers."""
     capacity_check: CapacityCheck | None = None
     """Capacity of the gangs; None before the first ones."""
-    owner: bytes = b""
-    """Digest of the API key; empty if the server needs no key."""
+    api_key: ApiKey = NO_KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +96,7 @@ class RequestParser:
         max_tokens, sampling = self._max_tokens(body, metadata.capacity_check), body.sampling
         spec = RequestSpec(
             client_request_id=metadata.client_request_id,
+            api_key=metadata.api_key,
             prompt=np.frombuffer(body.prompt, np.int32),
             sampling=sampling if sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
             objective=body.objective,

@@ -118,7 +118,7 @@ def _chunks(config: DeployConfig, body: dict[str, Any]) -> Iterator[dict[str, An
 def _authorization(config: DeployConfig) -> dict[str, str]:
     """Return the header of a client with the first of the server's keys, if there are any."""
     keys = known_keys(config.settings.api_keys_file)
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    return {"Authorization": f"Bearer {keys[0].split()[-1]}"} if keys else {}
 
 
 def _record(streamed: StreamedAnswer, chunk: dict[str, Any]) -> None:

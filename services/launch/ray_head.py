@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from csps.protocols.core.errors import DeadlineExceeded, FaultError
+from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch.reverse_proxy import REVERSE_PROXY_PORTS, reverse_proxy_environment
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,21 @@ class RayHead:
         """
         mark = f"{TOKEN_VARIABLE}={self.token_file}".encode()
         return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in session_of(self.pid))
+
+    def check_variable(self, name: str) -> None:
+        """Compare an environment variable with the one that the head was started with.
+
+        Raises:
+            ConfigError: they differ. Processes of a head that runs never see the new value.
+        """
+        prefix, given = f"{name}=".encode(), os.environb.get(name.encode())
+        variables = _proc_file(self.pid, "environ").split(b"\0")
+        present = next((entry for entry in variables if entry.startswith(prefix)), None)
+        if present != (None if given is None else prefix + given):
+            raise ConfigError(
+                f"{name} is not as it was when Ray was started, and a Ray that runs keeps the old "
+                "value: set it as before, or run `make stop` first"
+            )
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:
         """Send a GET to the dashboard's REST API."""

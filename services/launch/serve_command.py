@@ -26,6 +26,7 @@ from csps.services.launch.demo_command import demo
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
 from csps.services.launch.preflight import check_model, memory_need
 from csps.services.launch.ray_head import RUN_DIR, RayHead
+from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -186,6 +187,7 @@ def serve(
     preflight.check_python()
     config = read_config(config_path, port=port)
     check_model(config.settings)
+    known_keys(config.settings.api_keys_file)  # an error here is plainer than the router's
     running = _running_head(config)
     head = running or _start(config)
     deploy(config, head, RUN_DIR)
@@ -312,6 +314,7 @@ def _running_head(config: DeployConfig) -> RayHead | None:
         head.stop()
         ray_head.discard_head(RUN_DIR)
         return None
+    head.check_variable(KEYS_VARIABLE)
     _say(f"Ray is already running (process {head.pid}); deploying onto it")
     _clear(head, config)
     return head

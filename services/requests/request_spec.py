@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,22 @@ def _with_all(met: dict[SloName, bool]) -> dict[SloName, bool]:
     return {**met, "all": all(met.values())} if met else {}
 
 
+class ApiKey(NamedTuple):
+    """What is known of a client's API key, without the key itself."""
+
+    name: str = ""
+    """Name for logs, metrics and settings, which several keys may share; empty: the server is open.
+    """
+    tenant: int = 0
+    """Number of the name, from 1, for the scheduler; 0: the server is open."""
+    digest: bytes = b""
+    """SHA-256 of the key, by which it is recognized and its cached KV kept apart."""
+
+
+NO_KEY = ApiKey()
+"""Stands for the keys of an open server."""
+KEY_REVOKED = "The API key was revoked."
+
 DIGEST_BYTES = 16
 
 
@@ -113,6 +129,7 @@ class RequestSpec:
     """One client call, validated and tokenized; immutable."""
 
     client_request_id: str
+    api_key: ApiKey = NO_KEY
     prompt: NDArray[np.int32]
     """Token ids [tokens], at least one."""
     sampling: Sampling

@@ -14,7 +14,6 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 
 from csps.configurator.costs.cost_table import (
     MILLION,
@@ -97,6 +96,8 @@ class CostTableService:
         """Trace headers of each class's latest request."""
         self._choices: dict[Bucket, dict[str, StrategyChoice]] = {}
         self._wanted: dict[Bucket, None] = {}
+        self._dropped: set[str] = set()
+        """Rows of classes that were dropped since the last answer."""
         self._asking: asyncio.Task[None] | None = None
 
     def start(self, post_event: Callable[[AnyEvent], None]) -> None:
@@ -115,10 +116,12 @@ class CostTableService:
         """Remember the class of a submitted request."""
         self._classes[cls.row] = cls
         self._classes.move_to_end(cls.row)
+        self._dropped.discard(cls.row)
         self._traces[cls.row] = trace_context.inject()
         if len(self._classes) > MAX_CLASSES:
             oldest = next(row for row in self._classes if row not in _ALWAYS)
             del self._classes[oldest]
+            self._dropped.add(oldest)
             self._traces.pop(oldest, None)
 
     def gang_up(self, gang: GangClient) -> None:
@@ -189,9 +192,8 @@ class CostTableService:
             for bucket in buckets
             if bucket not in filled and bucket.row in self._classes
         )
-        if self._wanted and self._asking is None:
+        if self._wanted and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask(), name="ask the configurator")
-            self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
 
     async def _ask(self) -> None:
         while self._wanted:
@@ -242,17 +244,16 @@ class CostTableService:
     def _enter(self, chosen: Mapping[Bucket, Sequence[StrategyChoice]]) -> None:
         """Put a table in force with these buckets and those of classes in use."""
         old = self._newest.buckets
-        buckets = {
-            bucket: allowed for bucket, allowed in old.items() if bucket.row in self._classes
-        }
-        buckets |= {bucket: tuple(map(_allowed, choices)) for bucket, choices in chosen.items()}
-        by_strategy = {
-            bucket: {choice.strategy: choice for choice in choices}
-            for bucket, choices in chosen.items()
-        }
-        known = {**self._choices, **by_strategy}
-        self._choices = {bucket: choices for bucket, choices in known.items() if bucket in buckets}
-        self._put_in_force(replace(self._newest, buckets=buckets))
+        dropped = self._dropped
+        without = [bucket for bucket in old if bucket.row in dropped] if dropped else []
+        # A class may have been dropped while its question was asked.
+        self._dropped = {bucket.row for bucket in chosen if bucket.row not in self._classes}
+        for bucket in without:
+            self._choices.pop(bucket, None)
+        for bucket, choices in chosen.items():
+            self._choices[bucket] = {choice.strategy: choice for choice in choices}
+        buckets = {bucket: tuple(map(_allowed, choices)) for bucket, choices in chosen.items()}
+        self._put_in_force(self._newest.updated(buckets, without=without))
 
     # --- learning from served requests ---------------------------------------------------------
 
@@ -272,10 +273,9 @@ class CostTableService:
         if self._steps >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
             self._refitted_at, self._steps = now, 0
             self._put_in_force(
-                replace(
-                    self._newest,
+                self._newest.updated(
+                    self._drift.corrections(self._newest.buckets),
                     latencies=self._refit.table(),
-                    buckets=self._drift.corrected(self._newest.buckets),
                     overhead_ns=self._overhead.in_ns,
                 )
             )
@@ -358,18 +358,19 @@ class OptionDrift:
         known = self._log_ratios.get(key)
         self._log_ratios[key] = new if known is None else known + weight * (new - known)
 
-    def corrected(
+    def corrections(
         self, buckets: Mapping[Bucket, tuple[Allowed, ...]]
     ) -> Mapping[Bucket, tuple[Allowed, ...]]:
-        """Return the buckets with predictions that match the measurements, and start over."""
-        found = dict(buckets)
+        """Return the buckets whose predictions change, as they match the measurements, and start
+        over."""
+        found: dict[Bucket, tuple[Allowed, ...]] = {}
         for (bucket, strategy), log_ratio in self._log_ratios.items():
-            if bucket in found and abs(log_ratio) > WITHIN:
+            if bucket in buckets and abs(log_ratio) > WITHIN:
                 found[bucket] = tuple(
                     allowed._replace(permille=max(1, round(allowed.permille * math.exp(log_ratio))))
                     if allowed.strategy == strategy
                     else allowed
-                    for allowed in found[bucket]
+                    for allowed in found.get(bucket, buckets[bucket])
                 )
         self._log_ratios.clear()
         return found

@@ -7,11 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from csps.protocols.core.errors import CspsError
+from csps.protocols.core.errors import CspsError, Unauthorized
 from csps.protocols.gang.messages import FinishReason, SampledToken
 from csps.services.requests.elastic_event import ElasticEvent
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_sequences import LiveSequence
 from csps.services.scheduling.events.events import AnyEvent, RequestCancelled, RequestId, Submitted
 from csps.services.telemetry.observer import RequestObserver
@@ -25,6 +26,7 @@ class LiveRequests:
         observer: receives what happens to requests, for metrics.
         post_event: takes events for the scheduler.
         on_first_token: called with the handle at the answer's first token, to learn latencies.
+        limiter: counts what API keys use.
     """
 
     def __init__(
@@ -32,9 +34,10 @@ class LiveRequests:
         observer: RequestObserver,
         post_event: Callable[[AnyEvent], None],
         on_first_token: Callable[[RequestHandle], None],
+        limiter: KeyLimiter,
     ) -> None:
         self._observer, self._post_event = observer, post_event
-        self._on_first_token = on_first_token
+        self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
         self._request_ids = itertools.count(1)
         self.none_left = asyncio.Event()
@@ -58,6 +61,7 @@ class LiveRequests:
         handle = RequestHandle(spec, request_id=next(self._request_ids), on_cancel=self._cancel)
         self._live[handle.request_id] = handle
         self.none_left.clear()
+        self._limiter.begin(spec.api_key, int(spec.prompt.size))
         self._observer.submitted(handle)
         deadline_s = spec.deadline_s
         self._post_event(
@@ -70,6 +74,8 @@ class LiveRequests:
                 if deadline_s is None
                 else time.monotonic_ns() + int(deadline_s * 1e9),
                 hashes=spec.hashes,
+                tenant=spec.api_key.tenant,
+                kv_permille=self._limiter.kv_permille(spec.api_key),
             )
         )
         return handle
@@ -132,8 +138,13 @@ class LiveRequests:
         self._remove(handle)
         self._observer.failed(handle, error)
 
+    def revoke(self, handle: RequestHandle) -> None:
+        """End a request whose API key was revoked."""
+        self._post_event(_cancelled(handle))
+        self.fail(handle, Unauthorized(KEY_REVOKED))
+
     def _cancel(self, handle: RequestHandle) -> None:
-        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self._post_event(_cancelled(handle))
         self._finish(handle, handle.finish_reason or "cancelled")
 
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
@@ -144,7 +155,12 @@ class LiveRequests:
     def _remove(self, handle: RequestHandle) -> None:
         """Drop an ended request and record its spans."""
         del self._live[handle.request_id]
+        self._limiter.end(handle.spec.api_key, handle.timings.tokens)
         handle.close_timings(time.monotonic())
         record_spans(handle)
         if not self._live:
             self.none_left.set()
+
+
+def _cancelled(handle: RequestHandle) -> RequestCancelled:
+    return RequestCancelled(request_id=handle.request_id, generated_tokens=handle.timings.tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +25,10 @@ from csps.protocols.gang.client import GangClient
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.kv_links import KvLink
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec, SloBounds
+from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.dispatch import Executor, StepLauncher
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import ElasticEventRecorder, LiveSequences
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps, error_of
@@ -65,6 +67,7 @@ class RequestService:
         costs: cost tables by which the scheduler compares strategies.
         shape: the served model's attention, which limits the sparse attention it allows.
         recorder: writes the scheduler's decision log, if one is kept.
+        limiter: limits of API keys; None: there are none.
     """
 
     def __init__(
@@ -76,14 +79,19 @@ class RequestService:
         shape: AttentionShape,
         observer: RequestObserver | None = None,
         recorder: Recorder | None = None,
+        limiter: KeyLimiter | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
         self._costs = costs
         self._observer = guarded_observer(observer or NullObserver())
+        self._limiter = limiter or KeyLimiter()
         self._driver = SchedulerDriver(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), LiveSequences()
         self._requests = LiveRequests(
-            self._observer, self._driver.post_event, guarded(costs.record_first_token)
+            self._observer,
+            self._driver.post_event,
+            guarded(costs.record_first_token),
+            self._limiter,
         )
         elastic = ElasticEventRecorder(self._sequences.groups, self._requests.elastic_changed)
         self._steps = RunningSteps(costs.measured, self._observer, elastic, self._driver.post_event)
@@ -199,14 +207,16 @@ class RequestService:
 
     # --- used by the HTTP layer ----------------------------------------------------------------
 
-    def check_room(self, slo: SloBounds) -> None:
-        """Refuse a request before its body is read, knowing only its objectives.
+    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+        """Refuse a request before its body is read, knowing only its objectives and its key.
 
         Raises:
             QueueFull: too many requests wait, or the server is shutting down.
+            RateLimited: the key has reached one of its limits.
         """
         try:
             self._check_open()
+            self._limiter.check_request(api_key)
             if (refusal := self._scheduler.refusal_unread()) is not None:
                 raise error_of(refusal)
         except RequestError as error:
@@ -220,6 +230,7 @@ class RequestService:
             ContextLengthExceeded: the request could never run here.
             InvalidRequest: the request asks for attention that this server cannot give it.
             QueueFull: too many requests wait, or the server is shutting down.
+            RateLimited: the API key has reached one of its limits.
         """
         try:
             self._check(spec)
@@ -239,7 +250,13 @@ class RequestService:
     def _check(self, spec: RequestSpec) -> None:
         self._check_open()
         prompt_tokens = int(spec.prompt.size)
-        refusal = self._scheduler.refusal(prompt_tokens, spec.sampling.max_tokens)
+        self._limiter.check_prompt(spec.api_key, prompt_tokens)
+        refusal = self._scheduler.refusal(
+            prompt_tokens,
+            spec.sampling.max_tokens,
+            spec.api_key.tenant,
+            self._limiter.kv_permille(spec.api_key),
+        )
         if refusal is not None:
             raise error_of(refusal)
         policy = self._scheduler.policy_name
@@ -267,6 +284,16 @@ class RequestService:
             raise QueueFull("the server is shutting down", retry_after_s=10.0)
         if self._fault is not None:  # nothing will be scheduled any more
             raise QueueFull(BROKEN, retry_after_s=10.0)
+
+    def revoke(self, digests: Set[bytes]) -> None:
+        """End the requests of revoked API keys.
+
+        Args:
+            digests: of the keys (`ApiKey.digest`).
+        """
+        for handle in self._requests:
+            if handle.spec.api_key.digest in digests:
+                self._requests.revoke(handle)
 
     # --- the cluster (ClusterListener) ---------------------------------------------------------
 

@@ -205,6 +205,38 @@ class HttpSettings(SettingsSection):
     """Limit for the next byte of a body."""
 
 
+class KeyLimits(SettingsSection):
+    """Limits of the API keys of one name, beyond which a request gets a 429. None is no limit."""
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    """Prompt tokens, and generated ones when their request ends. A prompt above the limit runs if
+    nothing was used for a minute."""
+    concurrent_requests: Count | None = None
+    """Requests in the server at a time, those that wait included."""
+    kv_share: Annotated[float, Field(ge=0.001, le=1)] | None = None
+    """Share of the KV slots for decoding that these requests may need together, with their longest
+    answers; and, as much again, share of each gang's slots for cached KV that no request uses."""
+
+
+class AuthSettings(SettingsSection):
+    """Rights of clients by the names of their API keys (`docs/operations.md`). Without keys, all
+    clients together have one name."""
+
+    limits: KeyLimits = KeyLimits()
+    """Limits of each name."""
+    overrides: dict[str, KeyLimits] = {}
+    """Other limits of some names; what is not given there is as in `limits`."""
+
+    def limits_of(self, name: str) -> KeyLimits:
+        """Return the limits of a name."""
+        override = self.overrides.get(name)
+        if override is None:
+            return self.limits
+        given = override.model_dump(include=override.model_fields_set)
+        return self.limits.model_copy(update=given)
+
+
 class SloSettings(SettingsSection):
     """Objectives of requests that bring none of their own (`x-slo-*`). They are counted in
     `csps:request_slo_total` and enforced nowhere. None counts nothing."""
@@ -299,8 +331,8 @@ class Settings(SettingsSection):
     """Answer length of a chat request that does not set one."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
-    """File with one key a line; `CSPS_API_KEYS` (comma separated) adds to it. Without both, the
-    server is open."""
+    """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;
+    `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
@@ -318,6 +350,7 @@ class Settings(SettingsSection):
     kv_reuse: KvReuseSettings = KvReuseSettings()
     topology: TopologySettings = TopologySettings()
     configurator: ConfiguratorSettings = ConfiguratorSettings()
+    auth: AuthSettings = AuthSettings()
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

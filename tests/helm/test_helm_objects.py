@@ -158,6 +158,10 @@ def test_pods_outlive_the_drain() -> None:
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 120
 
 
+OPEN: Values = {"auth": {"requireApiKey": False}}
+"""Without the file of API keys, which is a volume of the head."""
+
+
 def claim(name: str) -> Values:
     return {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}
 
@@ -172,7 +176,7 @@ def claim(name: str) -> Values:
     ids=["existing claim", "host path", "own claim"],
 )
 def test_model_volume_is_read_only_in_every_pod(volume: Values, source: Values) -> None:
-    rendered = render({"model": {"path": "/models/llama", "volume": volume}})
+    rendered = render({"model": {"path": "/models/llama", "volume": volume}, **OPEN})
     for group in rendered.groups.values():
         assert group["template"]["spec"]["volumes"] == [{"name": "model", **source}]
         (mount,) = container(group)["volumeMounts"]
@@ -188,7 +192,7 @@ def test_volumes_of_the_values_are_in_every_pod(path: str | None) -> None:
     mount = {"name": "times", "mountPath": "/times", "readOnly": True}
     more = {"extraVolumes": [{"name": "times", "emptyDir": {}}], "extraVolumeMounts": [mount]}
     model = {"model": {"volume": {"hostPath": path}}} if path else {}
-    rendered = render({"pods": more, **model})
+    rendered = render({"pods": more, **model, **OPEN})
     own = [] if path is None else ["model"]
     for group in rendered.groups.values():
         assert [volume["name"] for volume in group["template"]["spec"]["volumes"]] == [
@@ -197,7 +201,7 @@ def test_volumes_of_the_values_are_in_every_pod(path: str | None) -> None:
         ]
         assert container(group)["volumeMounts"][-1] == mount
         assert len(container(group)["volumeMounts"]) == len(own) + 1
-    assert "volumes" not in render().groups["head"]["template"]["spec"]
+    assert "volumes" not in render(OPEN).groups["head"]["template"]["spec"]
 
 
 def test_each_section_chooses_the_nodes_of_its_pods() -> None:

@@ -6,10 +6,16 @@ import shutil
 from base64 import b64decode, b64encode
 from pathlib import Path
 
+import pytest
 import yaml
-from rendered_chart import CHART, EVERYTHING, Rendered, Values, environment, render
+from rendered_chart import CHART, EVERYTHING, Rendered, Values, container, environment, render
 
-from csps.services.settings.credentials import KEYS_VARIABLE, SECRET_MIN_LENGTH, SECRET_VARIABLE
+from csps.services.settings.credentials import (
+    KEYS_VARIABLE,
+    SECRET_MIN_LENGTH,
+    SECRET_VARIABLE,
+    ApiKeys,
+)
 
 LOOKUP = 'lookup "v1" "Secret" .Release.Namespace $name'
 
@@ -60,22 +66,67 @@ def test_processes_get_what_they_need_and_no_more() -> None:
         variables = environment(group)
         reference = variables[SECRET_VARIABLE]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": "demo-csps", "key": "cluster-secret"}
-        assert (KEYS_VARIABLE in variables) == (name == "head")
+        assert KEYS_VARIABLE not in variables
+        volumes = group["template"]["spec"].get("volumes", [])
+        assert [volume["name"] for volume in volumes] == (["api-keys"] if name == "head" else [])
+        assert ("volumeMounts" in container(group)) == (name == "head")
 
 
 def test_an_existing_secret_replaces_the_charts() -> None:
     rendered = render({"auth": {"existingSecret": "mine"}})
     assert "Secret" not in rendered.kinds
-    head = environment(rendered.groups["head"])
-    for variable in (SECRET_VARIABLE, KEYS_VARIABLE):
-        assert head[variable]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    head = rendered.groups["head"]
+    assert environment(head)[SECRET_VARIABLE]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    (volume,) = head["template"]["spec"]["volumes"]
+    assert volume["secret"]["secretName"] == "mine"
     assert "get secret mine" in rendered.notes
+
+
+@pytest.mark.parametrize("extra", [{}, EVERYTHING])
+def test_the_router_reads_api_keys_from_a_file_that_follows_the_secret(extra: Values) -> None:
+    """Regression: in the environment of a pod, revoked keys stayed valid until it ended."""
+    rendered = render(extra)
+    head = rendered.groups["head"]
+    (volume,) = [
+        volume for volume in head["template"]["spec"]["volumes"] if volume["name"] == "api-keys"
+    ]
+    (mount,) = [
+        mount for mount in container(head)["volumeMounts"] if mount["name"] == volume["name"]
+    ]
+    (item,) = volume["secret"]["items"]
+    assert item["key"] in secrets_of(rendered)
+    assert rendered.application["args"]["api_keys_file"] == f"{mount['mountPath']}/{item['path']}"
+    assert mount["readOnly"]
+    assert "subPath" not in mount  # which the kubelet never updates
+
+
+@pytest.mark.parametrize("given", ["alice 0123456789abcdef", "0123456789abcdef"])
+def test_keys_of_the_chart_may_have_names(given: str) -> None:
+    stored = secrets_of(render({"auth": {"apiKeys": [given, "another-key-of-a-client"]}}))
+    key = ApiKeys(stored["api-keys"].split(",")).check("Bearer 0123456789abcdef")
+    assert (key.name == "alice") == given.startswith("alice")
+
+
+@pytest.mark.parametrize("stored", ['dict "cluster-secret" "c2VjcmV0"', 'dict "api-keys" ""'])
+def test_an_existing_secret_without_keys_is_refused(tmp_path: Path, stored: str) -> None:
+    """Regression: its empty key opened the server."""
+    chart = tmp_path / "csps"
+    shutil.copytree(CHART, chart)
+    template = chart / "templates" / "secret.yaml"
+    text = template.read_text()
+    asked = 'lookup "v1" "Secret" $.Release.Namespace .'
+    assert asked in text
+    template.write_text(text.replace(asked, f'dict "data" ({stored})'))
+    with pytest.raises(Exception, match="the Secret mine has no api-keys"):
+        render({"auth": {"existingSecret": "mine"}}, chart=chart)
+    render({"auth": {"existingSecret": "mine", "requireApiKey": False}}, chart=chart)
 
 
 def test_open_server_on_request() -> None:
     rendered = render({"auth": {"requireApiKey": False}})
     assert set(secrets_of(rendered)) == {"cluster-secret"}
-    assert KEYS_VARIABLE not in environment(rendered.groups["head"])
+    assert "volumes" not in rendered.groups["head"]["template"]["spec"]
+    assert "api_keys_file" not in rendered.application["args"]
 
 
 def test_ray_asks_for_its_token() -> None:

@@ -68,7 +68,7 @@ def test_replicas_cannot_be_asked_for() -> None:
 
 
 def test_defaults_are_those_of_the_application() -> None:
-    chart, own = settings(), Settings()
+    chart, own = settings({"auth": {"requireApiKey": False}}), Settings()
     only_here: Any = {"prefill": {"num_cpus"}, "decode": {"num_cpus"}, "telemetry": True}
     assert chart.model_dump(exclude=only_here) == own.model_dump(exclude=only_here)
     assert chart.prefill.num_cpus == chart.prefill.threads

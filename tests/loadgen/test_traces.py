@@ -34,6 +34,7 @@ requests_st = st.builds(
     answer=st.none() | st.text(),
     objective=st.none() | st.just(RequestObjective(objective="ttft", max_accuracy_loss=0.01)),
     conversation=st.none() | st.text(),
+    tenant=st.text(),
     delay_ns=st.integers(0, 10**12),
 )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -25,8 +26,9 @@ from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.settings import Settings
+from csps.services.settings.settings import AuthSettings, KeyLimits, Settings
 from csps.services.telemetry.metrics import Metrics
 
 ANSWER = "The naïve café 🙂 END of it"
@@ -465,6 +467,20 @@ async def test_a_full_queue_answers_with_retry_after(
     assert_openai_error(response)
 
 
+async def test_a_limit_of_a_key_answers_as_openai_does(
+    client: httpx.AsyncClient, service: FakeService
+) -> None:
+    limiter = KeyLimiter(AuthSettings(limits=KeyLimits(requests_per_minute=1)))
+    with patch.object(service, "check_room", lambda slo, key: limiter.check_request(key)):
+        assert (await client.post("/v1/completions", json=completion())).status_code == 200
+        response = await client.post("/v1/completions", json=completion())
+    assert (response.status_code, response.headers["retry-after"]) == (429, "60")
+    assert_openai_error(response)
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "requests per minute" in error["message"]
+
+
 async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:
     app = replace(api, keys=ApiKeys(["secret"])).app()
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
@@ -478,6 +494,35 @@ async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:
             await client.post("/v1/completions", json=completion(), headers=header)
         ).status_code == 200
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_key_revoked_while_its_request_is_read_is_refused(
+    api: HttpApi, service: FakeService, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice secret")
+    keys = ApiKeys.load(str(file))
+    half_read = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"model": "tiny", '
+        await half_read.wait()
+        yield b'"prompt": "Say it."}'
+
+    app = replace(api, keys=keys).app()
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        header = {"authorization": "Bearer secret"}
+        reading = asyncio.create_task(
+            client.post("/v1/completions", content=body(), headers=header)
+        )
+        file.write_text("alice other")
+        watching = asyncio.create_task(keys.watch(lambda digests: half_read.set(), period_s=0.001))
+        async with asyncio.timeout(DEADLINE_S):
+            response = await reading
+        watching.cancel()
+    assert response.status_code == 401
+    assert "revoked" in response.json()["error"]["message"]
+    assert not service.specs
 
 
 # --- writes ----------------------------------------------------------------------------------

@@ -17,15 +17,24 @@ def test_an_option_is_corrected_by_what_its_steps_took(ratio: float, permille: i
     drift = OptionDrift()
     for _ in range(10):
         drift.observe(BUCKET, "csa#{}", ratio)
-    corrected = drift.corrected(BUCKETS)
+    corrected = {**BUCKETS, **drift.corrections(BUCKETS)}
     assert corrected == {BUCKET: (Allowed("ulysses"), Allowed("csa#{}", permille=permille))}
-    assert drift.corrected(BUCKETS) == BUCKETS, "corrected twice for one measurement"
+    assert not drift.corrections(BUCKETS), "corrected twice for one measurement"
+
+
+def test_several_options_of_a_bucket_are_corrected_together() -> None:
+    drift = OptionDrift()
+    both = {BUCKET: (Allowed("csa#{}", permille=500), Allowed("levels", permille=400))}
+    for strategy in ("csa#{}", "levels"):
+        drift.observe(BUCKET, strategy, 2.0)
+    (corrected,) = drift.corrections(both).values()
+    assert corrected == (Allowed("csa#{}", permille=1000), Allowed("levels", permille=800))
 
 
 def test_buckets_that_are_gone_are_left_alone() -> None:
     drift = OptionDrift()
     drift.observe(BUCKET, "csa#{}", 3.0)
-    assert drift.corrected({}) == {}
+    assert drift.corrections({}) == {}
 
 
 def test_the_overhead_covers_all_but_the_slowest() -> None:

@@ -17,7 +17,7 @@ import pytest
 from free_ports import free_port
 
 from csps.cli import Subcommand, main
-from csps.protocols.core.errors import FaultError
+from csps.protocols.core.errors import ConfigError, FaultError
 from csps.services.launch import ray_head
 from csps.services.profiling.command import warn_of_a_server
 
@@ -96,6 +96,29 @@ def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
     head = ray_head.find_head(run_dir)
     assert head is not None
     assert head.alive
+
+
+def test_a_variable_that_changed_since_ray_was_started_is_an_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: keys newly put into the environment of `csps serve` changed nothing."""
+    monkeypatch.setenv("CSPS_API_KEYS", "one")
+    tree = Tree(run_dir / "ray-token")
+    try:
+        write_state(run_dir, tree.leader.pid)
+        head = ray_head.find_head(run_dir)
+        assert head is not None
+        head.check_variable("CSPS_API_KEYS")
+        head.check_variable("CSPS_NEVER_SET")
+        monkeypatch.setenv("CSPS_NEVER_SET", "")
+        with pytest.raises(ConfigError, match="CSPS_NEVER_SET is not as it was"):
+            head.check_variable("CSPS_NEVER_SET")
+        monkeypatch.setenv("CSPS_API_KEYS", "one,hush")
+        with pytest.raises(ConfigError, match="CSPS_API_KEYS is not as it was") as raised:
+            head.check_variable("CSPS_API_KEYS")
+        assert "hush" not in str(raised.value)
+    finally:
+        tree.end()
 
 
 def test_an_interrupt_mentions_the_server_only_if_it_runs(

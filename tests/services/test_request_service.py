@@ -18,7 +18,9 @@ from csps.protocols.core.errors import (
     DeadlineExceeded,
     GangLost,
     QueueFull,
+    RateLimited,
     TransferError,
+    Unauthorized,
 )
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import (
@@ -30,9 +32,12 @@ from csps.protocols.gang.messages import (
 )
 from csps.protocols.rpc.schema import decode, pack
 from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import ApiKey, SloBounds
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.events import AnyEvent
 from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.settings.settings import AuthSettings, KeyLimits
 from csps.services.telemetry.metrics import Metrics
 
 
@@ -69,6 +74,68 @@ async def test_a_sampled_first_token_is_not_predicted_again() -> None:
         await cell.replace(FakeGang("decode", "d2"))
         await until(lambda: handle.timings.attempts == 2 and handle.state == "prefill")
         assert handle.explain()["plan"]["predicted_ttft_ms"] is None
+
+
+async def test_limits_of_a_key_count_until_its_requests_end() -> None:
+    auth = AuthSettings(limits=KeyLimits(concurrent_requests=1, tokens_per_minute=1000))
+    alice, bob = (ApiKey(name, tenant, name.encode()) for tenant, name in enumerate("ab", 1))
+    now_s = 0.0
+    limiter = KeyLimiter(auth, lambda: now_s)
+    metrics = Metrics("m")
+    async with fake_cell(limiter=limiter, observer=metrics) as cell:
+
+        def submit(key: ApiKey) -> RequestHandle:
+            cell.service.check_room(SloBounds(), key)
+            return cell.service.submit(replace(request_spec(tokens=300), api_key=key))
+
+        first = submit(alice)
+        with pytest.raises(RateLimited, match="concurrent requests"):
+            submit(alice)
+        submit(bob).cancel()
+        sequence_id = await cell.decoding(first)
+        cell.finish(sequence_id, 3)
+        await read(first)
+        submit(alice).cancel()  # 300 prompt and 3 generated tokens before, and 300 now
+        submit(alice).cancel()
+        with pytest.raises(RateLimited, match="tokens per minute"):
+            submit(alice)
+        now_s = 60.0
+        submit(alice).cancel()
+        assert b'code="rate_limit_exceeded"' in metrics.render()
+
+
+async def test_a_share_of_kv_slots_is_the_schedulers_business() -> None:
+    auth = AuthSettings(overrides={"a": KeyLimits(kv_share=0.05)})
+    alice, bob = (ApiKey(name, tenant, name.encode()) for tenant, name in enumerate("ab", 1))
+    async with fake_cell(limiter=KeyLimiter(auth)) as cell:
+        check = cell.service.capacity_check
+        assert check is not None
+        most = check.decode_slots // 20
+        spec = request_spec(tokens=most // 2, max_tokens=4)
+        async with cell.service.submit(replace(spec, api_key=alice)) as first:
+            second = cell.service.submit(replace(spec, api_key=alice))
+            with pytest.raises(RateLimited, match="KV slots"):  # as soon as the scheduler knows
+                await read(second)
+            await cell.decoding(first)
+            with pytest.raises(RateLimited, match="KV slots"):
+                cell.service.submit(replace(spec, api_key=alice))
+            cell.service.submit(replace(spec, api_key=bob)).cancel()
+
+
+async def test_the_requests_of_a_revoked_key_end() -> None:
+    async with fake_cell() as cell:
+        keys = [ApiKey(name, tenant, name.encode()) for tenant, name in enumerate("ab", 1)]
+        ended, kept = (
+            cell.service.submit(replace(request_spec(tokens=300), api_key=key)) for key in keys
+        )
+        await cell.decoding(ended)
+        sequence_id = await cell.decoding(kept)
+        cell.service.revoke({b"a"})
+        with pytest.raises(Unauthorized, match="revoked"):
+            await read(ended)
+        cell.finish(sequence_id, 3)
+        assert len(await read(kept)) == 3
+        await cell.wait_until_free()
 
 
 async def test_every_rank_gets_the_step_with_its_own_tokens() -> None:

@@ -37,7 +37,11 @@ securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
-{{- with include "csps.volumes" $root | trim }}
+{{- $volumes := include "csps.volumes" $root | trim -}}
+{{- if eq (len .) 3 }}
+{{- $volumes = printf "%s\n%s" $volumes (include (index . 2) $root) | trim -}}
+{{- end }}
+{{- with $volumes }}
 volumes:
   {{- . | nindent 2 }}
 {{- end }}
@@ -52,6 +56,33 @@ securityContext:
 volumeMounts:
   {{- . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{/* Only the router reads API keys, and it runs on the head. A file, because a pod's environment
+keeps revoked keys until the pod ends. */}}
+{{- define "csps.keyVolume" -}}
+{{- if .Values.auth.requireApiKey }}
+- name: api-keys
+  secret:
+    secretName: {{ include "csps.secretName" . }}
+    items: [{key: api-keys, path: api-keys}]
+{{- end }}
+{{- end }}
+
+{{- define "csps.headContainer" -}}
+{{- include "csps.container" . }}
+{{- if .Values.auth.requireApiKey }}
+{{- if not (include "csps.volumeMounts" . | trim) }}
+volumeMounts:
+{{- end }}
+  - name: api-keys
+    mountPath: {{ include "csps.keyFile" . | dir }}
+    readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "csps.keyFile" -}}
+/etc/csps/keys/api-keys
 {{- end }}
 
 {{/* The application is built on any node and needs the cluster secret there. RAY_AUTH_MODE is what
@@ -82,18 +113,6 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
   value: csps
 {{- with .Values.pods.extraEnv }}
 {{ toYaml . }}
-{{- end }}
-{{- end }}
-
-{{/* Only the router reads API keys, and it runs on the head. */}}
-{{- define "csps.headEnv" -}}
-{{ include "csps.env" . }}
-{{- if .Values.auth.requireApiKey }}
-- name: CSPS_API_KEYS
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "csps.secretName" . }}
-      key: api-keys
 {{- end }}
 {{- end }}
 

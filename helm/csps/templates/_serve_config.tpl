@@ -59,6 +59,9 @@ device: {{ .Values.model.device }}
 {{- with .Values.model.maxPositions }}
 max_positions: {{ int . }}
 {{- end }}
+{{- if .Values.auth.requireApiKey }}
+api_keys_file: {{ include "csps.keyFile" . }}
+{{- end }}
 drain_s: {{ .Values.drainSeconds }}
 {{- range $role := splitList " " (include "csps.roles" .) }}
 {{ $role }}:

@@ -102,10 +102,11 @@ class Retries:
         elif queued:
             self._requests.push(request)  # a longer prompt may have low priority
 
-    def finished_late(self, sequence_id: SequenceId) -> None:
+    def finished_late(self, sequence_id: SequenceId, generated_tokens: int) -> None:
         """End the request of a sequence whose whole answer was delivered before the fault."""
         sequence = self._sequences.closed_now.get(sequence_id)
         if sequence and self._requests.live.get(sequence.request.id) is sequence.request:
+            sequence.request.note_generated(generated_tokens)
             self._requests.end(sequence.request)
 
     def broken(self, sequence: Sequence, error: CspsError) -> None:

@@ -124,6 +124,7 @@ def _check_queue(requests: Requests) -> None:
     assert requests.admission.waiting == len(waiting), "number of waiting requests"
     tokens = sum(request.prompt_tokens + request.output_tokens for request in waiting)
     assert requests.admission.waiting_tokens == tokens, "tokens of waiting requests"
+    requests.admission.check_slots(requests.live.values())
     for request in requests.live.values():
         assert request.waiting == (request.sequence is None), (
             f"request {request.id} either waits or has a sequence"
@@ -131,6 +132,7 @@ def _check_queue(requests: Requests) -> None:
     for request in requests.blocked:
         assert request.waiting, f"blocked request {request.id} has started"
         assert requests.live.get(request.id) is request, f"blocked request {request.id} is over"
+    requests.queue.check()
     for request in requests.queue.everyone():
         assert requests.live.get(request.id) is request, f"queued request {request.id} is over"
         assert request.waiting, f"queued request {request.id} runs"

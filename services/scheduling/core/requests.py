@@ -1,18 +1,23 @@
-"""Requests from admission to their end, the queues of waiting ones, and admission."""
+"""Requests from admission to their end, and admission."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter
 
-from csps.protocols.core.errors import CspsError, DeadlineExceeded, QueueFull
+from csps.protocols.core.errors import (
+    ContextLengthExceeded,
+    CspsError,
+    DeadlineExceeded,
+    QueueFull,
+    RateLimited,
+)
+from csps.services.scheduling.core.queue import GENERATED_WEIGHT, Queue, prompt_weight
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
 from csps.services.scheduling.events.commands import Fail, Refuse
-from csps.services.scheduling.events.events import RequestId, Submitted, WireError
+from csps.services.scheduling.events.events import RequestId, Submitted, TenantId, WireError
 from csps.services.scheduling.events.limits import (
     SECOND_NS,
     QueueLimits,
@@ -21,52 +26,7 @@ from csps.services.scheduling.events.limits import (
     delay_counters,
 )
 from csps.services.scheduling.state.gangs import Gangs
-from csps.services.scheduling.state.state import Priority, Request, Round, Sequence, wire_error
-
-_request_id = attrgetter("id")
-
-
-class Queue:
-    """Waiting requests by priority, each queue in order of admission.
-
-    A request that comes back after a fault takes its old place, before all that came after it.
-    """
-
-    def __init__(self) -> None:
-        # Lists, because most requests arrive at the end and leave near the front, and moving the
-        # rest of ten thousand pointers takes two microseconds. A list with marks for those that
-        # left would make every round skip them.
-        self.by_priority: dict[Priority, list[Request]] = {"high": [], "low": []}
-        """Sorted queues; others read them."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_priority.values()))
-
-    def __contains__(self, request: Request) -> bool:
-        queue = self.by_priority[request.priority]
-        at = bisect_left(queue, request.id, key=_request_id)
-        return at < len(queue) and queue[at] is request
-
-    def everyone(self) -> Iterator[Request]:
-        """Yield all requests, queue after queue; the queues must not change meanwhile."""
-        for queue in self.by_priority.values():
-            yield from queue
-
-    def push(self, request: Request) -> None:
-        """Add a request to the queue of its priority."""
-        queue = self.by_priority[request.priority]
-        if not queue or queue[-1].id < request.id:
-            queue.append(request)
-        else:
-            queue.insert(bisect_left(queue, request.id, key=_request_id), request)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request, if it is in its queue."""
-        queue = self.by_priority[request.priority]
-        at = bisect_left(queue, request.id, key=_request_id)
-        if at < len(queue) and queue[at] is request:
-            del queue[at]
-
+from csps.services.scheduling.state.state import Request, Round, Sequence, order_key, wire_error
 
 DRAIN_RETRY_AFTER_S = 10.0
 
@@ -84,12 +44,40 @@ class Admission:
         """Requests that have not started, those that pause before another attempt included."""
         self.waiting_tokens = 0
         """Their tokens, prompts and answers together."""
+        self._slots: dict[TenantId, int] = {}
+        """Slots that the requests of each tenant need, from admission to their end."""
         self.draining = False
 
-    def refusal(self, prompt_tokens: int, output_tokens: int) -> CspsError | None:
+    def refusal(
+        self, prompt_tokens: int, output_tokens: int, tenant: TenantId, kv_permille: int
+    ) -> CspsError | None:
         """Return the error with which such a request is refused now, or None."""
-        rejection = self._capacity.rejection(prompt_tokens, output_tokens)
-        return rejection or self.refusal_unread(prompt_tokens + output_tokens)
+        return (
+            self._capacity.rejection(prompt_tokens, output_tokens)
+            or self._beyond_share(prompt_tokens, output_tokens, tenant, kv_permille)
+            or self.refusal_unread(prompt_tokens + output_tokens)
+        )
+
+    def _beyond_share(
+        self, prompt_tokens: int, output_tokens: int, tenant: TenantId, kv_permille: int
+    ) -> CspsError | None:
+        """Return the error if the request would exceed its tenant's share of KV slots."""
+        most = self._capacity.decode_slots * kv_permille // 1000
+        if kv_permille == 1000 or not self._capacity.known:
+            return None
+        tokens = prompt_tokens + output_tokens
+        if tokens > most:
+            return ContextLengthExceeded(
+                prompt_tokens=prompt_tokens, output_tokens=output_tokens, limit=most
+            )
+        taken = self._slots.get(tenant, 0)
+        if taken + tokens > most:
+            return RateLimited(
+                f"Rate limit reached for this API key on KV slots: its requests may need {most} "
+                f"together, {taken} are taken, and this one needs {tokens}.",
+                retry_after_s=self._retry_after_s(),
+            )
+        return None
 
     def refusal_unread(self, tokens: int = 0) -> QueueFull | None:
         """Return the error with which a request is refused of which only the tokens are known, or
@@ -108,17 +96,33 @@ class Admission:
             return None
         return QueueFull(reason, retry_after_s=self._retry_after_s())
 
+    def admit(self, request: Request) -> None:
+        """Count the slots of an admitted request for its tenant."""
+        self._slots[request.tenant] = self._slots.get(request.tenant, 0) + _tokens(request)
+
+    def end(self, request: Request) -> None:
+        """Count a request that has ended, however it did."""
+        self._slots[request.tenant] -= _tokens(request)
+
     def enter(self, request: Request) -> None:
         """Count a request that begins to wait."""
         self.waiting += 1
-        self.waiting_tokens += request.prompt_tokens + request.output_tokens
+        self.waiting_tokens += _tokens(request)
 
     def leave(self, request: Request, *, started: bool) -> None:
         """Count a request that starts or ends."""
         self.waiting -= 1
-        self.waiting_tokens -= request.prompt_tokens + request.output_tokens
+        self.waiting_tokens -= _tokens(request)
         if started:
             self._starts.append(self._round.now_ns)
+
+    def check_slots(self, live: Iterable[Request]) -> None:
+        """Assert that each tenant's slots are those of its live requests."""
+        sums: dict[TenantId, int] = {}
+        for request in live:
+            sums[request.tenant] = sums.get(request.tenant, 0) + _tokens(request)
+        found = {tenant: slots for tenant, slots in self._slots.items() if slots}
+        assert found == sums, "KV slots of tenants"
 
     def _retry_after_s(self) -> float:
         """Return when half of the queue will be gone at its recent pace: 1 to 60 s, in
@@ -128,6 +132,11 @@ class Admission:
         pace_ns = (self._round.now_ns - self._starts[0]) // len(self._starts)
         wait_ns = pace_ns * self.waiting // 2
         return min(60 * SECOND_NS, max(SECOND_NS, wait_ns)) // 1_000_000 / 1000
+
+
+def _tokens(request: Request) -> int:
+    """Return the tokens of prompt and answer, which stay the same while it is generated."""
+    return request.prompt_tokens + request.output_tokens
 
 
 LOAD_WINDOW_NS = 30 * SECOND_NS
@@ -173,12 +182,16 @@ class Requests:
         assert event.request_id not in self.live, f"request {event.request_id} came twice"
         now_ns = self._round.now_ns
         self._arrivals.append(now_ns)
-        error = self.admission.refusal(event.prompt_tokens, event.output_tokens)
+        error = self.admission.refusal(
+            event.prompt_tokens, event.output_tokens, event.tenant, event.kv_permille
+        )
         if error is not None:
             self._round.emit(Refuse(request_id=event.request_id, error=wire_error(error)))
             return
         request = Request(
             id=event.request_id,
+            tenant=event.tenant,
+            kv_permille=event.kv_permille,
             cls=event.cls,
             prompt_tokens=event.prompt_tokens,
             output_tokens=event.output_tokens,
@@ -188,6 +201,7 @@ class Requests:
             hashes=event.hashes if self._reuses else (),
         )
         self.live[request.id] = request
+        self.admission.admit(request)
         self._begin_to_wait(request)
         self.push(request)
         if event.deadline_ns is not None:
@@ -206,6 +220,8 @@ class Requests:
     def take(self, request: Request, sequence: Sequence) -> None:
         """Note that the request has started."""
         self.queue.remove(request)
+        self.queue.leave(request.tenant)
+        self._serve(request, prompt_weight(request))
         self.admission.leave(request, started=True)
         request.waiting, request.sequence = False, sequence
         request.attempts += 1
@@ -218,7 +234,13 @@ class Requests:
         request.waiting_since_ns = self._round.now_ns
         self._begin_to_wait(request)
 
+    def _serve(self, request: Request, tokens: int) -> None:
+        """Count weighted tokens for the request's tenant."""
+        if self.queue.serve(request.tenant, tokens):
+            self._round.stale = True
+
     def _begin_to_wait(self, request: Request) -> None:
+        self.queue.begin(request.tenant)
         self.admission.enter(request)
         request.delays_before = delay_counters(self._gangs.instances.values())
 
@@ -259,8 +281,8 @@ class Requests:
 
     @property
     def blocked(self) -> list[Request]:
-        """Waiting requests that were found to be blocked once, in order of admission."""
-        return sorted(self._blocked.values(), key=attrgetter("id"))
+        """Waiting requests that were found to be blocked once, in order."""
+        return sorted(self._blocked.values(), key=order_key)
 
     # --- ends ---
 
@@ -282,6 +304,7 @@ class Requests:
     def end(self, request: Request) -> None:
         """End the request in whichever way; nothing of it may stay behind here."""
         del self.live[request.id]
+        self.admission.end(request)
         self._blocked.pop(request.id, None)
         for timer in self._timers_of.pop(request.id, ()):
             self._timers.cancel(timer)
@@ -290,5 +313,7 @@ class Requests:
             request.sequence = None
         if request.waiting:
             self.queue.remove(request)
+            self.queue.leave(request.tenant)
             self.admission.leave(request, started=False)
             self._round.stale = True
+        self._serve(request, GENERATED_WEIGHT * request.generated_tokens)

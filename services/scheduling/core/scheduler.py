@@ -35,7 +35,7 @@ from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand
-from csps.services.scheduling.events.events import AnyEvent, WireError
+from csps.services.scheduling.events.events import AnyEvent, TenantId, WireError
 from csps.services.scheduling.events.limits import (
     QueueLimits,
     ReuseSettings,
@@ -170,9 +170,15 @@ class Scheduler:
         self._liveness.schedule_check()
         return RoundResult(this_round.commands, self._wake_at_ns())
 
-    def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
-        """Return the rejection for a request of this size, or None. Does not change the state."""
-        error = self._requests.admission.refusal(prompt_tokens, output_tokens)
+    def refusal(
+        self, prompt_tokens: int, output_tokens: int, tenant: TenantId = 0, kv_permille: int = 1000
+    ) -> WireError | None:
+        """Return the rejection for such a request, or None. Does not change the state.
+
+        Args:
+            kv_permille: share of KV slots of the tenant (`Submitted`).
+        """
+        error = self._requests.admission.refusal(prompt_tokens, output_tokens, tenant, kv_permille)
         return None if error is None else wire_error(error)
 
     def refusal_unread(self) -> WireError | None:
@@ -253,8 +259,11 @@ class Scheduler:
         undecided = waiting or self._policy.regroups
         if not (self._round.stale and self._gangs.pairs and undecided):
             return
+        held = self._requests.queue.held
         self._launcher.apply(self._policy.decide(self._view()))
         self._round.stale = False
+        if held - self._requests.queue.held:  # what has just started lets others start
+            self._round.wake_ns = self._round.now_ns + 1
 
     def _view(self) -> SchedulerView:
         requests = self._requests
@@ -262,7 +271,7 @@ class Scheduler:
             now_ns=self._round.now_ns,
             cost=self._costs,
             pairs=self._gangs.pairs,
-            queues=requests.queue.by_priority,
+            queues=requests.queue.startable,
             planned=self._unsent.sequences,
             blocked=requests.blocked,
             blocked_ns=requests.blocked_ns,
@@ -314,6 +323,7 @@ class RequestEvents:
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
         if (request := self._requests.live.get(event.request_id)) is not None:
+            request.note_generated(event.generated_tokens)
             self._requests.end(request)
 
     def _first_token(self, event: ev.FirstToken) -> None:
@@ -350,9 +360,10 @@ class RequestEvents:
     def _finished(self, event: ev.Finished) -> None:
         if (sequence := self._sequences.serving(event.sequence_id)) is not None:
             self._sequences.finish(sequence, event.generated_tokens, event.hashes)
+            sequence.request.note_generated(event.generated_tokens)
             self._requests.end(sequence.request)
         else:
-            self._retries.finished_late(event.sequence_id)
+            self._retries.finished_late(event.sequence_id, event.generated_tokens)
 
     def _failed(self, event: ev.Failed) -> None:
         self._retries.delivered(event.sequence_id, event.generated_tokens)

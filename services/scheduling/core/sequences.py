@@ -170,7 +170,9 @@ class Sequences:
         """Retain KV where it was computed, now that all of it lies there."""
         good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
         hashes = sequence.request.hashes if good else ()
-        self._prefix.prefilled(sequence.prefill, sequence.id, hashes, sequence.retained_slices)
+        self._prefix.prefilled(
+            sequence.prefill, sequence.id, sequence.request, hashes, sequence.retained_slices
+        )
         self._unref_prefill(sequence)
 
     def _unref_prefill(self, sequence: Sequence) -> None:
@@ -205,7 +207,7 @@ class Sequences:
             self.freed(sequence, instance)
         slices = (*own(sequence.slices), *to_come)
         whole = (prompt + generated_tokens - 1) // self._prefix.settings.block_tokens
-        self._prefix.decoded(gang, sequence.id, hashes[:whole], slices, slots)
+        self._prefix.decoded(gang, sequence.id, sequence.request, hashes[:whole], slices, slots)
         if ref is not None:
             self._prefix.unref(ref)
 

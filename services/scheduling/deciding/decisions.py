@@ -221,6 +221,11 @@ class CapacityCheck:
         limits = (min(_context_limit(pair), pair.prefill.capacity) for pair in self._pairs)
         return max(limits, default=0)
 
+    @property
+    def decode_slots(self) -> int:
+        """KV slots of all gangs that decode; 0 without gangs."""
+        return sum({pair.decode.id: pair.decode.capacity for pair in self._pairs}.values())
+
     def longest_answer(self, prompt_tokens: int) -> int:
         """Return the most tokens that may follow a prompt; 0 or less if the prompt has no room."""
         return max((self._longest_answer(pair, prompt_tokens) for pair in self._pairs), default=0)

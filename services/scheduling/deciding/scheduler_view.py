@@ -26,13 +26,13 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     pairs: Many[GangPair]
     """Pairs of gangs on which something can start, the oldest first."""
     queues: Mapping[Priority, Many[Request]]
-    """Waiting requests in order of admission. A queue may be very long: no policy reads all of it
-    in every round."""
+    """Waiting requests that may start, in order (`state.order_key`). A queue may be very long: no
+    policy reads all of it in every round."""
     planned: Many[Sequence]
     """Sequences with unsent steps, in the order of their start."""
     blocked: Many[Request]
-    """Waiting requests that were found to be blocked (`decisions.Blocked`), in order of admission.
-    A request that finds slots but no instance may be blocked again later."""
+    """Waiting requests that were found to be blocked (`decisions.Blocked`), in order. A request
+    that finds slots but no instance may be blocked again later."""
     blocked_ns: Callable[[Request], int]
     """Function that returns since when a request counts as blocked; now, if it was not blocked
     before. Time since then counts against whoever passes the request."""
@@ -44,5 +44,5 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     """Requests submitted in the last 30 s."""
 
     def waiting(self, priority: Priority) -> Many[Request]:
-        """Return the requests of a queue in order of admission."""
+        """Return the requests of a queue in order."""
         return self.queues[priority]

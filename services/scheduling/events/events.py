@@ -23,6 +23,9 @@ GangId = int
 """One incarnation of a gang, counted by the executor and never used again."""
 InstanceId = int
 """One instance of one incarnation of a gang."""
+TenantId = int
+"""Clients whose API keys have one name, counted by the executor; 0: no keys. The scheduler never
+sees names or keys."""
 
 COUNTER_BITS = 40
 """Bits of a counter: a trillion sequences and eight million generations fit into an int64 of
@@ -86,12 +89,18 @@ class Submitted(Event, frozen=True, tag="submitted"):
     hashes: tuple[bytes, ...] = ()
     """Chain hashes of the prompt's whole blocks. A hash names all tokens up to the block's end, who
     may use their KV and how it was computed. Empty: neither retain nor reuse KV."""
+    tenant: TenantId = 0
+    kv_permille: int = 1000
+    """Share of the KV slots that the tenant's requests may need together, and its cached KV as well
+    (`KeyLimits.kv_share`)."""
 
 
 class RequestCancelled(Event, frozen=True, tag="request_cancelled"):
     """The client disconnected, or its stop string appeared."""
 
     request_id: RequestId
+    generated_tokens: int = 0
+    """Delivered tokens of the answer, over all sequences of the request."""
 
 
 # --- sequences ---

@@ -8,7 +8,14 @@ from fractions import Fraction
 from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.events.commands import ToGang
-from csps.services.scheduling.events.events import GangId, InstanceId, Retained, SequenceId, gang_of
+from csps.services.scheduling.events.events import (
+    GangId,
+    InstanceId,
+    Retained,
+    SequenceId,
+    TenantId,
+    gang_of,
+)
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.events.slices import tokens_on, within
 from csps.services.scheduling.state.gangs import Gangs
@@ -35,6 +42,8 @@ class PrefixCache:
         """Sums of the ledger by instance."""
         self._pending_acks: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
         """Answers that each instance still owes about a sequence."""
+        self._permilles: dict[TenantId, int] = {}
+        """Shares of the tenants that have one."""
 
     def add(self, gang: Gang) -> None:
         """Add a gang that has come up."""
@@ -99,11 +108,17 @@ class PrefixCache:
         return self.settings.enabled and blocks * self.settings.block_tokens > cached
 
     def prefilled(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
+        self,
+        gang: Gang,
+        source: SequenceId,
+        request: Request,
+        hashes: Hashes,
+        slices: tuple[KvSlice, ...],
     ) -> None:
         """Retain what a sequence has computed where it is not decoded.
 
         Args:
+            request: that it served.
             hashes: of its prompt; empty if the KV is corrupted.
             slices: placement of all that it has computed.
         """
@@ -112,7 +127,7 @@ class PrefixCache:
             min(kv_slice.start for kv_slice in slices),
             max(kv_slice.stop for kv_slice in slices),
         )
-        inserted = self._insert(gang, source, hashes, slices)
+        inserted = self._insert(gang, source, request, hashes, slices)
         before, behind = range(start, inserted.start), range(inserted.stop, stop)
         for rest in (before, behind) if inserted else (range(start, stop),):
             if rest:
@@ -123,6 +138,7 @@ class PrefixCache:
         self,
         gang: Gang,
         source: SequenceId,
+        request: Request,
         hashes: Hashes,
         slices: tuple[KvSlice, ...],
         slots: dict[InstanceId, int],
@@ -130,16 +146,22 @@ class PrefixCache:
         """Retain what a sequence has computed where it was decoded.
 
         Args:
+            request: that it served.
             hashes: of prompt and answer.
             slices: placement of what it has computed, or may have.
             slots: of the sequence; this ledger takes them over.
         """
         self._take(source, slots)
-        self._command(RetainKv, gang, source, self._insert(gang, source, hashes, slices))
+        self._command(RetainKv, gang, source, self._insert(gang, source, request, hashes, slices))
         self._update(gang)
 
     def _insert(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
+        self,
+        gang: Gang,
+        source: SequenceId,
+        request: Request,
+        hashes: Hashes,
+        slices: tuple[KvSlice, ...],
     ) -> range:
         """Insert a sequence's KV into the tree; return the positions that are retained."""
         start, stop = (
@@ -149,7 +171,10 @@ class PrefixCache:
         if stop <= start:
             return range(0)
         named = (KvSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
-        return self.trees[gang.id].insert(hashes, start, within(named, Span(start, stop)))
+        if request.kv_permille < 1000:
+            self._permilles[request.tenant] = request.kv_permille
+        retained = within(named, Span(start, stop))
+        return self.trees[gang.id].insert(hashes, start, retained, request.tenant)
 
     def retained(self, event: Retained) -> None:
         """Note what an instance has left of a sequence."""
@@ -194,8 +219,13 @@ class PrefixCache:
         return not missing
 
     def _evict_excess(self, gang: Gang) -> None:
-        """Evict what exceeds the gang's share for retained KV."""
+        """Evict what exceeds the shares for retained KV, of each tenant and of all."""
         tree = self.trees[gang.id]
+        for tenant, permille in self._permilles.items():
+            most = gang.capacity * permille // 1000
+            if tree.unreferenced_of(tenant) > most:
+                for source, positions in tree.evict_of(tenant, most):
+                    self._command(EvictKv, gang, source, positions)
         excess = {
             instance.id: tree.cached_tokens.get(instance.id, 0)
             - tree.referenced_tokens.get(instance.id, 0)
@@ -250,10 +280,15 @@ class PrefixCache:
                 )
 
     def check(self, refs: Iterable[PrefixRef], instances: Iterable[Instance]) -> None:
-        """Assert that trees, slots and pending acks agree."""
+        """Assert that trees, slots and pending acks agree, and that no tenant exceeds its share."""
         all_refs = list(refs)
         for gang_id, tree in self.trees.items():
             tree.check([ref.segment for ref in all_refs if ref.gang.id == gang_id])
+            capacity = self._gangs.by_id[gang_id].capacity
+            for tenant, permille in self._permilles.items():
+                assert tree.unreferenced_of(tenant) <= capacity * permille // 1000, (
+                    f"cached KV of tenant {tenant} exceeds its share"
+                )
         sums = self.ledger.sums(instances)
         assert sums == self._slots, f"slots of retained KV: entries {sums}, counted {self._slots}"
         retained: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}

@@ -14,7 +14,7 @@ from itertools import takewhile
 import msgspec
 
 from csps.protocols.core.placement import KvSlice, Span
-from csps.services.scheduling.events.events import InstanceId, SequenceId
+from csps.services.scheduling.events.events import InstanceId, SequenceId, TenantId
 from csps.services.scheduling.events.slices import tokens_on, within
 
 Hashes = tuple[bytes, ...]
@@ -28,6 +28,7 @@ class Segment(msgspec.Struct, kw_only=True, eq=False):
     start: int
     """Position of the first token."""
     hashes: Hashes
+    tenant: TenantId
     source: SequenceId
     """Sequence that computed them; instances store them under its id."""
     slices: tuple[KvSlice, ...]
@@ -57,6 +58,8 @@ class PrefixTree:
         """Tokens of all segments, by instance."""
         self.referenced_tokens: dict[InstanceId, int] = {}
         """Tokens of referenced segments, by instance."""
+        self._unreferenced: dict[TenantId, int] = {}
+        """Tokens of unreferenced segments, by tenant."""
 
     def __iter__(self) -> Iterator[Segment]:
         """Iterate over all segments, the least recently used first."""
@@ -123,6 +126,7 @@ class PrefixTree:
             before, upward.refs = upward.refs, upward.refs + change
             if not before or not upward.refs:
                 self._count(self.referenced_tokens, upward, change)
+                self._count_unreferenced(upward, -change)
 
     def _touch(self, last: Segment) -> None:
         for upward in _upwards(last):
@@ -131,7 +135,9 @@ class PrefixTree:
 
     # --- inserting and evicting ---
 
-    def insert(self, hashes: Hashes, start: int, slices: tuple[KvSlice, ...]) -> range:
+    def insert(
+        self, hashes: Hashes, start: int, slices: tuple[KvSlice, ...], tenant: TenantId = 0
+    ) -> range:
         """Insert KV that a sequence has computed, under the source that its slices name.
 
         Args:
@@ -153,12 +159,14 @@ class PrefixTree:
             parent=parent,
             start=here,
             hashes=hashes[matched:],
+            tenant=tenant,
             source=slices[0].source,
             slices=within(slices, Span(here, stop)),
         )
         self.version += 1
         self._children_of(parent)[new.hashes[0]] = new
         self._count(self.cached_tokens, new, 1)
+        self._count_unreferenced(new, 1)
         self._touch(new)
         return range(here, stop)
 
@@ -182,6 +190,25 @@ class PrefixTree:
                         left[instance] = left.get(instance, 0) - tokens
         return [(segment.source, range(segment.start, self.stop(segment))) for segment in gone]
 
+    def unreferenced_of(self, tenant: TenantId) -> int:
+        """Return the tokens of a tenant's segments that nobody references."""
+        return self._unreferenced.get(tenant, 0)
+
+    def evict_of(self, tenant: TenantId, most: int) -> list[tuple[SequenceId, range]]:
+        """Evict the least recently used of a tenant's segments that nobody references, until they
+        have at most so many tokens.
+
+        Returns:
+            Sequences and their positions that are no longer retained.
+        """
+        gone = list[Segment]()
+        for segment in list(self._recent):
+            if self.unreferenced_of(tenant) <= most:
+                break
+            if segment.tenant == tenant and not segment.refs and segment in self._recent:
+                gone += self._remove(segment)
+        return [(segment.source, range(segment.start, self.stop(segment))) for segment in gone]
+
     def _remove(self, segment: Segment) -> list[Segment]:
         """Remove the segment and all behind it."""
         self.version += 1
@@ -191,6 +218,7 @@ class PrefixTree:
             gone.extend(removed.children.values())
             del self._recent[removed]
             self._count(self.cached_tokens, removed, -1)
+            self._count_unreferenced(removed, -1)
         return gone
 
     def _cut(self, segment: Segment, at: int) -> Segment:
@@ -205,6 +233,7 @@ class PrefixTree:
             parent=segment.parent,
             start=segment.start,
             hashes=segment.hashes[:blocks],
+            tenant=segment.tenant,
             source=segment.source,
             slices=within(segment.slices, Span(segment.start, at)),
             refs=segment.refs,
@@ -224,6 +253,10 @@ class PrefixTree:
     def _count(counts: dict[InstanceId, int], segment: Segment, sign: int) -> None:
         for instance, tokens in tokens_on(segment.slices).items():
             counts[instance] = counts.get(instance, 0) + sign * tokens
+
+    def _count_unreferenced(self, segment: Segment, sign: int) -> None:
+        tokens = sign * len(segment.hashes) * self._block
+        self._unreferenced[segment.tenant] = self.unreferenced_of(segment.tenant) + tokens
 
     # --- invariants ---
 
@@ -259,6 +292,13 @@ class PrefixTree:
             for upward in _upwards(used):
                 expected[upward] += 1
         assert all(segment.refs == count for segment, count in expected.items()), "references"
+        unreferenced: dict[TenantId, int] = {}
+        for segment in found:
+            if not segment.refs:
+                tokens = len(segment.hashes) * self._block
+                unreferenced[segment.tenant] = unreferenced.get(segment.tenant, 0) + tokens
+        counted = {tenant: tokens for tenant, tokens in self._unreferenced.items() if tokens}
+        assert counted == unreferenced, "unreferenced tokens by tenant"
         for counts, of in (
             (self.cached_tokens, found),
             (self.referenced_tokens, [segment for segment in found if segment.refs]),

@@ -34,6 +34,7 @@ from csps.services.scheduling.events.events import (
     RequestId,
     SequenceId,
     StepId,
+    TenantId,
     WireError,
 )
 from csps.services.scheduling.events.events import instance_id as numbered_instance
@@ -173,6 +174,12 @@ class Request(Live, kw_only=True, eq=False):
     """Admitted request that has not ended."""
 
     id: RequestId
+    tenant: TenantId = 0
+    kv_permille: int = 1000
+    """Share of the slots for its tenant's cached KV (`Submitted`)."""
+    served_before: int = 0
+    """Weighted tokens that its tenant was served, and will be by its older waiting requests: what
+    orders the waiting requests of several tenants; 0 while only one waits."""
     cls: str
     prompt_tokens: int
     """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
@@ -210,6 +217,15 @@ class Request(Live, kw_only=True, eq=False):
             self.generated_tokens = generated_tokens
             self.prompt_tokens += more
             self.output_tokens -= more
+
+
+OrderKey = tuple[int, int]
+
+
+def order_key(request: Request) -> OrderKey:
+    """Return the key by which waiting requests are ordered, whatever the policy: tokens served to
+    the tenant, then order of admission. The least comes first."""
+    return request.served_before, request.id
 
 
 class PrefixRef(msgspec.Struct, frozen=True, eq=False):

@@ -267,6 +267,24 @@ def test_a_trace_is_replayed_at_a_rate_of_ones_own(tmp_path: Path) -> None:
     assert stretched[-1] == pytest.approx(9.5)
 
 
+def test_tenants_of_a_trace_share_fairly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one whose requests came a moment later does not wait for all of the other's."""
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    rows = [
+        {"timestamp": at, "input_length": 4000, "output_length": 5, "tenant": name}
+        for at, name in ((0, "ada"), (1, "bob"))
+        for _ in range(40)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--cluster", "local", "--trace", str(trace), "--json", str(path)]) == 0
+    tenants = json.loads(path.read_text())["tenants"]
+    assert "bob: 40 completed, tokens 160,000 in, 200 out" in capsys.readouterr().out
+    assert tenants["ada"]["input_tokens"] == tenants["bob"]["input_tokens"] == 160_000
+    assert tenants["bob"]["mean_ttft_ms"] < 1.5 * tenants["ada"]["mean_ttft_ms"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -69,6 +69,10 @@ RENAMED: dict[str, str] = {
     "PrefillChunk.decoded": "",
     "PrefillChunk.first_index": "",
     "reserve.retain": "stays",
+    # fields that are newer than the recordings, in which nobody had an API key
+    "submitted.tenant": "",
+    "submitted.kv_permille": "",
+    "request_cancelled.generated_tokens": "",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
 structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all

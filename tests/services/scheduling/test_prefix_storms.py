@@ -35,8 +35,12 @@ class KeepingCell(RandomCell):
 
     PROMPTS = (1, 31, 90, 100, 300, 400, 640)
 
-    def __init__(self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool) -> None:
-        super().__init__(scheduler, seed, faults=faults, elastic=elastic)
+    KV_PERMILLE = 250
+
+    def __init__(
+        self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool, tenants: int = 0
+    ) -> None:
+        super().__init__(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
         self._elastic = elastic
         self._blocks = itertools.count()
         self._conversations: list[list[bytes]] = [[]]
@@ -255,7 +259,7 @@ OPTIONS = {
 }
 
 
-def storm(seed: int) -> tuple[str, int, int]:
+def storm(seed: int, *, tenants: int = 0) -> tuple[str, int, int]:
     """Returns whose, how many tokens nobody computed again, and how many were not sent again."""
     name, gangs = CELLS[seed % len(CELLS)]
     options = dict(OPTIONS.get(name, {}))
@@ -271,7 +275,8 @@ def storm(seed: int) -> tuple[str, int, int]:
         ),
     )
     faults = (0.0, 0.05, 0.2)[seed // len(CELLS) % 3]
-    cell = KeepingCell(scheduler, seed, faults=faults, elastic=gangs == "elastic")
+    elastic = gangs == "elastic"
+    cell = KeepingCell(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
     cell.play(requests=40, turns=160)
     assert scheduler.counts == (0, 0, 0.0, 0.0)
     return f"{name} {gangs}", cell.reused, cell.held
@@ -282,6 +287,13 @@ def test_what_is_kept_is_there_and_what_is_read_stays(cells: int) -> None:
     """Run each policy once."""
     found = [storm(seed) for seed in range(cells * len(CELLS), (cells + 1) * len(CELLS))]
     assert any(reused for _, reused, _ in found)
+
+
+@pytest.mark.parametrize("cells", range(3))
+def test_tenants_keep_to_their_share_of_cached_kv(cells: int) -> None:
+    """`check_invariants` compares what each keeps with its share, after every round."""
+    seeds = range(cells * len(CELLS), (cells + 1) * len(CELLS))
+    assert any(reused for _, reused, _ in (storm(seed, tenants=3) for seed in seeds))
 
 
 @pytest.mark.slow

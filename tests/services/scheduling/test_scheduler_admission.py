@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from property_examples import examples
 from random_executor import gang_up
 from scheduler_harness import LINK, SECOND, SchedulerHarness, only, sent, steps_of
 
-from csps.protocols.core.errors import ContextLengthExceeded, QueueFull, from_wire
+from csps.protocols.core.errors import ContextLengthExceeded, QueueFull, RateLimited, from_wire
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -44,6 +45,43 @@ def test_full_queue_refuses_with_a_retry_time() -> None:
         assert refusal == refuse.error
     harness.turn(ev.RequestCancelled(request_id=first.request_id))
     assert harness.scheduler.refusal_unread() is None
+
+
+def test_a_tenant_beyond_its_share_of_slots_is_refused() -> None:
+    """900 of 18,000 slots for each tenant with a share."""
+    harness = SchedulerHarness().ready()
+
+    def submit(prompt: int, output: int, tenant: int, kv_permille: int = 50) -> ev.Submitted:
+        made = harness.submit(prompt, output, tenant=tenant)
+        return msgspec.structs.replace(made, kv_permille=kv_permille)
+
+    first = sent(harness.turn(submit(500, 10, 1)))
+    (refuse,) = harness.turn(submit(400, 10, 1))
+    assert isinstance(refuse, cmd.Refuse)
+    error = raised(refuse.error)
+    assert isinstance(error, RateLimited)
+    assert "may need 900 together, 510 are taken, and this one needs 410" in str(error)
+    assert 1 <= error.retry_after_s <= 60
+    assert harness.scheduler.refusal(400, 10, 1, 50) == refuse.error
+    for tenant, prompt, kv_permille in ((1, 380, 50), (2, 400, 50), (1, 400, 1000)):
+        assert harness.scheduler.refusal(prompt, 10, tenant, kv_permille) is None
+    # Generated tokens are part of what was asked for.
+    harness.turn(*first.joined())
+    assert harness.scheduler.refusal(381, 10, 1, 50) is not None
+    harness.turn(first.finished())
+    assert harness.scheduler.refusal(400, 10, 1, 50) is None
+
+
+def test_a_request_above_its_tenants_share_can_never_run() -> None:
+    harness = SchedulerHarness().ready()
+    error = raised(harness.scheduler.refusal(891, 10, 1, 50))
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.limit == 900
+    assert harness.scheduler.refusal(890, 10, 1, 50) is None
+
+
+def test_before_the_first_gangs_nobody_knows_the_shares() -> None:
+    assert SchedulerHarness().scheduler.refusal(100_000, 10, 1, 1) is None
 
 
 def test_retry_time_follows_the_recent_pace() -> None:

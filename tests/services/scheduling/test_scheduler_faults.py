@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only, sent
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, Sent, only, sent
 
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev

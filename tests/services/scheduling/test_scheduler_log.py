@@ -70,20 +70,21 @@ class Recorded:
         self.scheduler.check_invariants()
 
 
-def record(name: str, path: Path, seed: int = 1) -> bytes:
+def record(name: str, path: Path, seed: int = 1, tenants: int = 0) -> bytes:
     recorded = Recorded(name, path)
     elastic = name in ("chunked_prefill", "loongserve")
-    cell = RandomCell(recorded, seed, faults=0.1, elastic=elastic)  # type: ignore[arg-type]
+    cell = RandomCell(recorded, seed, faults=0.1, elastic=elastic, tenants=tenants)  # type: ignore[arg-type]
     cell.play(requests=30, turns=150)
     recorded.log.flush()
     recorded.file.close()
     return recorded.commands
 
 
+@pytest.mark.parametrize("tenants", [0, 3])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_replayed_log_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_a_replayed_log_gives_the_same_bytes(name: str, tenants: int, tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
-    commands = record(name, path)
+    commands = record(name, path, tenants=tenants)
     assert len(commands) > 1000
     assert replay(path, make_scheduler) == commands
 
@@ -123,7 +124,8 @@ def test_every_event_survives_a_log(tmp_path: Path) -> None:
     events: list[ev.AnyEvent] = [
         ev.Submitted(request_id=1, prompt_tokens=5, output_tokens=3),
         ev.Submitted(request_id=2, prompt_tokens=5, output_tokens=3, cls="x", deadline_ns=1 << 60),
-        ev.RequestCancelled(request_id=1),
+        ev.Submitted(request_id=3, prompt_tokens=5, output_tokens=3, tenant=2),
+        ev.RequestCancelled(request_id=1, generated_tokens=2),
         ev.FirstToken(sequence_id=1 << 62),
         ev.KvReceived(sequence_id=1, instance=65536, tokens=5),
         ev.Freed(sequence_id=1, instance=65536),

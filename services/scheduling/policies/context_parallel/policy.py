@@ -7,7 +7,7 @@ holders (§3.6, `KvHolders`).
 
 Requests start first come, first served within a queue. Short prompts and short ends of prompts
 preempt long steps, by at most the preemption budget (`events/limits.py`), or are piggybacked. Slots
-are given in order of admission: if a request finds too few, all wait for it, so none starves.
+are given in the same order: if a request finds too few, all wait for it, so none starves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from csps.services.scheduling.policies.context_parallel.pair import (
 )
 from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
 from csps.services.scheduling.policies.rounds.prefill_overlay import priority_of
-from csps.services.scheduling.state.state import GangPair, Priority, Request
+from csps.services.scheduling.state.state import GangPair, Priority, Request, order_key
 
 MOST_STARTS = 128
 """Most requests that a round starts. More wait for the next round, which follows at once, so that
@@ -53,7 +53,7 @@ class ContextParallel:
         return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
-        """Start requests in order of admission.
+        """Start requests in order.
 
         A request that waits for instances closes its queue; one that waits for slots closes both.
         """
@@ -90,7 +90,7 @@ class ContextParallel:
 
 
 class _Queues:
-    """Both queues in order of admission, each until it is closed."""
+    """Both queues in order (`order_key`), each until it is closed."""
 
     def __init__(self, view: SchedulerView) -> None:
         self._left = {True: iter(view.waiting("high")), False: iter(view.waiting("low"))}
@@ -101,7 +101,7 @@ class _Queues:
 
     def __iter__(self) -> Iterator[tuple[Request, bool]]:
         while first := [
-            (request.id, high_priority)
+            (order_key(request), high_priority)
             for high_priority, request in self._next.items()
             if request is not None
         ]:

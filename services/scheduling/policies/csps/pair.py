@@ -36,7 +36,7 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import (
     WholePrompts,
     reuse_plan,
 )
-from csps.services.scheduling.state.state import Cached, GangPair, Request
+from csps.services.scheduling.state.state import Cached, GangPair, Request, order_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +225,14 @@ class LongPrompts:
         return self._allocator
 
     def start(
-        self, queue: Sequence[Request], index: int, short_id: RequestId | None
+        self, queue: Sequence[Request], index: int, first_short: Request | None
     ) -> StartResult:
         """Compute a prompt on the group that it fills, with others in the slack of the last SPT.
 
         Args:
             queue: the low-priority queue.
             index: index of the prompt in the queue.
-            short_id: the oldest short prompt that this round has not reached.
+            first_short: the first short prompt that this round has not reached.
         """
         request = queue[index]
         placed = self._round_plan.place(request)
@@ -253,7 +253,7 @@ class LongPrompts:
         )
         self._add(step, request, placed)
         younger = islice(queue, index + 1, index + 1 + self._options.look_ahead)
-        self._fill(step, younger, group, short_id)
+        self._fill(step, younger, group, first_short)
         if len(step.members) > 1:
             choice = self._best(request, group, step.tokens)
         self._launch(step, group, choice.time_ns)
@@ -340,7 +340,7 @@ class LongPrompts:
         step: WholePrompts,
         younger: Iterable[Request],
         group: CandidateGroup,
-        short_id: RequestId | None,
+        first_short: Request | None,
     ) -> None:
         """Add younger prompts in the slack of the last SPT, if they would otherwise wait.
 
@@ -355,7 +355,7 @@ class LongPrompts:
             idle and idle > sum(not candidate.low_priority_steps for candidate in group.candidates)
         ):
             return  # An idle instance serves them sooner.
-        queue = self._queue_to_last_filler(younger, slack, step.cls, short_id)
+        queue = self._queue_to_last_filler(younger, slack, step.cls, first_short)
         if not queue:
             return
         decode = self._round_plan.decode
@@ -380,13 +380,14 @@ class LongPrompts:
         younger: Iterable[Request],
         slack: int,
         cls: str,
-        short_id: RequestId | None,
+        first_short: Request | None,
     ) -> list[Request]:
         """Return the queue up to the last prompt that fits the slack; mostly none does."""
+        last = None if first_short is None else order_key(first_short)
         queue: list[Request] = []
         passing = end = 0
         for other in younger:
-            if other.blocked_ns is not None or (short_id is not None and short_id < other.id):
+            if other.blocked_ns is not None or (last is not None and last < order_key(other)):
                 break
             if self._round_plan.started(other) or self._round_plan.too_long(other):
                 continue

@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 
 from csps.services.scheduling.deciding.decisions import Blocked, Decision, WakeAt
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events.events import RequestId
 from csps.services.scheduling.policies.csps.pair import CspsOptions, CspsPair, StartResult
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     fits_idle,
 )
 from csps.services.scheduling.policies.rounds.prefill_overlay import priority_of
-from csps.services.scheduling.state.state import GangPair, Priority, Request
+from csps.services.scheduling.state.state import GangPair, Priority, Request, order_key
 
 
 class Csps:
@@ -44,7 +43,7 @@ class Csps:
         return priority_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
-        """Decide about both queues in one pass, in order of admission."""
+        """Decide about both queues in one pass, in order."""
         return _Round(view, self.options, self.decode_options).decide()
 
     def fits(self, pair: GangPair, prompt_tokens: int, output_tokens: int) -> bool:
@@ -54,7 +53,7 @@ class Csps:
 
 
 class _Round:
-    """One pass over both queues, in order of admission."""
+    """One pass over both queues, in order (`order_key`)."""
 
     def __init__(self, view: SchedulerView, options: CspsOptions, decode: DecodeOptions) -> None:
         self._view, self._options = view, options
@@ -78,10 +77,10 @@ class _Round:
                 break
             take_long = passed < look_ahead and next_long < len(long)
             if take_long and next_short < len(short):
-                take_long = long[next_long].id < short[next_short].id
+                take_long = order_key(long[next_long]) < order_key(short[next_short])
             if take_long and self._long_queue_open:
-                short_id = short[next_short].id if next_short < len(short) else None
-                misses += not self._consider_long(long, next_long, short_id)
+                first_short = short[next_short] if next_short < len(short) else None
+                misses += not self._consider_long(long, next_long, first_short)
                 next_long += 1
             elif take_long:
                 passed += not self._consider_end(long[next_long], at_head=False)
@@ -104,13 +103,13 @@ class _Round:
         return self._note(request, result)
 
     def _consider_long(
-        self, long: Sequence[Request], index: int, short_id: RequestId | None
+        self, long: Sequence[Request], index: int, first_short: Request | None
     ) -> bool:
         """Start the long prompt at an index; return True if it starts."""
         request = long[index]
         if self._consider_end(request, at_head=True):
             return True
-        result = self._try(lambda pair: pair.long.start(long, index, short_id))
+        result = self._try(lambda pair: pair.long.start(long, index, first_short))
         self._long_queue_open = result is StartResult.STARTS
         return self._note(request, result)
 
@@ -127,7 +126,7 @@ class _Round:
 
     def _bound_by_older(self, request: Request) -> None:
         """Apply the bounds of all older blocked requests, reached in this round or not."""
-        while self._blocked and self._blocked[0].id < request.id:
+        while self._blocked and order_key(self._blocked[0]) < order_key(request):
             older = self._blocked.popleft()
             if not self._started(older):
                 self._bound(older)

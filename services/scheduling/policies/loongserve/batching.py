@@ -77,7 +77,7 @@ class Dispatcher:
         """Choose among the pending requests.
 
         Args:
-            pending: requests in order of admission.
+            pending: requests in order.
             idle: instances without KV of decoding sequences.
             batches: decode groups that may be preempted.
         """

@@ -60,7 +60,7 @@ from csps.services.scheduling.policies.loongserve.scaling import (
     start,
 )
 from csps.services.scheduling.policies.rounds.decode_overlay import DecodeOptions
-from csps.services.scheduling.state.state import GangPair, Priority, Request, Sequence
+from csps.services.scheduling.state.state import GangPair, Priority, Request, Sequence, order_key
 
 
 class LoongServe:
@@ -178,9 +178,11 @@ class _Round:
 
     def _bypassed(self) -> Iterator[Bypassed]:
         """Yield the requests that younger ones have passed in this round."""
-        youngest = max(self._started, default=-1)
+        waiting = islice(self._view.waiting("low"), MOST_REQUESTS)
+        order = {request.id: order_key(request) for request in waiting}
+        last = max(order[request_id] for request_id in self._started)
         for prompt in self._pending():
-            if prompt.id > youngest:
+            if order[prompt.id] > last:
                 break
             yield Bypassed(request_id=prompt.id)
 
