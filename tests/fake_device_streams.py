@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from strict_group import BrokenRule, Rule, nameless
 from torch import Tensor
 from torch.cuda._sanitizer import EventHandler
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -208,7 +209,9 @@ class NcclGroup:
         self._reads: list[Tensor] = []
         self._writes: list[Tensor] = []
 
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if nameless(device):
+            raise BrokenRule(f"{Rule.INDEXED_DEVICE.name}: connects {device}, which has no index")
 
     def abort(self) -> None: ...
 

@@ -90,6 +90,18 @@ def join_store(address: StoreAddress) -> Store:
     )
 
 
+def indexed_device(name: str) -> torch.device:
+    """Return a device by its name; `cuda` is the calling thread's current device, with its index.
+
+    NCCL keeps a communicator by the index of its device, and looks for the index of a tensor's
+    device. Of one that was connected without an index it knows nothing.
+    """
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 class LaunchOrder:
     """The one thread that may begin operations on a device's communicators: gang and instance.
 
@@ -318,7 +330,7 @@ class InstanceGroup:
                 PrefixStore(name, store),
                 rank=rank,
                 size=size,
-                device=torch.device(device),
+                device=indexed_device(device),
                 host=host,
                 maker=data_group,
             )

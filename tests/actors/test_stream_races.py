@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device_streams import NcclGroup, Race, Races
 from mesh_threads import on_ranks
+from strict_group import BrokenRule
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -175,6 +176,20 @@ def on_nccl(body: Any, ranks: int = 3) -> None:
             over.set()
 
     on_ranks(ranks, rank, lambda store, rank, size, host: cast(Any, NcclGroup(races)))
+
+
+def test_a_communicator_of_a_device_without_an_index_is_refused(races: Races) -> None:
+    group = NcclGroup(races)
+    with pytest.raises(BrokenRule, match="INDEXED_DEVICE"):
+        group.eager_connect_single_device(CUDA)
+    group.eager_connect_single_device(torch.device("cuda", 0))
+
+
+def test_a_mesh_connects_the_current_device_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    races = Races()
+    group = cast(Any, NcclGroup(races))
+    assert on_ranks(2, lambda mesh: mesh.device.index, lambda *_: group, device="cuda") == [1, 1]
 
 
 ROUTES = QueryRoutes(rows=3, resident_here=range(3), outgoing={1: [0, 2], 2: [1]}, incoming={1: 2})
