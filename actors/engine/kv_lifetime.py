@@ -226,6 +226,10 @@ class KvReclaim:
         """Retain the KV of a sequence that the decode batch will decode."""
         self._lifetime.retain_at_end(sequence_id)
 
+    def unretain(self, sequence_id: int) -> None:
+        """Do not retain a sequence's KV after all."""
+        self._lifetime.unretain(sequence_id)
+
     def cancel(self, sequence_id: int) -> None:
         """Cancel a sequence and free its idle KV."""
         self._lifetime.unretain(sequence_id)

@@ -158,9 +158,15 @@ class EngineLoop:
 
     def reserve(self, request: ReserveKv, owner: int) -> None:
         """Reserve slots for a sequence that this gang decodes; see `Reservations.reserve`."""
-        self.decode_batch.reservations.reserve(request, owner)
+        # Retained first: the log may let the sequence leave as soon as it is reserved, and its id
+        # would stay although nothing of it is left.
         if request.retain:
             self._kv.retain_at_end(request.sequence_id)
+        try:
+            self.decode_batch.reservations.reserve(request, owner)
+        except CspsError:
+            self._kv.unretain(request.sequence_id)
+            raise
 
     def _reserved(self, step: PrefillStep) -> frozenset[int]:
         """Return the sequences of a step whose slots the decode batch has reserved."""
