@@ -118,11 +118,12 @@ class EngineLoop:
             except NotHeld as error:
                 self.refuse(step, error)
                 return
-            reserved = self._reserved(step) if self._in_place else frozenset()
+            reserved, departed = self._reserved(step) if self._in_place else (set(), set())
         run = StepRun(
             self._engine,
             step,
             reserved=reserved,
+            departed=departed,
             next_run=self._next_run,
             progress=self._progress.step,
         )
@@ -168,15 +169,16 @@ class EngineLoop:
             self._kv.unretain(request.sequence_id)
             raise
 
-    def _reserved(self, step: PrefillStep) -> frozenset[int]:
-        """Return the sequences of a step whose slots the decode batch has reserved."""
-        sequence_ids = (chunk.sequence_id for chunk in step.chunks)
-        reserved = frozenset(filter(self._is_reserved, sequence_ids))
-        for chunk in step.chunks:
-            if chunk.placement and chunk.sequence_id not in reserved:
-                # The sequence was cancelled: the decode batch has freed it already.
-                self._kv.cancel_step_of(chunk.sequence_id)
-        return reserved
+    def _reserved(self, step: PrefillStep) -> tuple[set[int], set[int]]:
+        """Return the sequences of a step whose slots the decode batch has reserved, and those that
+        have left it before the step arrived."""
+        reserved = {
+            chunk.sequence_id for chunk in step.chunks if self._is_reserved(chunk.sequence_id)
+        }
+        departed = {chunk.sequence_id for chunk in step.chunks if chunk.placement} - reserved
+        for sequence_id in departed:
+            self._kv.cancel_step_of(sequence_id)
+        return reserved, departed
 
     def _is_reserved(self, sequence_id: int) -> bool:
         return self.decode_batch.reservations.find(sequence_id) is not None

@@ -64,11 +64,14 @@ class StepRun:
         step: PrefillStep,
         *,
         reserved: Set[int] = frozenset(),
+        departed: Set[int] = frozenset(),
         next_run: Callable[[StepRun], tuple[int, RunQuantum] | None],
         progress: Callable[[], None],
     ) -> None:
         """Args:
         reserved: sequences whose slots are reserved already.
+        departed: sequences that left before the step arrived. Others may have been promised their
+            slots since, so nothing of them is stored here.
         next_run: as in `LogProgress`.
         progress: called whenever the step has advanced.
         """
@@ -86,10 +89,15 @@ class StepRun:
             engine.mesh, engine.layout, balanced_step, member, self.clock, self._points
         )
         self._transfers = Transfers(engine.mesh, self.clock)
-        mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
+        self._departed = departed
+        mover = partial(
+            KvMover, self.group, engine.pool, transfers=self._transfers, departed=departed
+        )
         self._balancing = mover(moves=history_moves(step), phase="balancing")
         self.placing = mover(moves=row_moves(self.group), phase="placing")
-        self._stored = stored_of(self.group)
+        self._stored = tuple(
+            part for part in stored_of(self.group) if part.chunk.sequence_id not in departed
+        )
         self._takes = self._to_take(reserved)
         """Spans that need slots, by sequence."""
         self.leads = engine.rank == min(engine.layout.ranks_of_all(step.group))
@@ -246,6 +254,8 @@ class StepRun:
         layer."""
         self._points.begin_layer(index)
         self.group.cancelled.update(self.log_progress.cancelled)
+        # The log has let them leave, so it has cancelled them in the step's first entry.
+        assert self._departed <= self.group.cancelled, f"step {self.step_id} wants who has left"
 
     def _at_point(self, number: int) -> None:
         """Reach a yield point, which all members pass with the same exchanges behind them."""
