@@ -163,6 +163,8 @@ class DecodeBatch:
         sequence = self._sequences[at] = replace(self._sequences[at], instances=instances)
         if move is not None:
             self._go_on(sequence, move)
+        else:
+            self.reservations.pass_on(place.sequence, place.master)
 
     def _go_on(self, sequence: BatchSequence, move: MoveRun) -> None:
         state = move.state

@@ -281,6 +281,12 @@ class Reservations:
             elif sampler is not None:
                 self._samplers[sequence_id] = sampler
 
+    def pass_on(self, sequence_id: int, master: int) -> None:
+        """Change the master of a sequence that is neither stored nor sampled here."""
+        with self._changing:
+            reservation = self._reservations[sequence_id]
+            reservation.request = replace(reservation.request, master=master)
+
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; return the sequences that are to leave."""
         with self._changing:
