@@ -220,7 +220,12 @@ class Executor:
         await asyncio.gather(sequence.reserving)
         if sequence.over:
             return
-        message = JoinBatch(sequence_id=sequence.id, first_token=None, budget=command.budget)
+        message = JoinBatch(
+            sequence_id=sequence.id,
+            first_token=None,
+            budget=command.budget,
+            instances=_decode_instances(sequence),
+        )
         sequence.decode.notify(0, "join", pack(message))
         handle, reserved = sequence.handle, sequence.command
         handle.placement = AttemptPlacement(
