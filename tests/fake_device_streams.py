@@ -67,6 +67,9 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.races.current).wait_event(self)
 
+    def synchronize(self) -> None:
+        self.races.handler._handle_event_synchronization(self.number)
+
     def query(self) -> bool:
         if self.over:
             self.races.handler._handle_event_synchronization(self.number)
@@ -120,7 +123,7 @@ class Races(TorchDispatchMode):
     def replace_cuda(self, patch: pytest.MonkeyPatch) -> None:
         """Replace `torch.cuda`'s streams and events by these."""
         patch.setattr(torch.cuda, "Stream", lambda device=None: self.stream())
-        patch.setattr(torch.cuda, "Event", lambda: Event(self))
+        patch.setattr(torch.cuda, "Event", lambda **flags: Event(self))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
 

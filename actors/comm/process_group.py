@@ -31,7 +31,8 @@ PEER_DEADLINE = timedelta(minutes=30)
 dead peer is noticed at once, so this ends only true hangs."""
 DEVICE_DEADLINE = timedelta(minutes=2)
 """Time limit of an exchange between devices, from the call on; then NCCL's watchdog ends the
-process. Longer than the longest layer and what may preempt it."""
+process. Longer than the layers that may be before it on a device (`device_pace.AHEAD`), and than
+what a peer's log may have before it."""
 ABORT_DEADLINE = timedelta(seconds=20)
 """Time limit for NCCL to abort what is under way. If the abort hangs, the process ends."""
 IDLE = timedelta(days=365)

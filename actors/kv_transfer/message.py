@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -130,23 +129,6 @@ class KvBody:
     def checksum(self) -> int:
         """Return the CRC-32 of all bytes that travel."""
         return reduce(lambda start, part: tensor_checksum(part, start), self.parts, 0)
-
-
-class Launched(Protocol):
-    """Work that was handed to a device."""
-
-    def query(self) -> bool:
-        """Return whether the work is done."""
-        ...
-
-
-def launched_so_far(device: torch.device) -> Launched | None:
-    """Return all work that the calling thread has handed to a device; None where it is done at
-    once."""
-    if device.type != "cuda":
-        return None
-    event: Launched = torch.cuda.current_stream(device).record_event()
-    return event
 
 
 class Staging:

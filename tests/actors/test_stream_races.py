@@ -20,7 +20,8 @@ from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.row_collectives import RowGather, RowReduce, RowShards, server_tree
 from csps.actors.comm.transfers import Label, Transfers
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.actors.kv_transfer.message import Staging, launched_so_far
+from csps.actors.kv_transfer.message import Staging
+from csps.actors.timing.device_pace import launched_so_far
 from csps.actors.timing.timeline import StepClock
 from csps.protocols.core.placement import Span
 
