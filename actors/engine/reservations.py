@@ -22,6 +22,7 @@ from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.notifications import Notify
 from csps.actors.sampling.token_sampler import TokenSampler, generated_before, sampler_of
+from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
 from csps.protocols.gang.messages import ReserveKv
@@ -214,6 +215,9 @@ class Reservations:
                 heads=engine.kv_heads,
                 layers=engine.spec.layers,
                 owner=owner,
+                # Slots come back on the host. On a rank that samples nothing of their former
+                # sequence, the device may have iterations of it yet to do.
+                launched=launched_so_far(engine.device),
             )
 
     def _take(self, request: ReserveKv, spans: Sequence[Span]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from csps.actors.kv_cache.sequence_slots import KeptKv
+from csps.actors.timing.device_pace import Launched
 from csps.models.checkpoints.checkpoint import tensor_checksum
 from csps.protocols.core.errors import TransferError
 from csps.protocols.core.placement import Span
@@ -142,13 +143,19 @@ class Staging:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, after: Launched | None = None) -> Iterator[None]:
         """Wait at the end of the block for the copies begun inside; the engine goes on
-        meanwhile."""
+        meanwhile.
+
+        Args:
+            after: work that the copies wait for.
+        """
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
+            if after is not None:
+                after.wait(self._stream)
             yield
             self._stream.synchronize()
 

@@ -30,10 +30,14 @@ class Launched(Protocol):
         """Wait until the work is done."""
         ...
 
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what is launched on a stream from now on wait for the work; the host does not."""
+        ...
+
 
 def launched_so_far(device: torch.device) -> Launched | None:
-    """Return all work that the calling thread has handed to a device; None where it is done at
-    once."""
+    """Return all work on the calling thread's stream; None where work is done at once. All threads
+    but those that copy KV have the stream of the engine."""
     if device.type != "cuda":
         return None
     # A blocking event, because a host that polls would take the core of another rank's host.
