@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from strict_group import BrokenRule, Rule, nameless
 from torch import Tensor
 from torch.cuda._sanitizer import EventHandler
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -65,6 +66,9 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.races.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.races.handler._handle_event_synchronization(self.number)
 
     def query(self) -> bool:
         if self.over:
@@ -119,7 +123,7 @@ class Races(TorchDispatchMode):
     def replace_cuda(self, patch: pytest.MonkeyPatch) -> None:
         """Replace `torch.cuda`'s streams and events by these."""
         patch.setattr(torch.cuda, "Stream", lambda device=None: self.stream())
-        patch.setattr(torch.cuda, "Event", lambda: Event(self))
+        patch.setattr(torch.cuda, "Event", lambda **flags: Event(self))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
 
@@ -208,7 +212,9 @@ class NcclGroup:
         self._reads: list[Tensor] = []
         self._writes: list[Tensor] = []
 
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if nameless(device):
+            raise BrokenRule(f"{Rule.INDEXED_DEVICE.name}: connects {device}, which has no index")
 
     def abort(self) -> None: ...
 

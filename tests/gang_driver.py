@@ -276,7 +276,6 @@ class Cell:
 
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV was received, unless its first token was the last."""
-        holders = {kv_slice.instance for kv_slice in request.slices}
         receivers = {kv_slice.instance for kv_slice in request.slices if not kv_slice.source}
         if request.chunk().decoded:
             await self.until_received(
@@ -288,10 +287,16 @@ class Cell:
                 "cancel", schema.pack(CancelSequence(sequence_id=request.sequence_id))
             )
             return
-        concerned = {request.master, *holders, *(kv_slice.instance for kv_slice in request.answer)}
+        self.notify_join(request, self.tokens(request.sequence_id)[0])
+
+    def notify_join(self, request: Request, first_token: int | None, budget: int = 0) -> None:
+        """Let a request join the decode batch; without a first token its prompt is piggybacked."""
+        slices = (*request.slices, *request.answer)
+        concerned = {request.master, *(kv_slice.instance for kv_slice in slices)}
         join = JoinBatch(
             sequence_id=request.sequence_id,
-            first_token=self.tokens(request.sequence_id)[0],
+            first_token=first_token,
+            budget=budget,
             instances=tuple(sorted(concerned)) if self.prefill is self.decode else (),
         )
         self.decode.notify(0, "join", schema.pack(join))

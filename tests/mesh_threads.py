@@ -18,7 +18,10 @@ _names = itertools.count()
 
 
 def on_ranks(
-    world_size: int, body: Callable[[Mesh], T], data_group: GroupMaker | None = None
+    world_size: int,
+    body: Callable[[Mesh], T],
+    data_group: GroupMaker | None = None,
+    device: str = "cpu",
 ) -> list[T]:
     """Return the results of `body` on each rank of a mesh, in rank order; a failure ends all
     ranks.
@@ -32,7 +35,7 @@ def on_ranks(
             name=name,
             rank=rank,
             world_size=world_size,
-            device="cpu",
+            device=device,
             host="127.0.0.1",
             data_group=data_group,
         )

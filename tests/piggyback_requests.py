@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from gang_driver import Cell, Request
 
-from csps.protocols.gang.messages import JoinBatch
 from csps.protocols.rpc.schema import pack
 
 
@@ -26,5 +25,4 @@ async def reserve_piggybacked(cell: Cell, request: Request) -> None:
 
 def piggyback(cell: Cell, request: Request, budget: int) -> None:
     """Let a request's prompt be computed from the next iteration on."""
-    join = JoinBatch(sequence_id=request.sequence_id, first_token=None, budget=budget)
-    cell.decode.notify(0, "join", pack(join))
+    cell.notify_join(request, None, budget)

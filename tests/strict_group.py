@@ -45,6 +45,8 @@ class Rule(Enum):
     """`wait(timeout)` polls on the host; only `wait()` orders the stream."""
     DEVICE = auto()
     """Tensors lie on the group's device, contiguous."""
+    INDEXED_DEVICE = auto()
+    """The device of a communicator has an index, by which later calls find the communicator."""
 
 
 EVERY_RULE = frozenset(Rule)
@@ -65,6 +67,12 @@ Note = Callable[[Parts], None]
 
 class BrokenRule(AssertionError):
     """The program did what NCCL does not allow."""
+
+
+def nameless(device: torch.device) -> bool:
+    """Return whether NCCL could not find the communicator of this device again. It looks for the
+    index of a tensor's device, which `cuda` alone does not have."""
+    return device.type != "cpu" and device.index is None
 
 
 class _Call:
@@ -194,6 +202,7 @@ class StrictGroup:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make the communicator, with all ranks."""
+        self.check(Rule.INDEXED_DEVICE, nameless(device), f"connects {device}, which has no index")
         self._join()
 
     def abort(self) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from queue import SimpleQueue
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -26,6 +25,7 @@ from csps.actors.comm.process_group import (
     Pending,
     close_gloo,
     gloo_group,
+    indexed_device,
     with_peer,
 )
 
@@ -107,7 +107,7 @@ class Mesh:
         self._closed = threading.Event()
         self.waiting = WaitingThreads()
         """Threads for callers that need the time at which an exchange ended."""
-        self.device = torch.device(device)
+        self.device = indexed_device(device)
         scoped = PrefixStore(name, store)
         self._control = gloo_group(PrefixStore("control", scoped), rank, world_size, host)
         self._data = DataGroup(

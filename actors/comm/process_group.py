@@ -31,7 +31,8 @@ PEER_DEADLINE = timedelta(minutes=30)
 dead peer is noticed at once, so this ends only true hangs."""
 DEVICE_DEADLINE = timedelta(minutes=2)
 """Time limit of an exchange between devices, from the call on; then NCCL's watchdog ends the
-process. Longer than the longest layer and what may preempt it."""
+process. Longer than the layers that may be before it on a device (`device_pace.AHEAD`), and than
+what a peer's log may have before it."""
 ABORT_DEADLINE = timedelta(seconds=20)
 """Time limit for NCCL to abort what is under way. If the abort hangs, the process ends."""
 IDLE = timedelta(days=365)
@@ -88,6 +89,18 @@ def join_store(address: StoreAddress) -> Store:
     return TCPStore(
         address.host, address.port, is_master=False, wait_for_workers=False, timeout=JOIN_DEADLINE
     )
+
+
+def indexed_device(name: str) -> torch.device:
+    """Return a device by its name; `cuda` is the calling thread's current device, with its index.
+
+    NCCL keeps a communicator by the index of its device, and looks for the index of a tensor's
+    device. Of one that was connected without an index it knows nothing.
+    """
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class LaunchOrder:
@@ -318,7 +331,7 @@ class InstanceGroup:
                 PrefixStore(name, store),
                 rank=rank,
                 size=size,
-                device=torch.device(device),
+                device=indexed_device(device),
                 host=host,
                 maker=data_group,
             )

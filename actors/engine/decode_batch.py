@@ -36,6 +36,7 @@ from csps.actors.engine.step_trace import COMMUNICATION_S, EXCHANGE_S
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
 from csps.actors.sampling.notifications import Notify, request_failed, sampled_token
+from csps.actors.timing.device_pace import wait_for_device
 from csps.protocols.core.errors import CspsError, DeadlineExceeded
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import ReserveKv, SampledToken, SampledTokens
@@ -162,6 +163,8 @@ class DecodeBatch:
         sequence = self._sequences[at] = replace(self._sequences[at], instances=instances)
         if move is not None:
             self._go_on(sequence, move)
+        else:
+            self.reservations.pass_on(place.sequence, place.master)
 
     def _go_on(self, sequence: BatchSequence, move: MoveRun) -> None:
         state = move.state
@@ -238,6 +241,8 @@ class DecodeBatch:
             self._advance(sequence, length)
         mine = [sequence for sequence, _ in batch.sampling]
         finished = sample_tokens(self._engine, self._notify, mine, logits_rv)
+        # Whoever samples has waited for the tokens. The others' times would be those of launching.
+        wait_for_device(self._engine.device)
         self.iterations += 1
         self.iterating_s += time.monotonic() - begin
         self._busy_since = None

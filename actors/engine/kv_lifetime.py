@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.engine.step_reports import StepReports
@@ -20,6 +21,16 @@ from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 _log = logging.getLogger(__name__)
+
+
+class Finalized(NamedTuple):
+    """Sequences whose last pending step is over."""
+
+    freed: list[int]
+    """Sequences whose KV can be freed now."""
+    retained: list[int]
+    """Sequences that are over here and retained; what they share with others can be dropped. One
+    that is decoded here is not over."""
 
 
 class KvLifetime:
@@ -38,8 +49,8 @@ class KvLifetime:
         """Sequences that have left the decode batch before their KV was freed."""
         self._retained: set[int] = set()
         """Sequences whose KV stays after their end."""
-        self._sent: set[int] = set()
-        """Sequences whose last step is over while an earlier one still sends KV."""
+        self._whole: set[int] = set()
+        """Sequences whose last chunk is over while an earlier one still sends KV."""
         self._evict_later: dict[int, tuple[Span, ...]] = {}
         """Spans to evict after a sequence's last step."""
 
@@ -132,34 +143,40 @@ class KvLifetime:
             idle, self._idle = self._idle, set()
             return idle
 
-    def finalize(self, step: PrefillStep, *, cancelled: bool) -> list[int]:
-        """Finalize a step that is over; return the sequences whose KV can be freed now.
+    def finalize(self, step: PrefillStep, *, cancelled: bool) -> Finalized:
+        """Finalize a step that is over.
 
         Args:
             cancelled: the step was dropped, perhaps before this rank knew why.
         """
+        finalized = Finalized([], [])
         with self._lock:
             if cancelled:
                 self._cancelled.update(chunk.sequence_id for chunk in step.chunks)
-            return [chunk.sequence_id for chunk in step.chunks if self._finalized(chunk)]
+            for chunk in step.chunks:
+                self._finalize(chunk, finalized)
+        return finalized
 
-    def _finalized(self, chunk: PrefillChunk) -> bool:
+    def _finalize(self, chunk: PrefillChunk, finalized: Finalized) -> None:
         sequence_id = chunk.sequence_id
         self._steps[sequence_id] -= 1
-        if chunk.last and chunk.destinations:
-            self._sent.add(sequence_id)
+        # Steps end when their KV was received: the short last one may come before an earlier one.
+        if chunk.last:
+            self._whole.add(sequence_id)
         if self._steps[sequence_id]:
-            return False
+            return
         del self._steps[sequence_id]
-        sent = sequence_id in self._sent and sequence_id not in self._retained
-        done = sent or sequence_id in self._cancelled
-        self._sent.discard(sequence_id)
+        whole, cancelled = sequence_id in self._whole, sequence_id in self._cancelled
+        retained = sequence_id in self._retained
+        self._whole.discard(sequence_id)
         self._cancelled.discard(sequence_id)
-        if done:
+        if cancelled or (whole and chunk.destinations and not retained):
             self._retained.discard(sequence_id)
-        else:
-            self._idle.add(sequence_id)
-        return done
+            finalized.freed.append(sequence_id)
+            return
+        self._idle.add(sequence_id)
+        if whole and retained and chunk.retain:
+            finalized.retained.append(sequence_id)
 
 
 class KvReclaim:
@@ -198,7 +215,7 @@ class KvReclaim:
                         self._slots.share_slots(chunk.sequence_id, kv_slice.source, kv_slice.span)
         except NotHeld as error:
             _log.debug("step %d ends before it begins: %s", step.step_id, error)
-            self._free(self._lifetime.finalize(step, cancelled=True))
+            self._free(self._lifetime.finalize(step, cancelled=True).freed)
             raise
 
     def cancel_step_of(self, sequence_id: int) -> None:
@@ -208,6 +225,10 @@ class KvReclaim:
     def retain_at_end(self, sequence_id: int) -> None:
         """Retain the KV of a sequence that the decode batch will decode."""
         self._lifetime.retain_at_end(sequence_id)
+
+    def unretain(self, sequence_id: int) -> None:
+        """Do not retain a sequence's KV after all."""
+        self._lifetime.unretain(sequence_id)
 
     def cancel(self, sequence_id: int) -> None:
         """Cancel a sequence and free its idle KV."""
@@ -229,10 +250,11 @@ class KvReclaim:
         Args:
             cancelled: the step was dropped.
         """
-        self._free(self._lifetime.finalize(step, cancelled=cancelled))
+        finalized = self._lifetime.finalize(step, cancelled=cancelled)
+        for sequence_id in finalized.retained:
+            self._slots.drop_shared(sequence_id)
+        self._free(finalized.freed)
         for chunk in step.chunks:
-            if chunk.retain and chunk.last and self._lifetime.is_retained(chunk.sequence_id):
-                self._slots.drop_shared(chunk.sequence_id)
             if due := self._lifetime.due_evictions(chunk.sequence_id):
                 self.evict(chunk.sequence_id, due)
 

@@ -8,7 +8,7 @@ of the step's group, if need be one without rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,6 +120,8 @@ class KvMover:
     Args:
         moves: alike at all members.
         phase: name of the moves in the timeline.
+        departed: sequences of which this member stores nothing. Their KV arrives nevertheless,
+            because other members may send it.
     """
 
     def __init__(
@@ -129,8 +131,10 @@ class KvMover:
         moves: Sequence[KvMove],
         transfers: Transfers,
         phase: Phase,
+        departed: Set[int] = frozenset(),
     ) -> None:
         self._group, self._pool = group, pool
+        self._departed = departed
         self._transfers, self._phase = transfers, phase
         instance = group.step.group[group.member]
         self._retained = {
@@ -155,8 +159,11 @@ class KvMover:
 
     @property
     def incoming(self) -> list[tuple[int, Span]]:
-        """Return what will arrive, by sequence; its slots must be there."""
-        return [(move.sequence_id, move.span) for move in self._incoming]
+        """Return what will arrive and be stored, by sequence; its slots must be there."""
+        return [(move.sequence_id, move.span) for move in self._incoming if self._wants(move)]
+
+    def _wants(self, move: KvMove) -> bool:
+        return move.sequence_id not in self._departed
 
     def start(
         self, layer: int, own: OwnKv | None = None, offered: Offered = nothing_offered
@@ -196,14 +203,15 @@ class KvMover:
             with self.waiting.counted():
                 self._transfers.complete(transfer)
             for move, buffer in buffers:
-                self._pool.write(layer, move.sequence_id, move.span, buffer[0], buffer[1])
+                if self._wants(move):
+                    self._pool.write(layer, move.sequence_id, move.span, *buffer)
 
     def take(self, layer: int, member: int, rows: OwnKv) -> None:
         """Store those of another member's rows that belong here, after all of its rows have
         passed."""
         k_thd, v_thd = rows
         for move in self._incoming:
-            if move.sender == member:
+            if move.sender == member and self._wants(move):
                 with self.storing.counted():
                     k, v = k_thd[move.rows], v_thd[move.rows]
                     self._pool.write(layer, move.sequence_id, move.span, k, v)

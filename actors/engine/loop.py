@@ -117,12 +117,13 @@ class EngineLoop:
             except NotHeld as error:
                 self.refuse(step, error)
                 return
-            reserved = self._reserved(step) if self._in_place else frozenset()
+            reserved, departed = self._reserved(step) if self._in_place else (set(), set())
         progress = ProgressReport(self._notify, rank=self._engine.rank, step_id=step.step_id)
         run = StepRun(
             self._engine,
             step,
             reserved=reserved,
+            departed=departed,
             next_run=self._next_run,
             progress=progress.step,
         )
@@ -158,19 +159,26 @@ class EngineLoop:
 
     def reserve(self, request: ReserveKv, owner: int) -> None:
         """Reserve slots for a sequence that this gang decodes; see `Reservations.reserve`."""
-        self.decode_batch.reservations.reserve(request, owner)
+        # Retained first: the log may let the sequence leave as soon as it is reserved, and its id
+        # would stay although nothing of it is left.
         if request.retain:
             self._kv.retain_at_end(request.sequence_id)
+        try:
+            self.decode_batch.reservations.reserve(request, owner)
+        except CspsError:
+            self._kv.unretain(request.sequence_id)
+            raise
 
-    def _reserved(self, step: PrefillStep) -> frozenset[int]:
-        """Return the sequences of a step whose slots the decode batch has reserved."""
-        sequence_ids = (chunk.sequence_id for chunk in step.chunks)
-        reserved = frozenset(filter(self._is_reserved, sequence_ids))
-        for chunk in step.chunks:
-            if chunk.placement and chunk.sequence_id not in reserved:
-                # The sequence was cancelled: the decode batch has freed it already.
-                self._kv.cancel_step_of(chunk.sequence_id)
-        return reserved
+    def _reserved(self, step: PrefillStep) -> tuple[set[int], set[int]]:
+        """Return the sequences of a step whose slots the decode batch has reserved, and those that
+        have left it before the step arrived."""
+        reserved = {
+            chunk.sequence_id for chunk in step.chunks if self._is_reserved(chunk.sequence_id)
+        }
+        departed = {chunk.sequence_id for chunk in step.chunks if chunk.placement} - reserved
+        for sequence_id in departed:
+            self._kv.cancel_step_of(sequence_id)
+        return reserved, departed
 
     def _is_reserved(self, sequence_id: int) -> bool:
         return self.decode_batch.reservations.find(sequence_id) is not None

@@ -26,6 +26,7 @@ from csps.actors.engine.pending_steps import LogProgress, StepAborted
 from csps.actors.engine.reservations import BatchSequence
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
 from csps.actors.sampling.token_sampler import TokenSampler
+from csps.actors.timing.device_pace import wait_for_device
 from csps.actors.timing.timeline import StepClock
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import InstanceTransfer, MoveSequence, SequenceMoved
@@ -73,7 +74,8 @@ class MoveRun:
         self.sampler = sampler
         self.state: SequenceProgress | None = None
         """Progress of the sequence at the end of the move."""
-        self.log_progress = LogProgress(partial(next_run, self), self.clock.yielding)
+        wait = partial(wait_for_device, engine.device)
+        self.log_progress = LogProgress(partial(next_run, self), self.clock.yielding, wait)
         self._engine, self._sequence_of, self._wanted = engine, sequence_of, wanted
         self._transfers = tuple(message.transfers())
         self._rounds = rounds_of(self._transfers)
@@ -147,6 +149,7 @@ class MoveRun:
             self.cancelled = True
             self.free_slots()
         finally:
+            wait_for_device(self._engine.device)
             self.clock.finished = time.monotonic()
             traced.set_attribute("csps.tokens", self._received)
             traced.set_attribute("csps.bytes_sent", self._sent_bytes)

@@ -36,12 +36,17 @@ class LogProgress:
     Args:
         next_run: called at the yield point up to which the step may run.
         apart: context for this call; its time and bytes do not count for the step.
+        wait: waits until the device has come to the yield point as well. Only then is the time of
+            a quantum known, and only then does other work not queue behind the step's.
     """
 
     def __init__(
-        self, next_run: NextRun, apart: Callable[[], AbstractContextManager[None]]
+        self,
+        next_run: NextRun,
+        apart: Callable[[], AbstractContextManager[None]],
+        wait: Callable[[], None],
     ) -> None:
-        self._next_run, self._apart = next_run, apart
+        self._next_run, self._apart, self._wait = next_run, apart, wait
         self.seq = 0
         """Number of the present entry in the log."""
         self.reached = 0
@@ -84,6 +89,7 @@ class LogProgress:
             self._pause()
 
     def _pause(self) -> None:
+        self._wait()
         with self._apart():
             quantum = self._next_run()
         if quantum is None:

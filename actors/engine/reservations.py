@@ -22,6 +22,7 @@ from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.notifications import Notify
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
+from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
 from csps.protocols.gang.messages import ReserveKv
@@ -213,6 +214,9 @@ class Reservations:
                 heads=engine.kv_heads,
                 layers=engine.spec.layers,
                 owner=owner,
+                # Slots come back on the host. On a rank that samples nothing of their former
+                # sequence, the device may have iterations of it yet to do.
+                launched=launched_so_far(engine.device),
             )
 
     def _take(self, request: ReserveKv, spans: Sequence[Span]) -> None:
@@ -279,6 +283,12 @@ class Reservations:
                 self._samplers.pop(sequence_id, None)
             elif sampler is not None:
                 self._samplers[sequence_id] = sampler
+
+    def pass_on(self, sequence_id: int, master: int) -> None:
+        """Change the master of a sequence that is neither stored nor sampled here."""
+        with self._changing:
+            reservation = self._reservations[sequence_id]
+            reservation.request = replace(reservation.request, master=master)
 
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; return the sequences that are to leave."""

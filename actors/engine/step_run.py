@@ -42,6 +42,7 @@ from csps.actors.engine.step_trace import (
     traced_step,
 )
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
+from csps.actors.timing.device_pace import DevicePace
 from csps.actors.timing.timeline import StepClock
 from csps.models.network.network import Layer
 from csps.protocols.core.placement import Span
@@ -64,11 +65,14 @@ class StepRun:
         step: PrefillStep,
         *,
         reserved: Set[int] = frozenset(),
+        departed: Set[int] = frozenset(),
         next_run: Callable[[StepRun], tuple[int, RunQuantum] | None],
         progress: Callable[[], None],
     ) -> None:
         """Args:
         reserved: sequences whose slots are reserved already.
+        departed: sequences that left before the step arrived. Others may have been promised their
+            slots since, so nothing of them is stored here.
         next_run: as in `LogProgress`.
         progress: called whenever the step has advanced.
         """
@@ -82,19 +86,25 @@ class StepRun:
         self.step_points = step_points_of(engine, balanced_step)
         member = step.group.index(engine.instance)
         self._points = YieldPoints(self.step_points, self._at_point)
+        self._pace = DevicePace(engine.device)
         self.group = SpGroup(
             engine.mesh, engine.layout, balanced_step, member, self.clock, self._points
         )
         self._transfers = Transfers(engine.mesh, self.clock)
-        mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
+        self._departed = departed
+        mover = partial(
+            KvMover, self.group, engine.pool, transfers=self._transfers, departed=departed
+        )
         self._balancing = mover(moves=history_moves(step), phase="balancing")
         self.placing = mover(moves=row_moves(self.group), phase="placing")
-        self._stored = stored_of(self.group)
+        self._stored = tuple(
+            part for part in stored_of(self.group) if part.chunk.sequence_id not in departed
+        )
         self._takes = self._to_take(reserved)
         """Spans that need slots, by sequence."""
         self.leads = engine.rank == min(engine.layout.ranks_of_all(step.group))
         """Flag that this rank reports for all members."""
-        self.log_progress = LogProgress(partial(next_run, self), self._paused)
+        self.log_progress = LogProgress(partial(next_run, self), self._paused, self._pace.wait)
         self._taken: list[tuple[int, Span]] = []
         """Slots that were acquired (a subset of `_takes`)."""
 
@@ -178,6 +188,7 @@ class StepRun:
             for mover in (self._balancing, self.placing):
                 mover.finish()
                 mover.release_sources()
+            self._pace.wait()
             if not self.cancelled:
                 self.clock.end_last_layer()
             span.set_attributes(self._placing_figures())
@@ -244,8 +255,11 @@ class StepRun:
     def _begin_layer(self, index: int) -> None:
         """Begin a layer. Here members agree on the cancelled sequences: all drop them at the same
         layer."""
+        self._pace.begin_layer()
         self._points.begin_layer(index)
         self.group.cancelled.update(self.log_progress.cancelled)
+        # The log has let them leave, so it has cancelled them in the step's first entry.
+        assert self._departed <= self.group.cancelled, f"step {self.step_id} wants who has left"
 
     def _at_point(self, number: int) -> None:
         """Reach a yield point, which all members pass with the same exchanges behind them."""

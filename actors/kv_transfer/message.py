@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from csps.actors.kv_cache.sequence_slots import KeptKv
+from csps.actors.timing.device_pace import Launched
 from csps.models.checkpoints.checkpoint import tensor_checksum
 from csps.protocols.core.errors import TransferError
 from csps.protocols.core.placement import Span
@@ -132,23 +132,6 @@ class KvBody:
         return reduce(lambda start, part: tensor_checksum(part, start), self.parts, 0)
 
 
-class Launched(Protocol):
-    """Work that was handed to a device."""
-
-    def query(self) -> bool:
-        """Return whether the work is done."""
-        ...
-
-
-def launched_so_far(device: torch.device) -> Launched | None:
-    """Return all work that the calling thread has handed to a device; None where it is done at
-    once."""
-    if device.type != "cuda":
-        return None
-    event: Launched = torch.cuda.current_stream(device).record_event()
-    return event
-
-
 class Staging:
     """Copies of one thread between host and device. Each thread has its own stream, so that none
     waits for another's copies."""
@@ -160,13 +143,19 @@ class Staging:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, after: Launched | None = None) -> Iterator[None]:
         """Wait at the end of the block for the copies begun inside; the engine goes on
-        meanwhile."""
+        meanwhile.
+
+        Args:
+            after: work that the copies wait for.
+        """
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
+            if after is not None:
+                after.wait(self._stream)
             yield
             self._stream.synchronize()
 

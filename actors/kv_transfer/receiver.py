@@ -201,7 +201,7 @@ class KvReceiver:
             except TransferError:
                 reservation.closed = True  # no further KV of the sequence may be stored either
                 raise
-            with staging.copying():
+            with staging.copying(reservation.launched):
                 self._write(reservation, header, body, staging)
             reservation.received(body.nbytes, began_s=began_s)
             return not reservation.missing

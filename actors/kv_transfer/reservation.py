@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from csps.actors.comm.layout import name_digest
 from csps.actors.kv_transfer.message import KvHeader
+from csps.actors.timing.device_pace import Launched
 from csps.protocols.core.errors import TransferError
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import RankKvReceived, ReserveKv
@@ -54,6 +55,9 @@ class Reservation:
     """Flag that no more KV is accepted: the sequence was freed, or wrong KV came."""
     waited: float = 0.0
     """Longest time in seconds that one of its senders has waited for a transfer slot."""
+    launched: Launched | None = None
+    """Work of the engine from before the reservation, which may still write to these slots what
+    belonged there; None on a CPU."""
     release_transfer_slots: Callable[[], None] | None = None
     """Function that releases its transfer slots (`TransferSlots`), if it has or wants any."""
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from csps.actors.comm.layout import LocalChunk
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.message import launched_so_far
 from csps.actors.kv_transfer.send_queue import SendQueue
 from csps.actors.kv_transfer.transfer_tracker import Sending, TransferTracker
+from csps.actors.timing.device_pace import launched_so_far
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.placement import Span
 

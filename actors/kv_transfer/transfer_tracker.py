@@ -18,8 +18,9 @@ from torch import Tensor
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_cache.sequence_slots import KeptKv
 from csps.actors.kv_cache.slot_allocator import PinnedSpan, SlotAllocator
-from csps.actors.kv_transfer.message import KvBody, KvHeader, Launched, Staging, entry_bytes
+from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging, entry_bytes
 from csps.actors.kv_transfer.reservation import TransferSlot
+from csps.actors.timing.device_pace import Launched
 from csps.actors.timing.timeline import PhaseTimeline
 from csps.protocols.core.placement import Span
 

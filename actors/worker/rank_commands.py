@@ -169,6 +169,7 @@ class RankCommands:
             owner=owner,
             led_by=leader_of(move, self._layout),
             places=self._layout.ranks_of_all(move.after.instances),
+            master=move.after.master,
         )
         self._post(lambda sequencer: sequencer.submit(spec))
 

@@ -36,14 +36,14 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
             tp_rank=instance.rank,
             tp_size=config.tp,
             dtype=dtype,
-            device=config.device,
+            device=mesh.device,
             all_reduce=instance.all_reduce if config.tp > 1 else None,
         )
         fingerprint = model_fingerprint(
             checkpoint,
             instance,
             dtype=config.dtype,
-            device=config.device,
+            device=mesh.device,
             threads=config.threads,
         )
     spec = network.spec
@@ -53,14 +53,14 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         kv_heads=len(network.layers[0].shard.kv_heads),
         head_dim=spec.head_dim,
         dtype=dtype,
-        device=config.device,
+        device=mesh.device,
     )
     engine = Engine(
         network=network,
         pool=pool,
         mesh=mesh,
         layout=GangLayout(world_size=config.world_size, tp=config.tp),
-        device=torch.device(config.device),
+        device=mesh.device,
     )
     prepare_attention(
         heads=engine.heads,
@@ -73,7 +73,12 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
 
 
 def model_fingerprint(
-    checkpoint: Checkpoint, instance: InstanceGroup, *, dtype: str, device: str, threads: int
+    checkpoint: Checkpoint,
+    instance: InstanceGroup,
+    *,
+    dtype: str,
+    device: torch.device | str,
+    threads: int,
 ) -> str:
     """Return a hexadecimal digest of the configuration, the dtype to compute in, and the weights as
     they were read. Two gangs need equal ones to use each other's KV.
@@ -88,7 +93,7 @@ def model_fingerprint(
     return digest.hexdigest()
 
 
-def _sum_over(instance: InstanceGroup, checksum: int, device: str) -> int:
+def _sum_over(instance: InstanceGroup, checksum: int, device: torch.device | str) -> int:
     """Return the sum of 63-bit numbers, modulo 2**63."""
     words = [checksum >> shift & (1 << _WORD_BITS) - 1 for shift in range(0, 64, _WORD_BITS)]
     sums: list[int] = instance.all_reduce(torch.tensor(words, device=device)).tolist()

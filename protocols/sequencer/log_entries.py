@@ -94,6 +94,9 @@ class PlaceSequence(msgspec.Struct, frozen=True, array_like=True, tag=8):
     sequence: Count
     ranks: tuple[Count, ...]
     """Ranks that the sequence needs from now on."""
+    master: Count
+    """Instance that samples its tokens from now on. All ranks need it, also those that the move
+    does not concern: it says whose token budget the sequence uses."""
 
 
 Op = RunQuantum | Iterate | Change | Abort | EndOwner | Shutdown | Free | PlaceSequence

@@ -376,7 +376,8 @@ class Sequencer:
         if step.ending and step.task.places:
             (moved,) = step.task.sequences
             batch = self._batches.relocate(moved, step.task.places)
-            self._append(PlaceSequence(moved, batch.members[moved].ranks), batch.ranks)
+            place = PlaceSequence(moved, batch.members[moved].ranks, step.task.master)
+            self._append(place, batch.ranks)
 
     def _is_short(self, step: SequencedStep) -> bool:
         """Return True if a whole step probably fits a quantum, judged by past short steps."""

@@ -34,6 +34,8 @@ class StepSpec:
     places: tuple[int, ...] = ()
     """Ranks that its sequence needs after the step has moved its KV. Empty: the step computes a
     prompt."""
+    master: int = 0
+    """Instance that samples its sequence's tokens after the move."""
 
     def __post_init__(self) -> None:
         assert self.ranks

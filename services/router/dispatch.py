@@ -229,6 +229,7 @@ class Executor:
         await asyncio.gather(sequence.reserving)
         if sequence.over:
             return
+        message = msgspec.structs.replace(message, instances=_decode_instances(sequence))
         sequence.decode.notify(0, "join", pack(message))
         handle, reserved = sequence.handle, sequence.command
         handle.placement = AttemptPlacement(

@@ -23,7 +23,7 @@ from gang_driver import (
     prompt_of,
     shares_at,
 )
-from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,10 +149,10 @@ async def test_a_decode_batch_continues_beside_a_long_step(tiny_llama: Path) -> 
 async def test_instances_that_need_nothing_of_each_other_stay_together(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instance that runs ahead would wait for the other as soon as both have a sequence in
-    common."""
-    async with elastic_cell(tiny_llama, 2) as cell:
-        quick, slow = (rank.loop.decode_batch for rank in cell.prefill_gang.ranks)
+    """On a gang that only decodes: an instance that runs ahead would wait for the other as soon as
+    both have a sequence in common."""
+    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
+        quick, slow = (rank.loop.decode_batch for rank in cell.decode_gang.ranks)
         resident = PausedDecodeBatch(monkeypatch, slow)
         request = Request(
             sequence_id=1, prompt=prompt_of(20), slices=even_shares(20, [0]), sampling=greedy(200)

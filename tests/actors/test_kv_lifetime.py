@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 
-from csps.actors.engine.kv_lifetime import KvLifetime
+from csps.actors.engine.kv_lifetime import KvLifetime, KvReclaim
+from csps.actors.kv_cache.slot_allocator import SlotAllocator
 from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
@@ -35,23 +39,23 @@ def step_of(
 def test_kv_sent_whole_is_freed_with_its_step() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, 8)
     lifetime.enter(step)
-    assert lifetime.finalize(step, cancelled=False) == [7, 8]
+    assert lifetime.finalize(step, cancelled=False).freed == [7, 8]
 
 
 def test_a_chunk_remains_until_the_last_one_is_sent() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(first, cancelled=False) == []
-    assert lifetime.finalize(second, cancelled=False) == [7]
+    assert lifetime.finalize(first, cancelled=False).freed == []
+    assert lifetime.finalize(second, cancelled=False).freed == [7]
 
 
 def test_an_earlier_chunk_may_be_sent_after_the_last() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(second, cancelled=False) == []
-    assert lifetime.finalize(first, cancelled=False) == [7]
+    assert lifetime.finalize(second, cancelled=False).freed == []
+    assert lifetime.finalize(first, cancelled=False).freed == [7]
 
 
 def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None:
@@ -59,8 +63,8 @@ def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None
     lifetime.enter(first)
     lifetime.enter(second)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(first, cancelled=True) == []
-    assert lifetime.finalize(second, cancelled=False) == [7, 8]
+    assert lifetime.finalize(first, cancelled=True).freed == []
+    assert lifetime.finalize(second, cancelled=False).freed == [7, 8]
 
 
 def test_idle_kv_is_freed_when_it_is_cancelled() -> None:
@@ -80,8 +84,8 @@ def test_a_step_dropped_before_its_cancellation_arrives_frees_its_kv() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(first, cancelled=True) == []
-    assert lifetime.finalize(second, cancelled=False) == [7], "it was given up before"
+    assert lifetime.finalize(first, cancelled=True).freed == []
+    assert lifetime.finalize(second, cancelled=False).freed == [7], "it was given up before"
 
 
 def test_cancelling_everything_frees_what_no_step_needs() -> None:
@@ -90,7 +94,7 @@ def test_cancelling_everything_frees_what_no_step_needs() -> None:
     lifetime.finalize(kept, cancelled=False)
     lifetime.enter(waiting)
     assert lifetime.cancel_all() == {7}
-    assert lifetime.finalize(waiting, cancelled=True) == [8]
+    assert lifetime.finalize(waiting, cancelled=True).freed == [8]
 
 
 def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> None:
@@ -99,8 +103,8 @@ def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> No
     lifetime.enter(first)
     lifetime.enter(second)
     assert not lifetime.leave_batch(7)
-    assert lifetime.finalize(first, cancelled=False) == []
-    assert lifetime.finalize(second, cancelled=True) == [7]
+    assert lifetime.finalize(first, cancelled=False).freed == []
+    assert lifetime.finalize(second, cancelled=True).freed == [7]
     assert lifetime.pop_left(7)
     assert not lifetime.pop_left(7)
 
@@ -108,17 +112,25 @@ def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> No
 def test_a_sequence_that_leaves_the_batch_after_its_last_step_is_freed_at_once() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, sent=False)
     lifetime.enter(step)
-    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.finalize(step, cancelled=False).freed == []
     assert lifetime.leave_batch(7)
     assert not lifetime.pop_left(7)
     assert lifetime.cancel_all() == set()
+
+
+def test_a_sequence_that_is_decoded_here_is_not_over_with_its_prompt() -> None:
+    """It still attends to what it shares with others."""
+    lifetime, step = KvLifetime(), step_of(1, 7, sent=False)
+    lifetime.retain_at_end(7)
+    lifetime.enter(step)
+    assert lifetime.finalize(step, cancelled=False) == ([], [])
 
 
 def test_retained_kv_is_freed_when_it_is_cancelled() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, retain=True)
     lifetime.enter(step)
     assert not lifetime.is_retained(7)
-    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.finalize(step, cancelled=False) == ([], [7])
     assert lifetime.is_retained(7)
     lifetime.unretain(7)
     assert not lifetime.is_retained(7)
@@ -130,7 +142,7 @@ def test_retained_kv_of_a_dropped_step_is_freed_with_it() -> None:
     lifetime.enter(step)
     lifetime.unretain(7)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(step, cancelled=False) == [7]
+    assert lifetime.finalize(step, cancelled=False).freed == [7]
     assert lifetime.is_retained(8)
     assert lifetime.cancel_all() == {8}
 
@@ -153,7 +165,7 @@ def test_a_sequence_that_leaves_with_a_pending_step_was_cancelled() -> None:
     assert not lifetime.leave_batch(7)
     lifetime.unretain(7)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(step, cancelled=True) == [7]
+    assert lifetime.finalize(step, cancelled=True).freed == [7]
     assert lifetime.pop_left(7)
 
 
@@ -162,7 +174,7 @@ def test_kv_evicted_too_early_is_freed_after_the_last_step() -> None:
     lifetime.enter(step)
     assert not lifetime.evict(7, (Span(0, 1),))
     assert lifetime.due_evictions(7) == ()
-    assert lifetime.finalize(step, cancelled=False) == []
+    assert lifetime.finalize(step, cancelled=False).freed == []
     assert lifetime.due_evictions(7) == (Span(0, 1),)
     assert lifetime.due_evictions(7) == ()
 
@@ -195,7 +207,7 @@ class Lifetimes(RuleBasedStateMachine):
             cancelled = cancelled or sequence_ids <= self.unwanted
             if cancelled:
                 self.unwanted |= sequence_ids
-            self.free(self.lifetime.finalize(step, cancelled=cancelled))
+            self.free(self.lifetime.finalize(step, cancelled=cancelled).freed)
 
     @rule(sequence_id=st.integers(0, 3))
     def cancel(self, sequence_id: int) -> None:
@@ -229,6 +241,143 @@ class Lifetimes(RuleBasedStateMachine):
             self.settle(cancelled=True)
         self.cancel_all()
         assert not self.expected
+
+
+ORIGIN, SEQUENCE, SLOTS = 1, 2, 64
+SHARED, CHUNK = Span(start=0, stop=16), 8
+
+
+class Reported:
+    """What a rank says of slots: the tokens that are left of each sequence."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+
+    def retained(self, sequence_id: int, tokens: int) -> None:
+        self.left[sequence_id] = tokens
+
+    def freed(self, sequence_id: int) -> None:
+        self.left[sequence_id] = 0
+
+
+def chunk_step(
+    step_id: int,
+    sequence_id: int,
+    span: Span,
+    *,
+    history: tuple[KvSlice, ...] = (),
+    retain: bool,
+    last: bool = True,
+) -> PrefillStep:
+    chunk = PrefillChunk(
+        sequence_id=sequence_id,
+        start=span.start,
+        length=span.length,
+        history=history,
+        destinations=AWAY,
+        retain=retain,
+        last=last,
+    )
+    return PrefillStep(step_id=step_id, group=(0,), bounds=(0, span.length), chunks=(chunk,))
+
+
+class Chunks:
+    """A prompt in several chunks that may go on from another sequence's KV, on a rank that sends
+    its KV to a decode gang."""
+
+    def __init__(self, count: int, *, shares: bool, retain: bool) -> None:
+        self.slots, self.reported = SlotAllocator(SLOTS), Reported()
+        engine = SimpleNamespace(instance=0, pool=SimpleNamespace(slots=self.slots))
+        self.kv = KvReclaim(
+            cast(Any, engine),
+            cast(Any, self.reported),
+            reserved=lambda sequence_id: False,
+            slots_freed=lambda: None,
+        )
+        first = SHARED.stop if shares else 0
+        self.own = Span(start=first, stop=first + count * CHUNK)
+        shared = (KvSlice.of(0, SHARED, ORIGIN),) if shares else ()
+        if shares:
+            origin = chunk_step(0, ORIGIN, SHARED, retain=True)
+            self.enter(origin)
+            self.kv.finalize(origin, cancelled=False)
+        spans = [Span(start, start + CHUNK) for start in range(first, self.own.stop, CHUNK)]
+        self.steps = [
+            chunk_step(
+                1 + index,
+                SEQUENCE,
+                span,
+                history=(*shared, *(KvSlice.of(0, before) for before in spans[:index])),
+                retain=retain,
+                last=index + 1 == count,
+            )
+            for index, span in enumerate(spans)
+        ]
+
+    def enter(self, step: PrefillStep) -> None:
+        """Let a step arrive and take its slots, as `PendingSteps` does."""
+        self.kv.enter(step)
+        (chunk,) = step.chunks
+        span = Span(start=chunk.start, stop=chunk.start + chunk.length)
+        self.slots.allocate(chunk.sequence_id, [span])
+
+    def evict(self, sequence_id: int, span: Span) -> None:
+        """Evict all that a sequence has computed."""
+        self.kv.evict(sequence_id, (span,))
+
+
+@settings(max_examples=examples(200))
+@given(st.integers(1, 3), st.booleans(), st.booleans(), st.data())
+def test_no_order_of_events_leaves_a_slot_taken(
+    count: int, shares: bool, retain: bool, data: st.DataObject
+) -> None:
+    """Steps of a sequence end in any order: KV of its short last chunk may arrive first. The other
+    sequence may be evicted meanwhile."""
+    chunks = Chunks(count, shares=shares, retain=retain)
+    to_come, pending = list(chunks.steps), list[PrefillStep]()
+    cancelled, origin_left = False, shares
+    while to_come or pending:
+        events = ["settle"] * bool(pending)
+        events += ["enter"] * bool(to_come and not cancelled)
+        events += ["cancel"] * (not cancelled)
+        events += ["evict origin"] * bool(origin_left and len(to_come) < count)
+        if not events:
+            break
+        match data.draw(st.sampled_from(events)):
+            case "settle":
+                step = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
+                aborted = cancelled and data.draw(st.booleans())
+                chunks.kv.finalize(step, cancelled=aborted)
+            case "enter":
+                pending.append(to_come.pop(0))
+                chunks.enter(pending[-1])
+            case "cancel":
+                chunks.kv.cancel(SEQUENCE)
+                cancelled = True
+            case _:
+                chunks.evict(ORIGIN, SHARED)
+                origin_left = False
+        chunks.slots.check_integrity()
+    left = chunks.own.length if retain and not cancelled else 0
+    assert chunks.slots.tokens(SEQUENCE) == left, "it has other slots than its own"
+    if retain:
+        chunks.evict(SEQUENCE, chunks.own)
+        assert chunks.reported.left[SEQUENCE] == 0
+    if origin_left:
+        chunks.evict(ORIGIN, SHARED)
+    chunks.slots.check_integrity()
+    assert chunks.slots.free == SLOTS
+
+
+def test_shared_slots_come_back_when_the_last_chunk_is_sent_first() -> None:
+    chunks = Chunks(2, shares=True, retain=True)
+    for step in chunks.steps:
+        chunks.enter(step)
+    for step in reversed(chunks.steps):
+        chunks.kv.finalize(step, cancelled=False)
+    assert chunks.slots.tokens(SEQUENCE) == chunks.own.length
+    chunks.evict(ORIGIN, SHARED)
+    assert chunks.slots.used == chunks.own.length
 
 
 TestLifetimes = Lifetimes.TestCase

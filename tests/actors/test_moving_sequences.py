@@ -30,6 +30,7 @@ from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paused_ranks import PausedDecodeBatch, PausedSteps
+from piggyback_requests import piggyback, reserve_piggybacked
 from property_examples import examples
 
 from csps.actors.comm.process_group import GroupMaker
@@ -148,6 +149,22 @@ async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) 
         assert cell.tokens(2)[:60] == cell.tokens(1)
         cell.cancel(2)
         await cell.freed(1, 2)
+        cell.check_idle()
+
+
+async def test_all_ranks_of_a_group_know_who_masters_a_moved_sequence(tiny_llama: Path) -> None:
+    """A piggybacked prompt ties a rank to the group that has no part in the move. What is left of a
+    master's budget for the prompt depends on whose sequence the other one is."""
+    async with elastic_cell(tiny_llama, 3) as cell:
+        moved = talking(1, 20, LASTING, 0)
+        await decode(cell, moved)
+        cell.move(moved, placed(moved), on(moved, 1))
+        await cell.until_received(2, SequenceMoved, sequence_id=1)
+        prompt = talking(2, 90, 5, 0, 1, 2)
+        await reserve_piggybacked(cell, prompt)
+        piggyback(cell, prompt, budget=6)
+        await check_answer(cell, tiny_llama, prompt)
+        await check_first(cell, tiny_llama, moved, 20)
         cell.check_idle()
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import GangPlan, Prompt, Request, even_shares, job_of, prompt_of, shares_at
+from gang_driver import (
+    ANSWER_S,
+    GangPlan,
+    Prompt,
+    Request,
+    even_shares,
+    job_of,
+    prompt_of,
+    shares_at,
+)
 from gang_threads import ThreadCell, elastic_cell, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 from rank_kv import headers_sent, positions_of
 
 from csps.protocols.core.errors import FaultError
 from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.messages import EvictKv, RequestFailed, RetainKv, Sampling
+from csps.protocols.gang.messages import EvictKv, RequestFailed, ReserveKv, RetainKv, Sampling
+from csps.protocols.sequencer.log_entries import Change
 
 GREEDY = Sampling(temperature=0, max_tokens=4)
 
@@ -187,3 +198,46 @@ async def test_retained_kv_of_one_gang_outlives_the_other(tiny_llama: Path) -> N
         await cell.freed(2)
         assert await cell.keep(cell.prefill, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
+
+
+async def test_a_sequence_that_leaves_while_it_is_reserved_is_forgotten(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log may let it leave before the reservation is done: nothing is retained of which nothing
+    is left."""
+    async with elastic_cell(tiny_llama, 1) as cell:
+        loop, pool = cell.ranks[0].loop, cell.ranks[0].engine.pool
+        reservations = loop.decode_batch.reservations
+        reserve, left = reservations.reserve, threading.Event()
+        change = loop.decode_batch.change
+
+        def leaving(request: ReserveKv, owner: int) -> None:
+            reserve(request, owner)
+            cell.prefill_gang.conduct(lambda sequencer: sequencer.cancel(request.sequence_id))
+            assert left.wait(ANSWER_S)
+
+        def noted(changed: Change) -> None:
+            change(changed)
+            left.set()
+
+        monkeypatch.setattr(reservations, "reserve", leaving)
+        monkeypatch.setattr(loop.decode_batch, "change", noted)
+        request = Request(
+            sequence_id=1, prompt=prompt_of(20, 1), slices=even_shares(20, [0]), retain=True
+        )
+        await cell.reserve(request)
+        assert bool(pool.slots.tokens(1)) == loop._kv._lifetime.is_retained(1)
+        cell.cancel(1)
+        await cell.freed(1)
+        assert not loop._kv._lifetime._retained
+        cell.check_idle()
+
+
+async def test_a_refused_reservation_is_not_retained(tiny_llama: Path) -> None:
+    async with elastic_cell(tiny_llama, 1, kv_slots=10) as cell:
+        request = Request(
+            sequence_id=1, prompt=prompt_of(20, 1), slices=even_shares(20, [0]), retain=True
+        )
+        with pytest.raises(FaultError, match="out of slots"):
+            await cell.reserve(request)
+        assert not cell.ranks[0].loop._kv._lifetime._retained

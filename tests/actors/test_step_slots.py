@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from gang_driver import Request, even_shares, job_of, prompt_of
-from gang_threads import elastic_cell
+from gang_threads import elastic_cell, thread_cell
 from greedy_reference import greedy_tokens
 
 from csps.actors.engine.pending_steps import PendingSteps
@@ -42,7 +42,7 @@ async def test_a_step_takes_all_slots_or_none(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else takes what was free a moment ago, between two of its sequences."""
-    async with elastic_cell(tiny_llama, 1, kv_slots=64) as cell:
+    async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
         [rank] = cell.prefill_gang.ranks
         pool = rank.engine.pool
         one, other = (
@@ -62,18 +62,19 @@ async def test_a_step_takes_all_slots_or_none(
                 allocate(99, [thief.pop()])
 
         monkeypatch.setattr(pool.slots, "allocate", stolen)
+        for request in (one, other):
+            await cell.reserve(request)
         step = job_of([one.chunk(), other.chunk()], [0])
         cell.submit(step, np.concatenate([one.prompt, other.prompt]))
         await cell.prefill.stats()
         assert pool.slots.used == 40, "the step holds slots while it waits for others"
         pool.slots.free_sequence(99)
         rank.loop._pending_steps.slots_freed()
-        await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
-        for request in (one, other):
-            assert cell.tokens(request.sequence_id) == greedy_tokens(
-                tiny_llama, request.prompt.tolist(), 1
-            )
-        await cell.idle()
+        answers = await cell.answer(one, other)
+        for request, answer in zip((one, other), answers, strict=True):
+            assert answer == greedy_tokens(tiny_llama, request.prompt.tolist(), len(answer))
+        await cell.freed(1, 2)
+        cell.check_idle()
 
 
 async def test_rows_that_are_stored_elsewhere_take_no_slots(tiny_llama: Path) -> None:

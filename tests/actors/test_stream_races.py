@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from fake_device_streams import NcclGroup, Race, Races
 from mesh_threads import on_ranks
+from strict_group import BrokenRule
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from csps.actors.attention.query_exchange import QueryExchange, QueryRoutes, exchange_queries
 from csps.actors.comm.continuations import StreamContinuations
+from csps.actors.comm.layout import name_digest
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.row_collectives import RowGather, RowReduce, RowShards, server_tree
 from csps.actors.comm.transfers import Label, Transfers
+from csps.actors.engine.reservations import Reservations
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.actors.kv_transfer.message import Staging, launched_so_far
+from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
+from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.timing.device_pace import launched_so_far
 from csps.actors.timing.timeline import StepClock
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import ReserveKv, SamplerInputs, Sampling
+from csps.protocols.rpc.schema import encode
 
 CUDA = torch.device("cuda")
 LABEL = Label(phase="all-gather")
@@ -153,6 +161,113 @@ def test_slots_are_not_taken_while_they_are_copied(
     assert kept
 
 
+# --- KV that is received -------------------------------------------------------------------------
+
+
+class Receiving:
+    """A decode rank's reservations and receiver, whose threads here are the same one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Staging, "to_device", lambda _, tensor: tensor)
+        fields = {"layers": 1, "slots": 8, "kv_heads": 2, "head_dim": 4}
+        self.pool = KvPool(**fields, dtype=torch.float32, device="cpu")
+        engine = SimpleNamespace(
+            instance=0,
+            pool=self.pool,
+            device=CUDA,
+            kv_heads=range(2),
+            spec=SimpleNamespace(layers=1, vocab=8),
+        )
+        self.reservations = Reservations(cast(Any, engine), lambda *told: None)
+        self.receiver = KvReceiver.__new__(KvReceiver)
+        self.receiver._pool = self.pool
+        self.staging = Staging(CUDA)
+
+    def reserve(self, sequence_id: int) -> None:
+        """Reserve a prompt of four tokens and the rest of the pool for its answer."""
+        request = ReserveKv(
+            sequence_id=sequence_id,
+            epoch="",
+            slices=(KvSlice.of(0, SPAN),),
+            master=0,
+            prompt_tokens=SPAN.length,
+            output_tokens=5,
+            sampler=encode(SamplerInputs(sampling=Sampling(max_tokens=5))),
+        )
+        self.reservations.reserve(request, owner=1)
+
+    def iterate(self, sequence_id: int) -> None:
+        """Launch what an iteration writes of a sequence whose KV is stored here."""
+        kv_thd = torch.ones(8, 2, 4)
+        self.pool.write(0, sequence_id, Span(start=0, stop=8), kv_thd, kv_thd)
+
+    def leave(self, sequence_id: int) -> None:
+        """Let the sequence leave, as the log does: on the host, whatever the device does."""
+        self.reservations.leave(sequence_id)
+        self.pool.slots.free_sequence(sequence_id)
+
+    def receive(self, sequence_id: int) -> None:
+        """Store all KV of the sequence's prompt, which has arrived in host memory."""
+        reservation = self.reservations.find(sequence_id)
+        assert reservation is not None
+        with _disable_current_modes():
+            kv_thd = torch.full((SPAN.length, 2, 4), float(sequence_id))
+        header = KvHeader(
+            epoch=name_digest(""),
+            sequence_id=sequence_id,
+            layer=0,
+            span=SPAN,
+            heads=range(2),
+            dtype=torch.float32,
+        )
+        body = KvBody(kv_thd, kv_thd)
+        assert self.receiver._store(reservation, header, body, self.staging, began_s=0.0)
+
+
+@pytest.fixture
+def receiving(races: Races, monkeypatch: pytest.MonkeyPatch) -> Receiving:
+    return Receiving(monkeypatch)
+
+
+def test_kv_arrives_behind_what_was_launched_for_the_slots_last_sequence(
+    races: Races, receiving: Receiving
+) -> None:
+    receiving.reserve(1)
+    receiving.iterate(1)
+    receiving.leave(1)
+    receiving.reserve(2)
+    receiving.receive(2)
+    # `receive` has waited for its copies: the next iteration reads what has arrived.
+    k_shd, _ = receiving.pool.layer(0)
+    k_shd + 1
+
+
+def test_kv_that_overtakes_the_slots_last_sequence_is_found(
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiving.reserve(1)
+    receiving.iterate(1)
+    receiving.leave(1)
+    receiving.reserve(2)
+    monkeypatch.setattr("fake_device_streams.Event.wait", lambda event, stream=None: None)
+    with pytest.raises(Race, match="copy_"):
+        receiving.receive(2)
+
+
+def test_arriving_kv_does_not_wait_for_iterations_launched_after_its_reservation(
+    races: Races, receiving: Receiving
+) -> None:
+    """They do not touch its slots; a transfer would take as long as the iterations beside it."""
+    receiving.reserve(2)
+    receiving.pool.slots.free_span(2, Span(start=4, stop=8))
+    receiving.pool.slots.allocate(3, [Span(start=0, stop=4)])
+    kv_thd = torch.ones(4, 2, 4)
+    receiving.pool.write(0, 3, SPAN, kv_thd, kv_thd)
+    receiving.receive(2)
+    with pytest.raises(Race), races.on(cast(Any, receiving.staging._stream)):
+        receiving.pool.read(0, 3, SPAN)[0] + 1
+
+
 # --- exchanges -----------------------------------------------------------------------------------
 
 
@@ -175,6 +290,20 @@ def on_nccl(body: Any, ranks: int = 3) -> None:
             over.set()
 
     on_ranks(ranks, rank, lambda store, rank, size, host: cast(Any, NcclGroup(races)))
+
+
+def test_a_communicator_of_a_device_without_an_index_is_refused(races: Races) -> None:
+    group = NcclGroup(races)
+    with pytest.raises(BrokenRule, match="INDEXED_DEVICE"):
+        group.eager_connect_single_device(CUDA)
+    group.eager_connect_single_device(torch.device("cuda", 0))
+
+
+def test_a_mesh_connects_the_current_device_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    races = Races()
+    group = cast(Any, NcclGroup(races))
+    assert on_ranks(2, lambda mesh: mesh.device.index, lambda *_: group, device="cuda") == [1, 1]
 
 
 ROUTES = QueryRoutes(rows=3, resident_here=range(3), outgoing={1: [0, 2], 2: [1]}, incoming={1: 2})

@@ -12,7 +12,7 @@ import pytest
 import strict_group
 import torch
 from mesh_threads import on_ranks
-from strict_group import EVERY_RULE, BrokenRule, Rule, strict
+from strict_group import EVERY_RULE, BrokenRule, Rule, StrictGroup, strict
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -139,6 +139,15 @@ def _from_another_thread(group: Any) -> None:
     raise caught[0]
 
 
+def test_a_communicator_of_a_device_without_an_index_is_refused() -> None:
+    def body(group: Any, rank: int) -> None:
+        with pytest.raises(BrokenRule, match="INDEXED_DEVICE"):
+            group.eager_connect_single_device(torch.device("cuda"))
+        group.eager_connect_single_device(torch.device("cuda", 0))
+
+    groups(body)
+
+
 # --- the mesh ------------------------------------------------------------------------------------
 
 
@@ -161,6 +170,40 @@ def test_the_first_exchange_may_be_of_a_part_of_the_gang() -> None:
         return _swap(mesh) if mesh.rank < 2 else []
 
     assert on_ranks(3, body, strict()) == [[1.0], [0.0], []]
+
+
+def test_gang_and_instance_connect_the_current_device_by_its_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL makes a communicator for the index that it is given, and looks for that of a tensor's
+    device at the first exchange."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    connected: list[torch.device] = []
+    connect = StrictGroup.eager_connect_single_device
+
+    def noted(group: StrictGroup, device: torch.device) -> None:
+        connect(group, device)
+        connected.append(device)
+
+    monkeypatch.setattr(StrictGroup, "eager_connect_single_device", noted)
+    store = HashStore()
+
+    def body(mesh: Mesh) -> torch.device:
+        group = InstanceGroup(
+            store,
+            name="tp",
+            rank=mesh.rank,
+            size=2,
+            device="cuda",
+            host="127.0.0.1",
+            data_group=strict(),
+        )
+        group.close()
+        return mesh.device
+
+    third = torch.device("cuda", 3)
+    assert on_ranks(2, body, strict(), device="cuda") == [third, third]
+    assert connected == [third] * 4
 
 
 def test_control_messages_do_not_wait_behind_data() -> None:

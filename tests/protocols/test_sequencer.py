@@ -86,7 +86,13 @@ class DrivenSequencer(Sequencer):
             self.prepared(step, rank)
 
     def move(
-        self, step: int, sequence: int, *ranks: int, places: tuple[int, ...], yield_points: int = 1
+        self,
+        step: int,
+        sequence: int,
+        *ranks: int,
+        places: tuple[int, ...],
+        master: int = 0,
+        yield_points: int = 1,
     ) -> None:
         """Submit a move of a sequence, and prepare it everywhere."""
         task = StepSpec(
@@ -97,6 +103,7 @@ class DrivenSequencer(Sequencer):
             sequences=(sequence,),
             owner=OWNER,
             places=places,
+            master=master,
         )
         self.submit(task)
         for rank in ranks:
@@ -153,13 +160,13 @@ def test_groups_merge_and_part_with_the_sequences_that_join_them() -> None:
         for rank in (0, 1):
             sequencer.iterated(rank, seq, 0, NS)
     assert set(groups(sequencer)) == {(0,), (1,)}
-    sequencer.move(1, 7, 0, 1, 2, places=(2, 1))
+    sequencer.move(1, 7, 0, 1, 2, places=(2, 1), master=2)
     log: list[tuple[Entry, tuple[int, ...]]] = []
     for seq, rank in ((5, 0), (6, 1), (7, 0), (8, 1)):
         sequencer.iterated(rank, seq, 0, NS)
         log += sequencer.take()
     ops = [(entry.op, ranks) for entry, ranks in log if not isinstance(entry.op, Iterate)]
-    assert ops == [(RunQuantum(1, 1), (0, 1, 2)), (PlaceSequence(7, (1, 2)), (0, 1, 2))]
+    assert ops == [(RunQuantum(1, 1), (0, 1, 2)), (PlaceSequence(7, (1, 2), 2), (0, 1, 2))]
     moved = log.index(
         next(appended for appended in log if isinstance(appended[0].op, PlaceSequence))
     )
@@ -645,7 +652,7 @@ def test_frames_come_back_as_they_were() -> None:
         EndOwner(2),
         Shutdown(),
         Free(1, (Span(2, 9, 3), Span(0, 2**62))),
-        PlaceSequence(7, (1, 2)),
+        PlaceSequence(7, (1, 2), 1),
     ]
     entries = [Entry(seq, op) for seq, op in enumerate(ops, 1)]
     assert unpack_entries(pack_entries(entries)) == entries

@@ -38,8 +38,9 @@ async def test_a_piggybacked_request_runs_from_submission_to_its_last_token() ->
     async with chunked_cell() as cell:
         handle = cell.submit(tokens=300, max_tokens=3)
         sequence_id = await joined(cell, handle)
+        master = cell.decode.leader.reserved[sequence_id].master
         assert cell.decode.leader.joined == [
-            JoinBatch(sequence_id=sequence_id, first_token=None, budget=100)
+            JoinBatch(sequence_id=sequence_id, first_token=None, budget=100, instances=(master,))
         ]
         assert cell.decode.leader.methods == ["reserve", "join"], "no link, and no step"
         cell.decode.sample(sequence_id, 0, token=42)
@@ -65,6 +66,30 @@ async def test_the_prompt_goes_to_the_ranks_of_the_master_only() -> None:
         prompt = handle.spec.prompt.astype("<i4").tobytes()
         for rank, request in enumerate(reserved):
             assert request.prompt == (prompt if rank // 2 == request.master else b"")
+        await finish(cell, handle, sequence_id)
+
+
+async def test_piggybacked_requests_tie_no_other_instances_to_their_iterations() -> None:
+    """On an elastic gang each names the instances that it needs."""
+    async with chunked_cell(FakeGang("elastic", "e1", instances=2)) as cell:
+        handles = [cell.submit(tokens=300), cell.submit(tokens=200)]
+        sequence_ids = [await joined(cell, handle) for handle in handles]
+        named = {message.sequence_id: message.instances for message in cell.decode.leader.joined}
+        masters = {at: cell.decode.leader.reserved[at].master for at in sequence_ids}
+        assert set(masters.values()) == {0, 1}
+        assert named == {at: (master,) for at, master in masters.items()}
+        for handle, sequence_id in zip(handles, sequence_ids, strict=True):
+            cell.finish(sequence_id, 4, first=0)
+            assert [token async for token in handle][-1].finish_reason == "length"
+        await cell.wait_until_free()
+
+
+async def test_a_decode_gang_iterates_all_its_piggybacked_requests_together() -> None:
+    async with fake_cell(policy="chunked_prefill", options=RIDING) as cell:
+        handle = cell.submit()
+        sequence_id = await joined(cell, handle)
+        (message,) = cell.decode.leader.joined
+        assert message.instances == ()
         await finish(cell, handle, sequence_id)
 
 

@@ -106,17 +106,13 @@ class RingKv(OverlappingStrategy):
     def _shard(self, layer: int, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         """Return k and v of own rows, then of rotating history, (2, longest shard, g, d)."""
         shard = k_thd.new_empty(2, self._plan.longest_shard, *k_thd.shape[1:])
-        kv = [(k_thd, v_thd)]
-        chunks = self._group.step.chunks
-        kv += [
-            self._resident.keys(layer, chunks[index])
-            for index in self._plan.history[self._group.member]
-        ]
-        end = 0
-        for keys, values in kv:
-            begin, end = end, end + len(keys)
-            shard[0, begin:end] = keys
-            shard[1, begin:end] = values
+        end = len(k_thd)
+        shard[0, :end], shard[1, :end] = k_thd, v_thd
+        for index, tokens in self._plan.history[self._group.member].items():
+            begin, end = end, end + tokens
+            chunk = self._group.step.chunks[index]
+            if self._group.is_active(chunk):  # history of a cancelled sequence may be gone
+                shard[0, begin:end], shard[1, begin:end] = self._resident.keys(layer, chunk)
         return shard
 
     def _keys(

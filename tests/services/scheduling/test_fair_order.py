@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from random_executor import RandomCell
 from recorded_workloads import SECOND, elastic, pair
-from scheduler_harness import SchedulerHarness, only
+from scheduler_harness import SchedulerHarness, only, steps_of
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.cluster import ClusterModel
@@ -187,7 +187,7 @@ def serve_all(
     """Serve what starts, one after the other; return the requests in the order of their starts."""
     order: list[int] = []
     while reserves := only(commands, cmd.Reserve):
-        (reserve,), (step,) = reserves, only(commands, cmd.RunStep)
+        (reserve,), (step,) = reserves, steps_of(commands)
         order.append(reserve.request_id)
         holders = {kv_slice.instance: kv_slice.tokens for kv_slice in reserve.slices}
         commands = harness.turn(
@@ -213,7 +213,7 @@ def test_generated_tokens_count_twice() -> None:
     order: list[int] = []
     generated = {1: 100, 2: 10}
     while reserves := only(commands, cmd.Reserve):
-        (reserve,), (step,) = reserves, only(commands, cmd.RunStep)
+        (reserve,), (step,) = reserves, steps_of(commands)
         order.append(reserve.request_id)
         tenant = 2 - reserve.request_id % 2
         (instance,) = {kv_slice.instance for kv_slice in reserve.slices}

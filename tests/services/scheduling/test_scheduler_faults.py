@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, Sent, only, sent
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, Sent, only, sent, steps_of
 
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -482,7 +482,7 @@ def test_hanging_step_is_found_while_its_instances_do_anything_else() -> None:
     commands: list[cmd.AnyCommand] = []
     for _ in range(30):
         commands += (more := harness.turn(harness.submit(50, 1), after_ns=SECOND))
-        for short in only(more, cmd.RunStep):
+        for short in steps_of(more):
             assert {*short.group} < {*hanging.step.group}
             finished = ev.Finished(sequence_id=short.chunks[0].sequence_id, generated_tokens=1)
             done = [
