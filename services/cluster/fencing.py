@@ -215,13 +215,20 @@ class TakeoverPriority:
         self._seen = {
             number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
         }
-        # An older router whose heartbeat stands still is dead and stands in nobody's way.
+        dead = []
         for number, seen in self._seen.items():
-            if number < generation and now - seen.since <= LIVENESS_TIMEOUT_S:
+            if number >= generation:
+                continue
+            if now - seen.since <= LIVENESS_TIMEOUT_S:
                 raise RanksHeld(
                     f"the router of generation {number} has requests and takeover priority over "
                     f"generation {generation}"
                 )
+            dead.append(number)
+        # A router whose heartbeat stands still is dead. What it has claimed would delay each later
+        # router until that one has found the same. One that only stalled claims it again.
+        for number in dead:
+            await _in_time(self._generations.release_priority(number))
 
     def _see(self, number: int, heartbeat: int, now: float) -> _LastHeartbeat:
         seen = self._seen.get(number)

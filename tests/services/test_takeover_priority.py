@@ -38,6 +38,29 @@ async def test_a_dead_routers_priority_ends_with_its_heartbeat() -> None:
         with pytest.raises(RanksHeld):
             await newer.check(2, now=now)
     await newer.check(2, now=10.1 + LIVENESS_TIMEOUT_S)
+    assert not await shared.priorities(), "no later router waits for it again"
+    await TakeoverPriority(shared).check(3, now=0.0)
+
+
+async def test_a_router_that_only_stalled_claims_its_priority_again() -> None:
+    shared = MemoryGenerations()
+    older, newer = TakeoverPriority(shared), TakeoverPriority(shared)
+    await older.renew(1)
+    with pytest.raises(RanksHeld):
+        await newer.check(2, now=0.0)
+    await newer.check(2, now=0.1 + LIVENESS_TIMEOUT_S)
+    await older.renew(1)
+    with pytest.raises(RanksHeld):
+        await newer.check(2, now=0.2 + LIVENESS_TIMEOUT_S)
+
+
+async def test_the_priority_of_a_newer_router_is_left_alone() -> None:
+    shared = MemoryGenerations()
+    await TakeoverPriority(shared).renew(5)
+    older = TakeoverPriority(shared)
+    for now in (0.0, 0.1 + LIVENESS_TIMEOUT_S):
+        await older.check(2, now=now)
+    assert list(await shared.priorities()) == [5]
 
 
 async def test_a_new_generation_releases_the_old_ones_priority() -> None:
