@@ -88,12 +88,21 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
     def __init__(
-        self, *, prompt_tokens: int, output_tokens: int, limit: int, param: str | None = None
+        self,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        limit: int,
+        at_least: bool = False,
+        param: str | None = None,
     ) -> None:
         self.prompt_tokens, self.output_tokens, self.limit = prompt_tokens, output_tokens, limit
+        self.at_least = at_least
+        """The prompt has more tokens than were counted."""
+        prompt = f"{'at least ' if at_least else ''}{prompt_tokens}"
         super().__init__(
             f"This server's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt_tokens + output_tokens} tokens ({prompt_tokens} in the prompt, "
+            f"{prompt_tokens + output_tokens} tokens ({prompt} in the prompt, "
             f"{output_tokens} for the answer). Please shorten the prompt or the answer.",
             param=param,
         )
@@ -103,6 +112,7 @@ class ContextLengthExceeded(RequestError):
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "limit": self.limit,
+            "at_least": self.at_least,
             "param": self.param,
         }
 

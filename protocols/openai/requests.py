@@ -13,6 +13,7 @@ Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
@@ -360,44 +361,49 @@ def parse_request(cls: type[R], body: bytes) -> R:
         raise _explained(exc.errors(include_url=False)[0]) from None
 
 
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 def _values(cls: type[R], body: bytes) -> dict[str, Any]:
     """Return the fields of a body that are given and not ignored."""
-    form, names = _raw_form(cls)
+    used = _used_fields(cls)
     try:
-        raw = msgspec.json.decode(body, type=form)
-        return {
-            name: from_json(bytes(value), allow_inf_nan=False)
-            for name in names
-            if (value := getattr(raw, name)) is not msgspec.UNSET
+        fields = _OBJECT.decode(body)
+        values = {
+            name: from_json(bytes(fields[name]), allow_inf_nan=False)
+            for name in fields
+            if name in used
         }
     except msgspec.ValidationError as exc:
-        raise _not_the_form(cls, str(exc)) from None
+        raise InvalidRequest(_no_object(str(exc))) from None
     except (ValueError, RecursionError) as exc:
         raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
+    if len(values) < len(fields):
+        _refuse_unknown(cls, fields)
+    return values
+
+
+def _refuse_unknown(cls: type[GenerationRequest], names: Iterable[str]) -> None:
+    for name in names:
+        if name not in cls.model_fields:
+            hint = nearest(name, cls.model_fields)
+            raise InvalidRequest(f"{name[:64]}: unknown field{hint}", param=name[:64])
 
 
 @functools.cache
-def _raw_form(cls: type[GenerationRequest]) -> tuple[type[msgspec.Struct], tuple[str, ...]]:
-    """Return a struct whose fields are JSON that is not parsed yet; and those to parse."""
-    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in cls.model_fields]
-    ignored = {name for name, field in cls.model_fields.items() if _IGNORE in field.metadata}
-    form = msgspec.defstruct(cls.__name__, fields, forbid_unknown_fields=True)
-    return form, tuple(name for name in cls.model_fields if name not in ignored)
+def _used_fields(cls: type[GenerationRequest]) -> frozenset[str]:
+    """Return the names of the fields that are not ignored."""
+    fields = cls.model_fields.items()
+    return frozenset(name for name, field in fields if _IGNORE not in field.metadata)
 
 
-_UNKNOWN_FIELD = "Object contains unknown field `"
 _KINDS = {"array": "an array", "str": "a string", "null": "null", "bool": "a boolean"}
 
 
-def _not_the_form(cls: type[GenerationRequest], error: str) -> InvalidRequest:
-    """Convert an error of msgspec: an unknown field, or no object at all."""
-    if error.startswith(_UNKNOWN_FIELD):
-        name = error[len(_UNKNOWN_FIELD) : -1]
-        hint = nearest(name, cls.model_fields)
-        return InvalidRequest(f"{name[:64]}: unknown field{hint}", param=name[:64])
-    kind = error.partition("got `")[2][:-1]
-    got = _KINDS.get(kind, "a number")
-    return InvalidRequest(f"The request body must be a JSON object, got {got}")
+def _no_object(error: str) -> str:
+    """Convert an error of msgspec, such as "Expected `object`, got `array`"."""
+    got = _KINDS.get(error.partition("got `")[2][:-1], "a number")
+    return f"The request body must be a JSON object, got {got}"
 
 
 _EXPECTED: dict[str, str] = {

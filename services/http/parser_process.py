@@ -53,6 +53,7 @@ def main() -> None:
         _be_the_first_to_go()
         message, _ = _read(stream)
         parser = BodyParser(unpack(ServedModel, message))
+        _ = parser.tokenizer.long_texts  # read ahead of the first long text
         _write(stream, {})  # ready
         while True:
             message, body = _read(stream)

@@ -134,8 +134,11 @@ class RequestParser:
             here = (
                 None if capacity_check is None else capacity_check.rejection(prompt_tokens, wanted)
             )
-            raise here or ContextLengthExceeded(
-                prompt_tokens=prompt_tokens, output_tokens=wanted, limit=self.max_positions
+            raise ContextLengthExceeded(
+                prompt_tokens=prompt_tokens,
+                output_tokens=wanted,
+                limit=self.max_positions if here is None else here.limit,
+                at_least=body.more_tokens,
             )
         if body.sampling.min_tokens > wanted:
             raise InvalidRequest(

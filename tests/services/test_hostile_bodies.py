@@ -16,9 +16,11 @@ import msgpack
 import numpy as np
 import pytest
 
+from csps.protocols.core.errors import ContextLengthExceeded
 from csps.protocols.openai.requests import MAX_LISTED_TOKENS
 from csps.protocols.rpc.schema import pack
 from csps.services.http.body_parser import Endpoint
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import ParsedRequest, RequestMetadata, RequestParser
 from csps.services.settings.settings import Settings
 
@@ -125,3 +127,39 @@ def test_a_request_keeps_its_prompt_and_what_is_bounded(parser: RequestParser) -
     parsed = parsed_by(parser, "completion", body)
     rest = retained_bytes(parsed, set()) - 4 * tokens
     assert rest < 1.5 * 2**20
+
+
+# --- prompts that are too long ---------------------------------------------------------------
+
+
+def peak_bytes(pids: list[int]) -> int:
+    """Return the most memory that one of these processes has had."""
+    peaks = []
+    for pid in pids:
+        with open(f"/proc/{pid}/status") as status:
+            peaks += [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")]
+    return max(peaks)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+async def test_a_prompt_that_is_too_long_takes_little_memory(
+    parser: RequestParser, fits: bool
+) -> None:
+    """8 MiB of words took a gigabyte and six seconds before their number was looked at."""
+    longest = parser.tokenizer.long_texts.longest_token_bytes
+    assert longest is not None
+    size = longest * parser.max_positions if fits else 8 * 2**20
+    text = "the quick brown fox jumps over a lazy dog while rain falls on the plain " * (size // 72)
+    pool = ParserPool(parser.body_parser)
+    try:
+        await pool.start()
+        before = peak_bytes(pool.pids)
+        parsed = await pool.parse("completion", body_of(prompt=text), b"")
+        assert peak_bytes(pool.pids) - before < 2**27
+    finally:
+        await pool.close()
+    assert parsed.more_tokens
+    assert not parsed.prompt
+    with pytest.raises(ContextLengthExceeded, match=r"at least \d+ in the prompt") as refused:
+        parser.finish(parsed, RequestMetadata(client_request_id="x"))
+    assert refused.value.prompt_tokens == parsed.prompt_tokens > parser.max_positions
