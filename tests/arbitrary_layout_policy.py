@@ -142,14 +142,14 @@ class AnyLayout:
         first = cached.tokens if cached else 0
         some = (cut for cut in self._some_of(request.prompt_tokens) if cut > first)
         cuts = sorted({first, request.prompt_tokens, *some})
-        steps, lies = [], lies_of(cached.slices if cached else ())
+        steps, stored = [], stored_at(cached.slices if cached else ())
         for start, stop in pairwise(cuts):
-            resident = tuple(KvSlice(lies[p], p, p + 1) for p in range(start))
+            resident = tuple(KvSlice(stored[p], p, p + 1) for p in range(start))
             extent = [(request, start, stop - start)]
             steps.append(
                 self._step(extent, pair, placements if in_place else (), [resident], first)
             )
-            lay(lies, steps[-1].chunks[0], steps[-1], placements[0] if in_place else None)
+            lay(stored, steps[-1].chunks[0], steps[-1], placements[0] if in_place else None)
         return StartPlan(steps=tuple(steps), decode=placements)
 
     def _some_of(self, tokens: int) -> list[int]:
@@ -271,23 +271,23 @@ def rows_of(
 
 
 def lay(
-    lies: dict[int, InstanceId],
+    stored: dict[int, InstanceId],
     chunk: PlannedChunk | PrefillChunk,
     step: PlannedStep | PrefillStep,
     in_place: DecodePlacement | cmd.Reserve | None,
 ) -> None:
     """Record where the KV of a sequence is after a step."""
-    lies.update(rows_of(step, chunk))
-    stored = chunk.placement if in_place is None else in_place.slices
+    stored.update(rows_of(step, chunk))
+    others = chunk.placement if in_place is None else in_place.slices
     extent = range(chunk.start, chunk.start + chunk.length)
-    for kv_slice in stored:
+    for kv_slice in others:
         for p in range(kv_slice.start, kv_slice.stop, kv_slice.step):
             if in_place is None or p in extent:
-                lies[p] = kv_slice.instance
+                stored[p] = kv_slice.instance
 
 
-def lies_of(slices: Sequence[KvSlice]) -> dict[int, InstanceId]:
-    """Return where each position lies."""
+def stored_at(slices: Sequence[KvSlice]) -> dict[int, InstanceId]:
+    """Return where each position is stored."""
     return {
         p: kv_slice.instance
         for kv_slice in slices
@@ -310,7 +310,7 @@ def _needed(
     had: dict[int, dict[int, InstanceId]] = {}
     for step in () if in_place else plan.steps:
         for chunk in step.chunks:
-            before = had.setdefault(chunk.request_id, lies_of(cached.slices if cached else ()))
+            before = had.setdefault(chunk.request_id, stored_at(cached.slices if cached else ()))
             rows = set(rows_of(step, chunk))
             stores = {
                 (p, kv_slice.instance)

@@ -515,15 +515,15 @@ class RandomCell:
         span = (reserve.prompt_tokens, stop)
         assert placed_once(0, span[0], after.slices), "not the prompt's positions"
         assert placed_once(*span, after.answer), "not the answer's positions"
-        lies = [*before.slices, *before.answer]
+        stored = [*before.slices, *before.answer]
         if not before.answer:
-            lies.append(KvSlice(before.master, *span))
+            stored.append(KvSlice(before.master, *span))
         for decode_slot in decode_slots(after, 0):
             if decode_slot not in sequence.slots:
                 sequence.slots[decode_slot] = 0
                 sequence.unfreed.append(decode_slot)
         for kv_slice in (*after.slices, *after.answer):
-            here = [ly.span for ly in lies if ly.instance == kv_slice.instance]
+            here = [there.span for there in stored if there.instance == kv_slice.instance]
             coming = sum(span.length for span in rest_of(kv_slice.span, here))
             sequence.slots[kv_slice.instance] += coming
         sequence.move = after

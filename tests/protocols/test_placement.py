@@ -180,11 +180,11 @@ def test_striped_of_unequal_parts_alternates(tokens: list[int]) -> None:
 @settings(max_examples=examples(100))
 @given(st.integers(0, 50), st.integers(0, 100), st.permutations(range(5)))
 def test_round_robin_alternates(start: int, tokens: int, instances: list[int]) -> None:
-    kept = round_robin(start, start + tokens, instances)
+    placed = round_robin(start, start + tokens, instances)
     for position in range(start, start + tokens):
-        keeper = instances[(position - start) % len(instances)]
-        assert [i for i in instances if position in kept[i].positions] == [keeper]
-    counts = [span.length for span in kept.values()]
+        holder = instances[(position - start) % len(instances)]
+        assert [i for i in instances if position in placed[i].positions] == [holder]
+    counts = [span.length for span in placed.values()]
     assert sum(counts) == tokens
     assert max(counts) - min(counts) <= 1
 

@@ -121,8 +121,8 @@ async def test_a_broken_link_is_reconnected_while_decoding_continues(
         assert cluster.link.prefill is link.prefill
         assert cluster.link.decode is link.decode
         assert cluster.link.epoch != link.epoch
-        drawn = decoding.timings.tokens
-        await eventually(lambda: decoding.timings.tokens > drawn)
+        generated = decoding.timings.tokens
+        await eventually(lambda: decoding.timings.tokens > generated)
         decoding.cancel()
         await eventually(lambda: not service.counts.decode_kv)
         service.check_integrity()

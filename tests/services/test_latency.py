@@ -67,7 +67,7 @@ def test_an_iteration_with_pieces_costs_what_its_parts_add(
     batch: int,
     context: int,
 ) -> None:
-    """Nothing but pieces is a step, nothing but rows an iteration of decoding; together they pay
+    """Nothing but chunks is a step, nothing but rows an iteration of decoding; together they pay
     the larger constant, and masters work side by side."""
     decode = DecodeCost(small=line, large=line, tipping_batch=8)
     hybrid = HybridCost(step=step, decode=decode)

@@ -182,7 +182,7 @@ def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
         assert value(metrics, "prefill_sent_bytes_total", within=within) == size
 
 
-def landed(rank: int, *, size: int, seconds: float) -> RankKvReceived:
+def received(rank: int, *, size: int, seconds: float) -> RankKvReceived:
     return RankKvReceived(
         sequence_id=1, rank=rank, tokens=9, seconds=9.0, receiving_s=seconds, received_bytes=size
     )
@@ -190,7 +190,7 @@ def landed(rank: int, *, size: int, seconds: float) -> RankKvReceived:
 
 def test_a_prompts_kv_counts_once_over_its_ranks() -> None:
     metrics = Metrics("m")
-    ranks = [landed(0, size=10**9, seconds=0.5), landed(1, size=10**9, seconds=2.0)]
+    ranks = [received(0, size=10**9, seconds=0.5), received(1, size=10**9, seconds=2.0)]
     metrics.kv_received(ranks)
     assert value(metrics, "kv_transfer_speed_gb_s_sum") == 1.0
     assert value(metrics, "kv_transfer_latency_ms_sum") == 2000.0
@@ -199,7 +199,7 @@ def test_a_prompts_kv_counts_once_over_its_ranks() -> None:
 
 def test_kv_that_stays_where_it_lies_was_not_transferred() -> None:
     metrics = Metrics("m")
-    metrics.kv_received([landed(0, size=0, seconds=0.0)])
+    metrics.kv_received([received(0, size=0, seconds=0.0)])
     assert value(metrics, "kv_transfer_speed_gb_s_count") == 0
 
 

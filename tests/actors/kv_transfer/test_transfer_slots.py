@@ -114,8 +114,8 @@ async def test_a_sequence_cancelled_between_chunks_frees_its_slot(
         assert not cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
         cell.cancel(holder.sequence_id)
         await whole(cell, tiny_llama, [other])
-        (landed,) = cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
-        assert landed.waited > 0
+        (received,) = cell.about(RankKvReceived, sequence_id=other.sequence_id, rank=0)
+        assert received.waited > 0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from csps.protocols.core.placement import Span
 
 
 @given(
-    ends=st.lists(st.sampled_from(("landed", "withdrawn", "failed"))),
+    ends=st.lists(st.sampled_from(("received", "given up", "failed"))),
     finished_before=st.integers(0, 10),
     unposted=st.booleans(),
 )
@@ -37,7 +37,7 @@ def test_the_end_is_reported_once_with_the_first_failure(
             tracker.finish()
         assert not told
         assert slots.used == 4
-        if end == "landed":
+        if end == "received":
             tracker.received()
         else:
             tracker.given_up(failures[number] if end == "failed" else None)
@@ -48,6 +48,6 @@ def test_the_end_is_reported_once_with_the_first_failure(
     failed += [failures[number] for number, end in enumerate(ends) if end == "failed"]
     assert told == [failed[0] if failed else None]
     assert tracker.failed == bool(failed)
-    assert len(steps) == ends.count("landed")
+    assert len(steps) == ends.count("received")
     assert slots.used == 0
     slots.check_integrity()

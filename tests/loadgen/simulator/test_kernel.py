@@ -217,15 +217,15 @@ def test_requests_outlive_their_gangs(options: dict[str, Any]) -> None:
     simulator.gangs.check_idle()
 
 
-@pytest.mark.parametrize(("layers", "landed_ns"), [(1, 100 + 1000), (2, 1000)])
-def test_kv_takes_its_time_and_leaves_while_a_step_computes(layers: int, landed_ns: int) -> None:
+@pytest.mark.parametrize(("layers", "received_ns"), [(1, 100 + 1000), (2, 1000)])
+def test_kv_takes_its_time_and_leaves_while_a_step_computes(layers: int, received_ns: int) -> None:
     """1,000 bytes at one a nanosecond: after the step, or all layers but the last one during it."""
     link = LinkModel(bytes_per_s=10**9, latency_ns=5, shared=True)
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=3)]
     model = {"between": link, "kv_bytes_per_token": 10, "layers": layers}
     outcome = run(arrivals, instances=1, **model).outcomes[0]
     assert outcome.first_token_ns == 100
-    begin_ns = landed_ns + 5
+    begin_ns = received_ns + 5
     assert outcome.token_ns == [100, begin_ns + 1000, begin_ns + 2000]
 
 

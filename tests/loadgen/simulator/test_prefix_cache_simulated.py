@@ -90,7 +90,7 @@ def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool
     for outcome in found.outcomes:  # in order of arrival, and far enough apart
         hashes = outcome.arrival.hashes
         expected = known.get(hashes[0], 0) * BLOCK
-        # LoongServe starts a prompt on idle instances while those that have kept it are busy.
+        # LoongServe starts a prompt on idle instances while those that retain it are busy.
         assert outcome.cached in ((0, expected) if policy == "loongserve" else (expected,))
         known[hashes[0]] = len(hashes)
     again = run([replace(arrival, hashes=()) for arrival in arrivals], policy, elastic)
@@ -126,8 +126,8 @@ def test_nothing_is_lost_where_room_is_short_and_gangs_die(
 
 @pytest.mark.parametrize("policy", ["csps", "context_parallel"])
 def test_ends_of_prompts_are_piggybacked_on_the_decode_gang(policy: str) -> None:
-    """The gang that prefills dies between two turns, with all that it has kept; the other one has
-    kept as much."""
+    """The gang that prefills dies between two turns, with all that it retains; the other one
+    retains as much."""
     arrivals = conversations(1)
     faults = [
         GangFault(at_ns=at * MS, role="prefill", up=up) for at, up in ((450, False), (460, True))

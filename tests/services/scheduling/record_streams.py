@@ -21,7 +21,7 @@ from typing import Any
 from canonical_streams import Canonical, Turn, canonical_command, canonical_event, write_stream
 from random_executor import RandomCell
 from recorded_workloads import LATER, WORKLOADS, Workload
-from test_prefix_storms import KeepingCell
+from test_prefix_storms import RetainingCell
 
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.deciding.decisions import Decision, Policy
@@ -109,7 +109,7 @@ class _Crowded(_Announced):
         super().turn()
 
 
-class _Keeping(_Announced, KeepingCell):
+class _Keeping(_Announced, RetainingCell):
     """The same of gangs that keep KV."""
 
 

@@ -138,13 +138,13 @@ def mixed(
     for _ in range(requests):
         now_ns += round(rng.expovariate(rate) * SECOND)
         short = rng.random() < 0.6
-        drawn = rng.choice((1, 2, 10, 60, 150))
+        output = rng.choice((1, 2, 10, 60, 150))
         arrivals.append(
             Arrival(
                 at_ns=now_ns,
                 prompt_tokens=rng.randint(1, 200) if short else rng.randint(400, longest),
-                output_tokens=drawn,
-                max_tokens=drawn + rng.choice((0, 50)),
+                output_tokens=output,
+                max_tokens=output + rng.choice((0, 50)),
                 cls=rng.choice(classes),
             )
         )
@@ -215,7 +215,7 @@ def _talks(cluster: ClusterModel, seed: int) -> Simulation:
 
 
 def _riding(cluster: ClusterModel, seed: int) -> Simulation:
-    """Between turns the gang that prefills loses what it has kept; the other has as much."""
+    """Between turns the gang that prefills loses what it retains; the other has as much."""
     at_ns = (450, 960, 1470, 1980)
     faults = [
         GangFault(at_ns=(since + after) * MS, role="prefill", up=after > 0)
@@ -234,9 +234,9 @@ def _published(cluster: ClusterModel, seed: int, rate: float, requests: int = 40
     for _ in range(requests):
         now_ns += round(rng.expovariate(rate) * SECOND)
         prompt = min(round(rng.lognormvariate(9.5, 1.3)) + 16, longest)
-        drawn = rng.randint(1, 100)
+        output = rng.randint(1, 100)
         arrivals.append(
-            Arrival(at_ns=now_ns, prompt_tokens=prompt, output_tokens=drawn, max_tokens=120)
+            Arrival(at_ns=now_ns, prompt_tokens=prompt, output_tokens=output, max_tokens=120)
         )
     return Simulation(cluster=cluster, arrivals=arrivals, abandoned=_gone(arrivals, 13, SECOND))
 

@@ -1,4 +1,4 @@
-"""Context parallelism: groups as large as pays, rings by cost, and keepers that take turns."""
+"""Context parallelism: groups as large as pays, rings by cost, and holders that take turns."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_an_instance_is_given_so_many_steps_at_a_time() -> None:
 
 
 class Conversation(Picture):
-    """The prefill gang has kept the beginning of every prompt, on its first two instances."""
+    """The prefill gang retains the beginning of every prompt, on its first two instances."""
 
-    kept = Cached(0, ())
+    prefix = Cached(0, ())
 
-    def keep(self, tokens: int) -> None:
+    def retain(self, tokens: int) -> None:
         self.cost = Costs(replace(self.cost.table, rings=RULES))
         half = tokens // 2
         first, second = instance_id(1, 0), instance_id(1, 1)
@@ -88,10 +88,10 @@ class Conversation(Picture):
             KvSlice(first, 0, half, source=9),
             KvSlice(second, half, tokens, source=9),
         )
-        self.kept = Cached(tokens, slices, {first: half, second: tokens - half})
+        self.prefix = Cached(tokens, slices, {first: half, second: tokens - half})
 
     def cached(self, request: Request, gang: int) -> Cached | None:
-        return self.kept if gang == self.pairs[0].prefill.id else None
+        return self.prefix if gang == self.pairs[0].prefill.id else None
 
 
 @pytest.mark.parametrize(("new", "ring"), [(200, "ring_q"), (60_000, "ring_kv")])
@@ -101,7 +101,7 @@ def test_what_goes_round_follows_from_how_much_is_new(new: int, ring: str) -> No
         [Busy(100_000) for _ in range(4)],
         [Busy(100_000) for _ in range(2)],
     )
-    picture.keep(60_000)
+    picture.retain(60_000)
     (plan,) = plans(ask(picture, least_saving=0.0))
     (step,) = plan.steps
     assert step.strategy == ring
@@ -149,7 +149,7 @@ def test_a_batch_is_as_large_as_it_may_be() -> None:
     assert [type(decision).__name__ for decision in decisions] == ["StartPlan"] * 3 + ["Blocked"]
 
 
-# --- keepers ---------------------------------------------------------------------------------
+# --- holders ---------------------------------------------------------------------------------
 
 
 def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
@@ -169,10 +169,10 @@ def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
 @settings(max_examples=examples(100))
 @given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 40))
 def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output: int) -> None:
-    keepers = KvHolders(gang(2, [Busy(1000)] * n, prefill=False), 4)
+    holders = KvHolders(gang(2, [Busy(1000)] * n, prefill=False), 4)
     request = waiting(1, prompt, output)
-    instances = list(keepers.free)
-    placed = keepers.spread(request, None)
+    instances = list(holders.free)
+    placed = holders.spread(request, None)
     assert placed.master in instances
     for stop in range(prompt, prompt + output + 1):
         held = held_at(placed, stop, instances)
@@ -180,9 +180,9 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
         assert max(held) - min(held) <= 1
     masters = []
     for _ in range(n):
-        keepers.take(placed)
+        holders.take(placed)
         masters.append(placed.master)
-        placed = keepers.spread(request, None)
+        placed = holders.spread(request, None)
     assert sorted(masters) == sorted(instances), "masters take turns as well"
 
 
@@ -194,27 +194,27 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
 def test_who_has_no_slots_left_drops_out(free: list[int], data: st.DataObject) -> None:
     total = data.draw(st.integers(2, sum(free)))
     prompt = data.draw(st.integers(1, total - 1))
-    keepers = KvHolders(gang(2, [Busy(slots) for slots in free], prefill=False), 1)
-    assert keepers.has_room(total)
-    assert not keepers.has_room(sum(free) + 1)
-    placed = keepers.spread(waiting(1, prompt, total - prompt), None)
+    holders = KvHolders(gang(2, [Busy(slots) for slots in free], prefill=False), 1)
+    assert holders.has_room(total)
+    assert not holders.has_room(sum(free) + 1)
+    placed = holders.spread(waiting(1, prompt, total - prompt), None)
     assert covers_once(Span(0, prompt), placed.slices)
     assert covers_once(Span(prompt, total), placed.answer)
-    keepers.take(placed)
-    assert min(keepers.free.values()) >= 0
-    assert sum(keepers.free.values()) == sum(free) - total
-    assert not keepers.has_room(1), "a batch of one"
+    holders.take(placed)
+    assert min(holders.free.values()) >= 0
+    assert sum(holders.free.values()) == sum(free) - total
+    assert not holders.has_room(1), "a batch of one"
 
 
 @settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6), st.data()
 )
-def test_what_is_new_goes_first_to_whoever_has_kept_less(
-    keepers: list[tuple[int, int]], data: st.DataObject
+def test_what_is_new_goes_first_to_whoever_holds_less(
+    holders: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """As token by token to whoever has fewest then."""
-    held, room = [tokens for tokens, _ in keepers], [unused for _, unused in keepers]
+    held, room = [tokens for tokens, _ in holders], [unused for _, unused in holders]
     tokens = data.draw(st.integers(0, sum(room)))
     more = levelled(tokens, held, room)
     assert all(0 <= given <= most for given, most in zip(more, room, strict=True))
@@ -229,19 +229,19 @@ def test_what_is_new_goes_first_to_whoever_has_kept_less(
 
 def test_turns_by_hand() -> None:
     turns = interleaved(10, 8, [(7, 4), (8, 1), (9, 9)])
-    kept = sorted((p, turn.instance) for turn in turns for p in turn.span.positions)
-    assert kept == list(zip(range(10, 18), [7, 8, 9, 7, 9, 7, 9, 7], strict=True))
+    placed = sorted((p, turn.instance) for turn in turns for p in turn.span.positions)
+    assert placed == list(zip(range(10, 18), [7, 8, 9, 7, 9, 7, 9, 7], strict=True))
 
 
 def test_on_one_gang_kv_stays_where_it_was_computed() -> None:
     """And the answer's goes there, or anywhere if there are no slots left."""
-    keepers = KvHolders(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
-    first, second, third = keepers.free
+    holders = KvHolders(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
+    first, second, third = holders.free
     rows = (KvSlice(first, 0, 10), KvSlice(second, 10, 20), KvSlice(first, 20, 29))
-    placed = keepers.in_place(waiting(1, 29, 21), NOTHING, rows)
+    placed = holders.in_place(waiting(1, 29, 21), NOTHING, rows)
     assert placed.slices == rows
     assert tokens_on(placed.answer) == {second: 11, first: 10}
-    assert tokens_on(keepers.in_place(waiting(1, 29, 121), NOTHING, rows).answer)[third] == 50
+    assert tokens_on(holders.in_place(waiting(1, 29, 121), NOTHING, rows).answer)[third] == 50
 
 
 # --- an elastic gang -------------------------------------------------------------------------

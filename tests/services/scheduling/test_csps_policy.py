@@ -96,10 +96,10 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
             long_steps.update(group(plan))
     for placement in placed:
         request = by_number[placement.request_id]
-        covered = [p for share in placement.slices for p in range(share.start, share.stop)]
+        covered = [p for kv_slice in placement.slices for p in range(kv_slice.start, kv_slice.stop)]
         assert covered == list(range(request.prompt_tokens))
-        for share in placement.slices:
-            decode_used[index_of(share.instance)] += share.stop - share.start
+        for kv_slice in placement.slices:
+            decode_used[index_of(kv_slice.instance)] += kv_slice.stop - kv_slice.start
         decode_used[index_of(placement.master)] += request.output_tokens
     for index, busy in enumerate(picture.prefill):
         assert prefill_used[index] <= busy.free

@@ -1,4 +1,4 @@
-"""Pictures of gangs that have kept beginnings of prompts.
+"""Pictures of gangs that retain beginnings of prompts.
 
 What counts of a prompt is what is left to compute: short ends, and where they are computed.
 """
@@ -24,7 +24,7 @@ from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import Cached, Request
 
 
-def kept(gang: int, tokens: int, *indices: int) -> Cached:
+def prefix(gang: int, tokens: int, *indices: int) -> Cached:
     """On these instances in equal parts, and in nobody's use."""
     cuts = [tokens * at // len(indices) for at in range(len(indices) + 1)]
     slices = tuple(
@@ -35,13 +35,13 @@ def kept(gang: int, tokens: int, *indices: int) -> Cached:
 
 
 @dataclass
-class KeptPicture(Picture):
+class CachedPicture(Picture):
     """Of some requests, by their numbers and gangs (1 prefills, 2 decodes)."""
 
-    kept: dict[tuple[int, int], Cached] = field(default_factory=dict)
+    prefixes: dict[tuple[int, int], Cached] = field(default_factory=dict)
 
     def cached(self, request: Request, gang: int) -> Cached | None:
-        return self.kept.get((request.id, gang))
+        return self.prefixes.get((request.id, gang))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def ask(picture: Picture, policy: str, **options: object) -> list[Decision]:
     return picture.ask(make_policy(policy, {**OPTIONS[policy], **options}))
 
 
-def rides(decisions: list[Decision]) -> list[PiggybackPlan]:
+def piggybacks(decisions: list[Decision]) -> list[PiggybackPlan]:
     return [decision for decision in decisions if isinstance(decision, PiggybackPlan)]
 
 
@@ -64,10 +64,10 @@ policies = pytest.mark.parametrize("policy", OPTIONS)
 
 @policies
 def test_a_short_end_does_not_wait_in_the_line_of_long_prompts(policy: str) -> None:
-    """All instances have as many long steps as they may; two of them have kept the third's."""
+    """All instances have as many long steps as they may; two of them retain the third's."""
     requests = [waiting(1, 4000), waiting(2, 3000), waiting(3, 5000), waiting(4, 50)]
-    picture = KeptPicture(requests, [Busy(9000, long=LONG) for _ in range(3)])
-    picture.kept = {(2, 1): kept(1, 2500, 0), (3, 1): kept(1, 4950, 0, 2)}
+    picture = CachedPicture(requests, [Busy(9000, long=LONG) for _ in range(3)])
+    picture.prefixes = {(2, 1): prefix(1, 2500, 0), (3, 1): prefix(1, 4950, 0, 2)}
     found = sorted(plans(ask(picture, policy)), key=numbers)
     assert [numbers(plan) for plan in found] == [[3], [4]]
     end = found[0].steps[0]
@@ -81,28 +81,28 @@ def test_a_short_end_does_not_wait_in_the_line_of_long_prompts(policy: str) -> N
 def test_a_short_end_waits_where_its_holders_may_not_be_interrupted(policy: str) -> None:
     """Each by 70 us more; 40 us of both count twice, because a step may be on both."""
     busy = Busy(9000, long=((9000, 8930),))
-    picture = KeptPicture([waiting(1, 5000)], [busy, busy])
-    picture.kept = {(1, 1): kept(1, 4920, 0, 1)}
+    picture = CachedPicture([waiting(1, 5000)], [busy, busy])
+    picture.prefixes = {(1, 1): prefix(1, 4920, 0, 1)}
     assert not plans(ask(picture, policy, overtaking_s=0.0))
-    picture.kept = {(1, 1): kept(1, 4940, 0, 1)}
+    picture.prefixes = {(1, 1): prefix(1, 4940, 0, 1)}
     assert len(plans(ask(picture, policy, overtaking_s=0.0))) == 1
 
 
 @policies
 def test_a_gang_that_decodes_computes_an_end_if_it_is_done_sooner(policy: str) -> None:
-    picture = KeptPicture([waiting(1, 5000)], [Busy(9000, high_priority=2000) for _ in range(2)])
-    picture.kept = {(1, 1): kept(1, 4000, 0), (1, 2): kept(2, 4960, 0, 1)}
-    assert not rides(ask(picture, policy)), "nobody has allowed it"
-    assert not rides(ask(picture, policy, prefill_tokens_max=39)), "it is too long"
-    (ride,) = rides(ask(picture, policy, prefill_tokens_max=40))
-    assert ride.budget == 64 + 40
-    placement = ride.placement
+    picture = CachedPicture([waiting(1, 5000)], [Busy(9000, high_priority=2000) for _ in range(2)])
+    picture.prefixes = {(1, 1): prefix(1, 4000, 0), (1, 2): prefix(2, 4960, 0, 1)}
+    assert not piggybacks(ask(picture, policy)), "nobody has allowed it"
+    assert not piggybacks(ask(picture, policy, prefill_tokens_max=39)), "it is too long"
+    (piggyback,) = piggybacks(ask(picture, policy, prefill_tokens_max=40))
+    assert piggyback.budget == 64 + 40
+    placement = piggyback.placement
     assert gang_of(placement.master) == 2
     assert sum(kv_slice.tokens for kv_slice in placement.slices if kv_slice.source) == 4960
-    picture.kept[1, 1] = kept(1, 4970, 0)
+    picture.prefixes[1, 1] = prefix(1, 4970, 0)
     picture.prefill[0].high_priority = 0
     picture.__post_init__()
-    assert not rides(ask(picture, policy, prefill_tokens_max=40)), "30 tokens, at once"
+    assert not piggybacks(ask(picture, policy, prefill_tokens_max=40)), "30 tokens, at once"
 
 
 @policies
@@ -110,31 +110,31 @@ def test_whoever_rides_waits_for_those_that_ride_already(policy: str) -> None:
     """40 tokens an iteration take as long as the 200 before them on the other gang, if four are
     before them."""
     requests = [waiting(number, 5000) for number in range(1, 8)]
-    picture = KeptPicture(requests, [Busy(90_000, high_priority=130)], [Busy(90_000)])
-    picture.kept = {(request.id, 1): kept(1, 4960, 0) for request in requests}
-    picture.kept |= {(request.id, 2): kept(2, 4960, 0) for request in requests}
+    picture = CachedPicture(requests, [Busy(90_000, high_priority=130)], [Busy(90_000)])
+    picture.prefixes = {(request.id, 1): prefix(1, 4960, 0) for request in requests}
+    picture.prefixes |= {(request.id, 2): prefix(2, 4960, 0) for request in requests}
     found = ask(picture, policy, prefill_tokens_max=40)
-    assert 3 <= len(rides(found)) < 7
-    assert len(rides(found)) + len(plans(found)) == 7
+    assert 3 <= len(piggybacks(found)) < 7
+    assert len(piggybacks(found)) + len(plans(found)) == 7
 
 
 @policies
 def test_an_end_that_is_not_short_rides_only_if_it_would_begin_later_elsewhere(policy: str) -> None:
     """400 tokens take an idle instance a microsecond less than the gang that decodes."""
-    picture = KeptPicture([waiting(1, 5000)], [Busy(9000)], [Busy(90_000)])
-    picture.kept = {(1, 1): kept(1, 4600, 0), (1, 2): kept(2, 4600, 0)}
+    picture = CachedPicture([waiting(1, 5000)], [Busy(9000)], [Busy(90_000)])
+    picture.prefixes = {(1, 1): prefix(1, 4600, 0), (1, 2): prefix(2, 4600, 0)}
     found = ask(picture, policy, prefill_tokens_max=400)
     (plan,) = plans(found)
-    assert not rides(found)
+    assert not piggybacks(found)
     assert plan.steps[0].chunks[0].start == 4600
     picture.prefill[0].long = LONG
     picture.__post_init__()
-    assert len(rides(ask(picture, policy, prefill_tokens_max=400, jobs_per_instance=2))) == 1
+    assert len(piggybacks(ask(picture, policy, prefill_tokens_max=400, jobs_per_instance=2))) == 1
 
 
 def test_a_gang_decodes_no_prompt_of_which_it_has_nothing() -> None:
-    picture = KeptPicture([waiting(1, 40)], [Busy(9000, high_priority=2000)])
-    assert not rides(ask(picture, "csps", prefill_tokens_max=40))
+    picture = CachedPicture([waiting(1, 40)], [Busy(9000, high_priority=2000)])
+    assert not piggybacks(ask(picture, "csps", prefill_tokens_max=40))
 
 
 @pytest.mark.parametrize("policy", ["chunked_prefill", "fixed_sp", "loongserve", "tetris"])
@@ -150,8 +150,8 @@ def test_tetris_goes_on_from_what_was_kept_if_that_is_sooner(
 ) -> None:
     """Instances are free after 0, 2, 4 and 6 ms, and all of the prompt takes one of them 8 ms."""
     busy = [Busy(9000, long=((2000 * at, 0),)) for at in range(4)]
-    picture = KeptPicture([waiting(1, 8000)], busy)
-    picture.kept = {(1, 1): kept(1, tokens, *holders)}
+    picture = CachedPicture([waiting(1, 8000)], busy)
+    picture.prefixes = {(1, 1): prefix(1, tokens, *holders)}
     (plan,) = plans(picture.ask(make_policy("tetris", {"improvement_rate": 0.05})))
     chunks = [step.chunks[0] for step in plan.steps]
     assert chunks[0].start == begins
@@ -164,7 +164,7 @@ def test_tetris_goes_on_from_what_was_kept_if_that_is_sooner(
 def test_short_prompts_that_start_together_share_a_step(policy: str) -> None:
     """An instance is given one urgent step at a time here; four prompts fit into one."""
     requests = [waiting(number, 50) for number in range(1, 12)]
-    decisions = ask(KeptPicture(requests, [Busy(), Busy()]), policy, urgent_batch_tokens=200)
+    decisions = ask(CachedPicture(requests, [Busy(), Busy()]), policy, urgent_batch_tokens=200)
     found = plans(decisions)
     assert sorted(n for plan in found for n in numbers(plan)) == list(range(1, 9))
     assert sorted(group(plan) for plan in found) == [[0], [1]]
@@ -179,7 +179,7 @@ def test_short_prompts_that_start_together_share_a_step(policy: str) -> None:
 def test_a_short_prompt_does_not_pass_in_a_step_from_before_the_long_one(policy: str) -> None:
     """What it costs the long step would not be counted."""
     requests = [waiting(1, 50), waiting(2, 3000), waiting(3, 50)]
-    found = plans(ask(KeptPicture(requests, [Busy()]), policy, jobs_per_instance=2))
+    found = plans(ask(CachedPicture(requests, [Busy()]), policy, jobs_per_instance=2))
     assert [numbers(plan) for plan in found] == [[1], [2], [3]]
     assert [plan.steps[0].high_priority for plan in found] == [True, False, True]
 

@@ -26,11 +26,11 @@ def riding(**options: object) -> SchedulerHarness:
     return harness
 
 
-def rides(harness: SchedulerHarness, prompt: int = 500, output: int = 10) -> cmd.Reserve:
+def piggybacked(harness: SchedulerHarness, prompt: int = 500, output: int = 10) -> cmd.Reserve:
     commands = harness.turn(harness.submit(prompt, output))
-    (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.ToGang)
-    assert commands == [reserve, ride], "and nothing else"
-    assert ride == cmd.ToGang(
+    (reserve,), (join,) = only(commands, cmd.Reserve), only(commands, cmd.ToGang)
+    assert commands == [reserve, join], "and nothing else"
+    assert join == cmd.ToGang(
         gang=GANG, message=JoinBatch(sequence_id=reserve.sequence_id, budget=128)
     )
     return reserve
@@ -49,7 +49,7 @@ def ask(requests: list[object], decode: list[Busy], **options: object) -> list[D
 # --- the policy ------------------------------------------------------------------------------
 
 
-def test_whoever_has_room_rides_at_once_in_order_of_admission() -> None:
+def test_whoever_has_room_is_piggybacked_at_once_in_order_of_admission() -> None:
     requests = [waiting(1, 3000), waiting(2, 50), waiting(3, 200)]
     decisions = ask(requests, [Busy(5000), Busy(5000)], token_budget=100)
     assert [type(decision) for decision in decisions] == [PiggybackPlan] * 3
@@ -85,12 +85,12 @@ def test_a_budget_that_rows_use_up_is_refused() -> None:
         make_policy("chunked_prefill", {"token_budgets": 8})
 
 
-# --- the life of a rider ---------------------------------------------------------------------
+# --- the life of a piggybacked request -------------------------------------------------------
 
 
-def test_a_rider_is_reserved_with_its_prompt_and_joins_at_once() -> None:
+def test_a_piggybacked_request_is_reserved_with_its_prompt_and_joins_at_once() -> None:
     harness = riding()
-    reserve = rides(harness, 1500)
+    reserve = piggybacked(harness, 1500)
     assert reserve.piggybacked
     assert [kv_slice.stop - kv_slice.start for kv_slice in reserve.slices] == [750, 750]
     assert harness.scheduler.counts.decode_kv == (1500 + 10) / 8000
@@ -101,7 +101,7 @@ def test_a_rider_is_reserved_with_its_prompt_and_joins_at_once() -> None:
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
-def test_a_rider_on_a_pair_needs_only_the_gang_that_decodes() -> None:
+def test_a_piggybacked_request_on_a_pair_needs_only_the_gang_that_decodes() -> None:
     harness = SchedulerHarness(make_policy("chunked_prefill"))
     harness.turn(harness.prefill(), harness.decode(), LINK)
     (reserve,) = only(harness.turn(harness.submit()), cmd.Reserve)
@@ -111,11 +111,11 @@ def test_a_rider_on_a_pair_needs_only_the_gang_that_decodes() -> None:
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("drawn", [0, 1])
-def test_a_cancelled_rider_is_cancelled_on_its_gang(drawn: int) -> None:
+@pytest.mark.parametrize("sampled", [0, 1])
+def test_a_cancelled_piggybacked_request_is_cancelled_on_its_gang(sampled: int) -> None:
     harness = riding()
-    reserve = rides(harness)
-    if drawn:
+    reserve = piggybacked(harness)
+    if sampled:
         harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
     assert harness.turn(ev.RequestCancelled(request_id=reserve.request_id)) == [
         cmd.Cancel(sequence_id=reserve.sequence_id, gangs=(GANG,))
@@ -124,14 +124,14 @@ def test_a_cancelled_rider_is_cancelled_on_its_gang(drawn: int) -> None:
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
-def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
+def test_when_the_gang_dies_piggybacked_requests_go_on_with_their_next_token() -> None:
     harness = riding()
-    drawing, computing = rides(harness), rides(harness)
-    harness.turn(ev.FirstToken(sequence_id=drawing.sequence_id))
-    progress = ev.Progress(generated_tokens=((drawing.sequence_id, 4), (computing.sequence_id, 0)))
+    sampling, computing = piggybacked(harness), piggybacked(harness)
+    harness.turn(ev.FirstToken(sequence_id=sampling.sequence_id))
+    progress = ev.Progress(generated_tokens=((sampling.sequence_id, 4), (computing.sequence_id, 0)))
     commands = harness.turn(progress, ev.GangDown(gang=GANG, reason="died"))
     assert [restart.sequence_id for restart in only(commands, cmd.Restart)] == [
-        drawing.sequence_id,
+        sampling.sequence_id,
         computing.sequence_id,
     ]
     commands = harness.turn(gang_up(2, [4000], prefill=True, decode=True))
@@ -143,16 +143,16 @@ def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
     assert [command.gang for command in only(commands, cmd.ToGang)] == [2, 2]
 
 
-def test_a_rider_alone_in_two_dying_gangs_fails() -> None:
+def test_a_piggybacked_request_alone_in_two_dying_gangs_fails() -> None:
     harness = riding()
-    reserve = rides(harness)
+    reserve = piggybacked(harness)
     harness.turn(ev.GangDown(gang=GANG, reason="died"))
     harness.turn(gang_up(2, [4000], prefill=True, decode=True))
     (fail,) = only(harness.turn(ev.GangDown(gang=2, reason="died")), cmd.Fail)
     assert fail.request_id == reserve.request_id
 
 
-def test_a_refused_rider_is_tried_again() -> None:
+def test_a_refused_piggybacked_request_is_tried_again() -> None:
     harness = SchedulerHarness(
         make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(retry_pause_ns=SECOND)
     )
@@ -168,7 +168,7 @@ def test_a_refused_rider_is_tried_again() -> None:
     assert again.sequence_id != reserve.sequence_id
 
 
-def test_a_gang_that_owes_a_rider_its_token_and_is_silent_is_reset() -> None:
+def test_a_gang_that_owes_a_piggybacked_request_its_token_and_is_silent_is_reset() -> None:
     harness = SchedulerHarness(
         make_policy("chunked_prefill"), deadlines=SchedulerDeadlines(decode_liveness_ns=3 * SECOND)
     )
@@ -183,7 +183,7 @@ def test_a_gang_that_owes_a_rider_its_token_and_is_silent_is_reset() -> None:
 
 def test_what_an_iteration_takes_is_measured_from_the_first_token_on() -> None:
     harness = riding()
-    reserve = rides(harness)
+    reserve = piggybacked(harness)
     harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), after_ns=SECOND)
     harness.turn(
         ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), after_ns=90 * MS
@@ -192,9 +192,9 @@ def test_what_an_iteration_takes_is_measured_from_the_first_token_on() -> None:
     assert pair.decode.iteration_ns == 10 * MS
 
 
-def test_the_line_moves_when_a_rider_has_left() -> None:
+def test_the_line_moves_when_a_piggybacked_request_has_left() -> None:
     harness = riding(max_batch=1)
-    first = rides(harness)
+    first = piggybacked(harness)
     second = harness.submit()
     assert harness.turn(second) == []
     commands = harness.turn(

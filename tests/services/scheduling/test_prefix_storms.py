@@ -1,4 +1,4 @@
-"""KV that stays: random conversations, evictions, cancels and deaths, over ranks that know of every
+"""Retained KV: random conversations, evictions, cancels and deaths, over ranks that know of every
 position that they hold and of everyone who reads it."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Place = tuple[int, int]
 """A gang, and a sequence that has left KV there."""
 
 
-class KeepingCell(RandomCell):
-    """Gangs that keep KV under the name of the sequence that has computed it."""
+class RetainingCell(RandomCell):
+    """Gangs that retain KV under the name of the sequence that has computed it."""
 
     PROMPTS = (1, 31, 90, 100, 300, 400, 640)
 
@@ -45,8 +45,8 @@ class KeepingCell(RandomCell):
         self._blocks = itertools.count()
         self._conversations: list[list[bytes]] = [[]]
         self._of_request: dict[int, tuple[bytes, ...]] = {}
-        self.lies: dict[Place, dict[int, InstanceId]] = {}
-        """Where that lies which a sequence has computed."""
+        self.stored: dict[Place, dict[int, InstanceId]] = {}
+        """Where that is stored which a sequence has computed."""
         self.retain: set[Place] = set()
         self._orders: dict[int, deque[RetainKv | EvictKv]] = {}
         """Commands that each gang has not executed."""
@@ -101,31 +101,31 @@ class KeepingCell(RandomCell):
             history = chunk.history
             reserve = self.sequences[chunk.sequence_id].reserve
             place = gang_of(command.step.group[0]), chunk.sequence_id
-            lies = self.lies.setdefault(place, {})
+            stored = self.stored.setdefault(place, {})
             self._check_reused(chunk.sequence_id, history, reserve.cached)
-            told = {
+            named = {
                 p: kv_slice.instance for kv_slice in own(history) for p in kv_slice.span.positions
             }
-            assert told == lies, "history is not where it was left"
-            assert chunk.start == reserve.cached + len(lies), "chunks follow one upon another"
-            lay(lies, chunk, command.step, reserve if self._elastic else None)
+            assert named == stored, "history is not where it was left"
+            assert chunk.start == reserve.cached + len(stored), "chunks follow one upon another"
+            lay(stored, chunk, command.step, reserve if self._elastic else None)
             if chunk.retain:
                 self.retain.add(place)
 
     def _check_reused(self, number: int, slices: tuple[KvSlice, ...], cached: int) -> None:
-        """What others have computed lies there, is the beginning of this prompt, and nothing
+        """What others have computed is stored there, is the beginning of this prompt, and nothing
         else."""
         named = [kv_slice for kv_slice in slices if kv_slice.source]
         positions = sorted(p for kv_slice in named for p in kv_slice.span.positions)
         if named:
             assert positions == list(range(cached)), "not the prompt's beginning"
-        for share in named:
-            assert gang_of(share.instance) in self.gangs, "on a dead gang"
-            lies = self.lies[gang_of(share.instance), share.source]
-            for p in share.span.positions:
-                assert lies.get(p) == share.instance, "reused, but not there"
-            blocks = -(-share.stop // BLOCK)
-            assert self._said(share.source)[:blocks] == self._said(number)[:blocks], "other text"
+        for kv_slice in named:
+            assert gang_of(kv_slice.instance) in self.gangs, "on a dead gang"
+            stored = self.stored[gang_of(kv_slice.instance), kv_slice.source]
+            for p in kv_slice.span.positions:
+                assert stored.get(p) == kv_slice.instance, "reused, but not there"
+            blocks = -(-kv_slice.stop // BLOCK)
+            assert self._said(kv_slice.source)[:blocks] == self._said(number)[:blocks], "other text"
 
     def _cancel(self, command: cmd.Cancel) -> None:
         super()._cancel(command)
@@ -134,7 +134,7 @@ class KeepingCell(RandomCell):
             place = sequence.prefill, command.sequence_id
             self.retain.discard(place)
             if not sequence.steps:
-                gone = self.lies.pop(place, {})
+                gone = self.stored.pop(place, {})
                 self._check_unread(place, range(max(gone, default=-1) + 1))
 
     def _step_done(self) -> None:
@@ -144,7 +144,7 @@ class KeepingCell(RandomCell):
             sequence = self.sequences[number]
             place = sequence.prefill, number
             if not sequence.steps and not self._elastic and place not in self.retain:
-                self.lies.pop(place, None)
+                self.stored.pop(place, None)
 
     def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
         if isinstance(message, RetainKv):
@@ -154,18 +154,18 @@ class KeepingCell(RandomCell):
     def _retain(self, gang: int, message: RetainKv) -> None:
         sequence = self.sequences[message.sequence_id]
         reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
-        assert reserve.retain, "kept, but it was not to stay"
-        assert not sequence.freeing, "kept, but it was cancelled"
-        drawn = request.generated - (request.output - reserve.output_tokens)
-        computed = reserve.prompt_tokens + max(drawn - 1, 0)
+        assert reserve.retain, "retained, but it was not to stay"
+        assert not sequence.freeing, "retained, but it was cancelled"
+        generated = request.generated - (request.output - reserve.output_tokens)
+        computed = reserve.prompt_tokens + max(generated - 1, 0)
         reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
         if message.stop > message.start:
-            assert reused <= message.start < message.stop <= computed, "kept, not computed"
+            assert reused <= message.start < message.stop <= computed, "retained, not computed"
         answer = reserve.answer or (
-            KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
+            KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + generated),
         )
-        assert not sequence.unreceived or self._elastic, "kept, but not there"
-        self.lies[gang, message.sequence_id] = {
+        assert not sequence.unreceived or self._elastic, "retained, but not there"
+        self.stored[gang, message.sequence_id] = {
             p: kv_slice.instance
             for kv_slice in (*own(reserve.slices), *answer)
             for p in kv_slice.span.positions
@@ -183,20 +183,20 @@ class KeepingCell(RandomCell):
         """A gang does the next thing that it was told. Its instances say what they have left."""
         gang = self.random.choice([gang for gang, orders in self._orders.items() if orders])
         order = self._orders[gang].popleft()
-        lies = self.lies.setdefault((gang, order.sequence_id), {})
+        stored = self.stored.setdefault((gang, order.sequence_id), {})
         if isinstance(order, EvictKv):
             gone = range(order.start, order.stop)
             self._check_unread((gang, order.sequence_id), gone)
-            for p in [ly for ly in lies if ly in gone]:
-                del lies[p]
+            for p in [at for at in stored if at in gone]:
+                del stored[p]
         else:
             self.sequences[order.sequence_id].unfreed = []
             self.retain.add((gang, order.sequence_id))
-        left = Counter(lies.values())
+        left = Counter(stored.values())
         for index in range(len(self.gangs[gang].instances)):
-            it = instance_id(gang, index)
+            instance = instance_id(gang, index)
             self._pending.append(
-                ev.Retained(sequence_id=order.sequence_id, instance=it, tokens=left[it])
+                ev.Retained(sequence_id=order.sequence_id, instance=instance, tokens=left[instance])
             )
 
     def _check_unread(self, place: Place, gone: range) -> None:
@@ -204,17 +204,17 @@ class KeepingCell(RandomCell):
         reading += [
             sequence.reserve.slices for sequence in self.sequences.values() if sequence.unfreed
         ]
-        for share in (share for slices in reading for share in slices):
-            if (gang_of(share.instance), share.source) == place:
-                assert not set(share.span.positions) & set(gone), "released while it is read"
+        for kv_slice in (kv_slice for slices in reading for kv_slice in slices):
+            if (gang_of(kv_slice.instance), kv_slice.source) == place:
+                assert not set(kv_slice.span.positions) & set(gone), "released while it is read"
 
     def _gang_dies(self, gang: int | None = None) -> None:
         before = set(self.gangs)
         super()._gang_dies(gang)
         for dead in before - set(self.gangs):
             self._orders.pop(dead, None)
-            for place in [ly for ly in self.lies if ly[0] == dead]:
-                del self.lies[place]
+            for place in [where for where in self.stored if where[0] == dead]:
+                del self.stored[place]
 
     @property
     def over(self) -> bool:
@@ -226,7 +226,7 @@ class KeepingCell(RandomCell):
             slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
             used.update({instance: slots[instance] for instance in sequence.unfreed})
         for place in self.retain:
-            used.update(self.lies.get(place, {}).values())
+            used.update(self.stored.get(place, {}).values())
         for step, undone in self.steps.values():
             if not (self._elastic or any(chunk.retain for chunk in step.chunks)):
                 sizes = slots_of(step, [chunk.history for chunk in step.chunks])
@@ -276,14 +276,14 @@ def storm(seed: int, *, tenants: int = 0) -> tuple[str, int, int]:
     )
     faults = (0.0, 0.05, 0.2)[seed // len(CELLS) % 3]
     elastic = gangs == "elastic"
-    cell = KeepingCell(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
+    cell = RetainingCell(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
     cell.play(requests=40, turns=160)
     assert scheduler.counts == (0, 0, 0.0, 0.0)
     return f"{name} {gangs}", cell.reused, cell.held
 
 
 @pytest.mark.parametrize("cells", range(6))
-def test_what_is_kept_is_there_and_what_is_read_stays(cells: int) -> None:
+def test_what_is_retained_is_there_and_what_is_read_stays(cells: int) -> None:
     """Run each policy once."""
     found = [storm(seed) for seed in range(cells * len(CELLS), (cells + 1) * len(CELLS))]
     assert any(reused for _, reused, _ in found)
@@ -298,7 +298,7 @@ def test_tenants_keep_to_their_share_of_cached_kv(cells: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(20))
-def test_what_is_kept_is_there_in_two_thousand_storms(hundred: int) -> None:
+def test_what_is_retained_is_there_in_two_thousand_storms(hundred: int) -> None:
     reused: Counter[str] = Counter()
     held: Counter[str] = Counter()
     for seed in range(hundred * 100, hundred * 100 + 100):

@@ -61,7 +61,7 @@ class Seeing(Scripted):
     def __init__(self, *decisions: Decision) -> None:
         super().__init__(*decisions)
         self.seen: list[tuple[int, int, list[int]]] = []
-        """(sequence, version, starts of held pieces)."""
+        """(sequence, version, starts of unsent chunks)."""
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         self.seen = [

@@ -15,16 +15,16 @@ from csps.services.scheduling.events.slices import bounds_of, covers_once, token
 from csps.services.scheduling.policies.registry import make_policy
 
 
-def step_of(shares: list[int], starts: list[int], cuts: list[int], strategy: str) -> PlannedStep:
-    """Pieces that end where the batch is cut."""
-    bounds = bounds_of(shares)
+def step_of(lengths: list[int], starts: list[int], cuts: list[int], strategy: str) -> PlannedStep:
+    """Return a step of chunks that end where the batch is cut."""
+    bounds = bounds_of(lengths)
     ends = sorted({bounds[-1], *(cut % bounds[-1] for cut in cuts)} - {0})
     chunks = [
         PlannedChunk(number, starts[number % len(starts)], stop - start)
         for number, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
     ]
     return PlannedStep(
-        group=tuple(instance_id(1, index) for index in range(len(shares))),
+        group=tuple(instance_id(1, index) for index in range(len(lengths))),
         bounds=bounds,
         chunks=tuple(chunks),
         strategy=strategy,
@@ -38,17 +38,17 @@ def step_of(shares: list[int], starts: list[int], cuts: list[int], strategy: str
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.lists(st.integers(0, 500), max_size=3),
 )
-def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
-    shares: list[int], starts: list[int], cuts: list[int]
+def test_everyone_computes_as_much_of_each_chunk_as_the_bounds_say(
+    lengths: list[int], starts: list[int], cuts: list[int]
 ) -> None:
-    before = step_of(shares, starts, cuts, "ring_q")
+    before = step_of(lengths, starts, cuts, "ring_q")
     after = in_zigzag(before)
     assert after.bounds == before.bounds
     for chunk, cut, rows in zip(after.chunks, rows_of(before), rows_of(after), strict=True):
         assert covers_once(span_of(chunk), rows)
         assert tokens_on(rows) == tokens_on(cut)
     assert in_zigzag(after) == after
-    alone = in_zigzag(step_of(shares, starts, cuts, "ulysses"))
+    alone = in_zigzag(step_of(lengths, starts, cuts, "ulysses"))
     assert not any(chunk.rows for chunk in alone.chunks)
 
 

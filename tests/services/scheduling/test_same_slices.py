@@ -16,28 +16,28 @@ placements = st.builds(
 )
 
 
-@given(shares=placements, cut=st.integers(0, 60), data=st.data())
+@given(slices=placements, cut=st.integers(0, 60), data=st.data())
 def test_as_whole_as_in_two_pieces(
-    shares: tuple[KvSlice, ...], cut: int, data: st.DataObject
+    slices: tuple[KvSlice, ...], cut: int, data: st.DataObject
 ) -> None:
-    stop = max(share.stop for share in shares)
-    chunks = [*within(shares, Span(0, min(cut, stop))), *within(shares, Span(min(cut, stop), stop))]
+    stop = max(kv_slice.stop for kv_slice in slices)
+    chunks = [*within(slices, Span(0, min(cut, stop))), *within(slices, Span(min(cut, stop), stop))]
     chunks = data.draw(st.permutations(chunks))
-    assert same_placement(shares, chunks)
-    assert same_placement(chunks, shares)
+    assert same_placement(slices, chunks)
+    assert same_placement(chunks, slices)
 
 
-@given(shares=placements, data=st.data())
+@given(slices=placements, data=st.data())
 def test_not_with_a_position_elsewhere_or_of_another_origin(
-    shares: tuple[KvSlice, ...], data: st.DataObject
+    slices: tuple[KvSlice, ...], data: st.DataObject
 ) -> None:
-    stop = max(share.stop for share in shares)
+    stop = max(kv_slice.stop for kv_slice in slices)
     position = data.draw(st.integers(0, stop - 1))
-    (moved,) = within(shares, Span(position, position + 1))
-    rest = [*within(shares, Span(0, position)), *within(shares, Span(position + 1, stop))]
-    assert same_placement(shares, [*rest, moved])
+    (moved,) = within(slices, Span(position, position + 1))
+    rest = [*within(slices, Span(0, position)), *within(slices, Span(position + 1, stop))]
+    assert same_placement(slices, [*rest, moved])
     elsewhere = KvSlice(moved.instance + 1, position, position + 1)
     stranger = KvSlice(moved.instance, position, position + 1, source=7)
     for other in ([*rest, elsewhere], [*rest, stranger], rest):
-        assert not same_placement(shares, other)
-        assert not same_placement(other, shares)
+        assert not same_placement(slices, other)
+        assert not same_placement(other, slices)

@@ -413,14 +413,14 @@ def _play(
 
 
 def _life(reserve: cmd.Reserve, step: PrefillStep) -> list[ev.AnyEvent]:
-    """All that happens to a sequence, at once; the step's other members draw their tokens, too."""
+    """Return all that happens to a sequence, at once; the step's other members sample, too."""
     firsts = [ev.FirstToken(sequence_id=chunk.sequence_id) for chunk in step.chunks]
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1000)
         for instance in step.group
     ]
     sequence = reserve.sequence_id
-    landed = [
+    received = [
         ev.KvReceived(
             sequence_id=sequence, instance=kv_slice.instance, tokens=kv_slice.stop - kv_slice.start
         )
@@ -429,4 +429,4 @@ def _life(reserve: cmd.Reserve, step: PrefillStep) -> list[ev.AnyEvent]:
     holders = sorted(decode_slots(reserve, reserve.output_tokens))
     finished = ev.Finished(sequence_id=sequence, generated_tokens=reserve.output_tokens)
     freed = [ev.Freed(sequence_id=sequence, instance=holder) for holder in holders]
-    return [*firsts, *done, *landed, finished, *freed]
+    return [*firsts, *done, *received, finished, *freed]

@@ -69,20 +69,20 @@ def test_decoding_goes_on_while_prefill_is_replaced() -> None:
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("drawn", [0, 1, 7])
-def test_lost_decode_gang_restarts_all_its_sequences(drawn: int) -> None:
+@pytest.mark.parametrize("generated", [0, 1, 7])
+def test_lost_decode_gang_restarts_all_its_sequences(generated: int) -> None:
     harness = SchedulerHarness().ready()
     plan = harness.start()
-    if drawn:
+    if generated:
         harness.turn(*plan.joined())
-    progress = ev.Progress(generated_tokens=((plan.sequence, drawn),))
+    progress = ev.Progress(generated_tokens=((plan.sequence, generated),))
     commands = harness.turn(progress, DECODE_DOWN)
-    cancels = [] if drawn else [cmd.Cancel(sequence_id=plan.sequence, gangs=(1,))]
+    cancels = [] if generated else [cmd.Cancel(sequence_id=plan.sequence, gangs=(1,))]
     assert only(commands, cmd.Cancel) == cancels
     assert len(only(commands, cmd.Restart)) == 1
     again = sent(harness.turn(*plan.steps_done(), *replaced_decode(harness)))
-    assert again.reserve.prompt_tokens == 500 + drawn
-    assert again.reserve.output_tokens == 10 - drawn
+    assert again.reserve.prompt_tokens == 500 + generated
+    assert again.reserve.output_tokens == 10 - generated
 
 
 def test_tokens_generated_before_several_faults_add_up() -> None:
@@ -270,15 +270,15 @@ def test_running_request_does_not_fail_without_gangs() -> None:
 
 def test_kv_in_transfer_over_a_lost_link_is_computed_again() -> None:
     harness = SchedulerHarness().ready()
-    landing, decoding = harness.start(3000), harness.start(50)
-    harness.turn(landing.kv_received()[0], *decoding.joined())
+    receiving, decoding = harness.start(3000), harness.start(50)
+    harness.turn(receiving.kv_received()[0], *decoding.joined())
     commands = harness.turn(ev.LinkDown(prefill=1, decode=2, reason="peer hung up"))
     assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
-    assert commands[0] == cmd.Cancel(sequence_id=landing.sequence, gangs=(1, 2))
+    assert commands[0] == cmd.Cancel(sequence_id=receiving.sequence, gangs=(1, 2))
     assert not harness.scheduler.ready
-    assert harness.turn(*landing.steps_done(), *landing.freed()) == []
+    assert harness.turn(*receiving.steps_done(), *receiving.freed()) == []
     again = sent(harness.turn(LINK))
-    assert again.request == landing.request
+    assert again.request == receiving.request
 
 
 def test_received_kv_does_not_need_the_link() -> None:

@@ -190,28 +190,28 @@ def test_request_that_leaves_the_queue_unblocks_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "gangs"),
+    ("happened", "gangs"),
     [
         ("nothing", (1, 2)),
         ("first token", (1, 2)),
-        ("landed", (1, 2)),
+        ("received", (1, 2)),
         ("step done", (1, 2)),
         ("joined", (2,)),
     ],
 )
 def test_cancelled_sequence_has_its_slots_until_the_ranks_free_them(
-    told: str, gangs: tuple[int, ...]
+    happened: str, gangs: tuple[int, ...]
 ) -> None:
     harness = SchedulerHarness().ready()
     plan = harness.start(3000)
     events: dict[str, list[ev.AnyEvent]] = {
         "nothing": [],
         "first token": [plan.first_token],
-        "landed": plan.kv_received(),
+        "received": plan.kv_received(),
         "step done": plan.prefilled(),
         "joined": plan.joined(),
     }
-    harness.turn(*events[told])
+    harness.turn(*events[happened])
     commands = harness.turn(ev.RequestCancelled(request_id=plan.request))
     assert commands == [cmd.Cancel(sequence_id=plan.sequence, gangs=gangs)]
     assert harness.turn(ev.RequestCancelled(request_id=plan.request)) == []

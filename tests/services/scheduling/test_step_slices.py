@@ -14,33 +14,33 @@ from csps.services.scheduling.events.limits import QueueLimits
 
 
 class LayoutCell(RandomCell):
-    """Ranks that know of every position where its KV lies."""
+    """Ranks that know of every position where its KV is stored."""
 
     PROMPTS = (1, 3, 90, 100, 400)
 
     def __init__(self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool) -> None:
         super().__init__(scheduler, seed, faults=faults, elastic=elastic)
         self._elastic = elastic
-        self._lies: dict[int, dict[int, InstanceId]] = {}
+        self._stored: dict[int, dict[int, InstanceId]] = {}
 
     def _run_step(self, command: cmd.RunStep) -> None:
         super()._run_step(command)
         step = command.step
         for chunk in step.chunks:
-            lies = self._lies.setdefault(chunk.sequence_id, {})
-            assert sorted(lies) == list(range(chunk.start)), "chunks follow one upon another"
-            told = [
+            stored = self._stored.setdefault(chunk.sequence_id, {})
+            assert sorted(stored) == list(range(chunk.start)), "chunks follow one upon another"
+            named = [
                 (p, kv_slice.instance)
                 for kv_slice in chunk.history
                 for p in kv_slice.span.positions
             ]
-            assert sorted(told) == sorted(lies.items()), "history is not where it was left"
+            assert sorted(named) == sorted(stored.items()), "history is not where it was left"
             computed = sorted(rows_of(step, chunk))
             positions = range(chunk.start, chunk.start + chunk.length)
             assert [p for p, _ in computed] == list(positions), "not each position once"
             reserve = self.sequences[chunk.sequence_id].reserve
-            lay(lies, chunk, step, reserve if self._elastic else None)
-            assert set(lies.values()) | {instance for _, instance in computed} <= set(step.group)
+            lay(stored, chunk, step, reserve if self._elastic else None)
+            assert set(stored.values()) | {instance for _, instance in computed} <= set(step.group)
 
 
 @pytest.mark.parametrize("seed", range(12))

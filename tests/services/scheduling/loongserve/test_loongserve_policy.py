@@ -56,7 +56,7 @@ def cluster(
 
 
 class Watched:
-    """A run whose commands are kept, and whose books are checked in every turn."""
+    """A run whose commands are recorded, and whose books are checked in every turn."""
 
     def __init__(
         self,
@@ -219,9 +219,9 @@ FAST = {
 
 
 def test_a_group_shrinks_when_there_is_room_on_fewer_instances() -> None:
-    """The last request finds 500 slots on one instance and lies on both. When those beside it have
-    ended, all of it goes to one, and its iterations take 10 ms in place of 30. The first one tells
-    how long answers take."""
+    """The last request finds 500 slots on one instance and is stored on both. When those beside it
+    have ended, all of it goes to one, and its iterations take 10 ms in place of 30. The first one
+    tells how long answers take."""
     two = cluster(slots=2_000, instances=2, exchange_ms=20, **FAST)
     together = [arrival(7000, 1500, 100), arrival(7000, 1500, 100), arrival(7000, 500, 300)]
     arrivals = [arrival(0, 10, 600), *together]
@@ -278,14 +278,14 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     assert set(watched.steps[-1].group) == {first, third}
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_another_instance_samples_for_some_when_it_becomes_idle(given: bool) -> None:
     """Twelve rows on two instances, of which those of one end early: three of the six others, which
-    are too many for a master, are drawn there then, by a threshold that was given or because two
-    draw four rows in 13 ms, and one in 14. Their KV stays."""
+    are too many for a master, are sampled there then, by a threshold that was given or because two
+    decode four rows in 13 ms, and one in 14. Their KV stays."""
     two = cluster(instances=2, **FAST)
     options = {"tipping_tokens": 900, "max_batch": 12}
-    if told:
+    if given:
         options["scale_up_batch"] = 3
     else:
         decode = {1: [1e-2, 0.0, 1e-3], 2: [1.3e-2, 0.0, 0.0]}
@@ -303,8 +303,8 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
         before = reserved[move.sequence_id]
         assert before.master != move.after.master == ends_early
         assert move.after.slices == before.slices
-        kept = [kv_slice for kv_slice in move.after.answer if kv_slice.instance == before.master]
-        assert sum(kv_slice.tokens for kv_slice in kept) >= 19, "what was drawn is not moved"
+        staying = [kv_slice for kv_slice in move.after.answer if kv_slice.instance == before.master]
+        assert sum(kv_slice.tokens for kv_slice in staying) >= 19, "what was generated is not moved"
     assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
 
@@ -325,7 +325,7 @@ def test_gangs_that_regroup_all_the_time_lose_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))])
-def test_what_moves_may_cost_kept_kv_that_a_plan_goes_on_from(seed: int) -> None:
+def test_what_moves_may_cost_retained_kv_that_a_plan_goes_on_from(seed: int) -> None:
     """Both are decided in one round, and slots are found by giving up what is in nobody's use."""
     rng = random.Random(seed)
     arrivals = [
@@ -333,7 +333,7 @@ def test_what_moves_may_cost_kept_kv_that_a_plan_goes_on_from(seed: int) -> None
         for n in range(60)
     ]
     model = cluster(slots=1_500, instances=3, exchange_ms=10, **FAST)
-    watched = Watched(arrivals, model, reuse=KEEPS, decode_iterations=1)
+    watched = Watched(arrivals, model, reuse=RETAINS, decode_iterations=1)
     assert all(not outcome.error for outcome in watched.run.outcomes)
 
 
@@ -433,9 +433,9 @@ def test_both_objectives_and_the_pruned_search_serve(options: dict[str, str]) ->
     assert all(not outcome.error for outcome in watched.run.outcomes)
 
 
-# --- kept KV ---------------------------------------------------------------------------------
+# --- retained KV -------------------------------------------------------------------------------
 
-KEEPS = ReuseSettings(enabled=True, block_tokens=64)
+RETAINS = ReuseSettings(enabled=True, block_tokens=64)
 
 
 def turn(at_ms: int, prompt: int, output: int, conversation: int = 0) -> Arrival:
@@ -444,8 +444,8 @@ def turn(at_ms: int, prompt: int, output: int, conversation: int = 0) -> Arrival
     return replace(arrival(at_ms, prompt, output), hashes=names)
 
 
-def test_what_follows_upon_kept_kv_is_computed_where_that_lies() -> None:
-    watched = Watched([turn(0, 4000, 20), turn(2000, 4100, 20)], reuse=KEEPS)
+def test_what_follows_upon_retained_kv_is_computed_where_that_is() -> None:
+    watched = Watched([turn(0, 4000, 20), turn(2000, 4100, 20)], reuse=RETAINS)
     first, second = watched.steps
     (chunk,) = second.chunks
     assert (chunk.start, chunk.length) == (3968, 132)
@@ -456,7 +456,7 @@ def test_what_follows_upon_kept_kv_is_computed_where_that_lies() -> None:
 def test_who_decodes_gives_way_to_an_end_only_if_that_gains_more() -> None:
     """Nothing was decoded before, so that nobody knows how long the first one would take: the
     second turn is computed whole, by those that are idle."""
-    watched = Watched([turn(0, 400, 2000), turn(1000, 500, 20)], reuse=KEEPS, decode_iterations=1)
+    watched = Watched([turn(0, 400, 2000), turn(1000, 500, 20)], reuse=RETAINS, decode_iterations=1)
     _, second = watched.steps
     assert [chunk.start for chunk in second.chunks] == [0]
     assert set(map(index_of, second.group)).isdisjoint(watched.instances(1))
@@ -467,7 +467,7 @@ def test_what_goes_on_passes_nobody_more_often_than_others_may() -> None:
     ends = [turn(200 * number, 330 + number, 5, 1) for number in range(1, 40)]
     large = arrival(950, 1250, 100)
     arrivals = sorted([arrival(0, 100, 600), *ends, large], key=lambda arrived: arrived.at_ns)
-    watched = Watched(arrivals, cluster(slots=1000, instances=2), reuse=KEEPS, max_num_ooe=3)
+    watched = Watched(arrivals, cluster(slots=1000, instances=2), reuse=RETAINS, max_num_ooe=3)
     number = 1 + arrivals.index(large)
     order = [reserve.request_id for reserve in watched.reserved]
     before = watched.reserved[: order.index(number)]

@@ -56,9 +56,9 @@ def batch(instances: list[Elastic], *executed_ns: int, context: int = 0) -> Deco
 
 
 def test_a_group_shrinks_when_its_requests_gain_more_than_moving_takes() -> None:
-    """Two instances: 20 + 2 ns an iteration of one row, which has drawn 44 tokens in 440 ns and has
-    (1100 - 440) / 22 = 30 to come: each takes 10 ns less on one instance, 300 in all. Moving 40
-    slots takes 120, moving 90 takes 270, and 110 slots take 330."""
+    """Two instances: 20 + 2 ns an iteration of one row, which has generated 44 tokens in 440 ns and
+    has (1100 - 440) / 22 = 30 to come: each takes 10 ns less on one instance, 300 in all. Moving
+    40 slots takes 120, moving 90 takes 270, and 110 slots take 330."""
     for used, shrinks in ((40, True), (90, True), (110, False)):
         group = batch([instance(0, 1000, used), instance(1, 1000, 500)], 440)
         found = regrouping(1100).shrink(group, {0, 1})
@@ -237,7 +237,7 @@ def test_masters_are_level_and_as_few_as_will_do(counts: list[int], idle: int, m
 
 
 class Row:
-    """A row of 100 positions of prompt on instance 7, whose answer instance 1 keeps up to 140, and
+    """A row of 100 positions of prompt on instance 7, whose answer instance 1 holds up to 140, and
     instance 2 behind."""
 
     id, request_id, master_id, joined_ns, is_moving = 5, 5, 1, 0, False
@@ -247,14 +247,14 @@ class Row:
 
 
 @pytest.mark.parametrize(("seen", "room"), [(100, 99), (110, 99), (110, 20), (140, 99), (300, 9)])
-def test_what_was_drawn_stays_when_another_master_goes_on(seen: int, room: int) -> None:
+def test_what_was_generated_stays_when_another_master_goes_on(seen: int, room: int) -> None:
     unused = {1: 0, 2: 0, 3: room, 7: 0}
     row: Any = Row()
     placement = hand_over(row, 3, seen, unused).placement
     assert placement.master == 3
     assert placement.slices == Row.slices
-    told = sorted(p for kv_slice in placement.answer for p in kv_slice.span.positions)
-    assert told == list(range(100, 160)), "each position once"
+    positions = sorted(p for kv_slice in placement.answer for p in kv_slice.span.positions)
+    assert positions == list(range(100, 160)), "each position once"
     taken = tokens_on(placement.answer).get(3, 0)
     assert taken == min(room, max(0, 140 - seen)) == room - unused[3]
     assert all(
@@ -274,8 +274,8 @@ def gang(rows: list[Any], *places: str, kv_bytes: int = 1_000) -> Any:
 
 
 def test_moving_takes_what_the_links_say_of_the_kv_that_there_is() -> None:
-    """Instance 1 keeps up to 40 tokens of the row's answer, of which 10 were drawn: 10 kB. Each row
-    that has slots there takes an iteration besides."""
+    """Instance 1 holds up to 40 tokens of the row's answer, of which 10 were generated: 10 kB. Each
+    row that has slots there takes an iteration besides."""
     cost: Any = CostTable(latencies=SHIPPED)
     here = gang([Row()], "0-0-0", "0-0-1", "0-0-2", "0-1-0")
     moving = MoveCosts(here, cost, lambda _: 10, 0)

@@ -36,7 +36,7 @@ def per_slot(ns: float | None) -> MoveNs:
     return lambda move: None if ns is None else ns * sum(slots for _, slots in move.targets)
 
 
-def kept_of(
+def placed_of(
     prompts: list[PendingPrompt],
     group: list[Elastic],
     others: list[Elastic],
@@ -86,15 +86,15 @@ def test_the_tipping_point() -> None:
 
 
 def test_equations_1_and_2_by_hand() -> None:
-    """T = 1000 + 2/4 * 400 = 1200 ns on four; the batch has drawn 10 and 40 tokens, waits at least
-    5000 - 2000 ns; prompts of 100 and 300 tokens."""
-    it = dispatcher(average_ns=5000)
+    """T = 1000 + 2/4 * 400 = 1200 ns on four; the batch has generated 10 and 40 tokens, waits at
+    least 5000 - 2000 ns; prompts of 100 and 300 tokens."""
+    planner = dispatcher(average_ns=5000)
     batch = DecodeGroup((instance(1, 1000),), (Decoding(10, 2000), Decoding(40, 9000)))
     prompts = [PendingPrompt(1, 100, 5), PendingPrompt(2, 300, 5)]
-    assert it.cost(prompts, 4, batch) == 1200 / 10 + 1200 / 40
-    assert it.gain(prompts, batch) == 3000 / 100 + 3000 / 300
+    assert planner.cost(prompts, 4, batch) == 1200 / 10 + 1200 / 40
+    assert planner.gain(prompts, batch) == 3000 / 100 + 3000 / 300
     late = DecodeGroup(batch.instances, (Decoding(10, 6000),))
-    assert it.gain(prompts, late) == 0
+    assert planner.gain(prompts, late) == 0
 
 
 def test_first_come_first_served_up_to_the_tipping_point() -> None:
@@ -122,7 +122,7 @@ def test_batches_with_most_unused_slots_are_asked_first() -> None:
 
 
 def test_batches_give_way_together_where_none_has_slots_enough() -> None:
-    """The oldest needs two of three. T = 1000 + 2/2 * 250 = 1250, and they have drawn 100 each:
+    """The oldest needs two of three. T = 1000 + 2/2 * 250 = 1250, and they have generated 100 each:
     cost 25, and what is spared counts over 250 tokens."""
     batches = [DecodeGroup((instance(n, 130 - n),), (Decoding(100, 50),)) for n in range(3)]
     line = [PendingPrompt(1, 250, 1), PendingPrompt(2, 300, 1)]
@@ -176,8 +176,8 @@ def test_whatever_goes_has_slots_now_and_for_all_its_future(
     prompts = [PendingPrompt(n, *sizes) for n, sizes in enumerate(line)]
     free = [instance(n, unused) for n, unused in enumerate(idle)]
     busy = [
-        DecodeGroup((instance(10 + n, unused),), (Decoding(drawn, executed),))
-        for n, (unused, drawn, executed) in enumerate(batches)
+        DecodeGroup((instance(10 + n, unused),), (Decoding(generated, executed),))
+        for n, (unused, generated, executed) in enumerate(batches)
     ]
     found = dispatcher(future=future, average_ns=average_ns).dispatch(prompts, free, busy)
     room = sum(instance.unused for instance in free) + sum(
@@ -271,57 +271,57 @@ def test_the_least_degree_that_holds_the_kv(unused: list[int], tokens: int, answ
     if sum(unused) < tokens + answer:
         return
     group = [instance(n, slots) for n, slots in enumerate(unused)]
-    (kept,) = kept_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_sequences=99)
-    holders = {where for where, _ in (*kept.prompt, *kept.answer)}
+    (placed,) = placed_of([PendingPrompt(1, tokens, answer)], group, [], {}, most_sequences=99)
+    holders = {where for where, _ in (*placed.prompt, *placed.answer)}
     assert sum(sorted(unused, reverse=True)[: len(holders) - 1]) < tokens + answer
 
 
 def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
     group = [instance(0, 300), instance(1, 400), instance(2, 200)]
-    kept = kept_of(
+    placed = placed_of(
         [PendingPrompt(1, 300, 50), PendingPrompt(2, 30, 20)], group, [], {}, most_sequences=9
     )
-    assert [sequence.prompt for sequence in kept] == [((1, 300),), ((1, 30),)]
-    assert [sequence.master for sequence in kept] == [1, 1]
+    assert [sequence.prompt for sequence in placed] == [((1, 300),), ((1, 30),)]
+    assert [sequence.master for sequence in placed] == [1, 1]
 
 
 def test_600k_on_100_200_and_400_thousand_slots() -> None:
     """§4.1's example: reactive migration needs 200K on each, and the first has 100K."""
     group = [instance(0, 100), instance(1, 200), instance(2, 400)]
-    (kept,) = kept_of([PendingPrompt(1, 600, 50)], group, [], {}, most_sequences=9)
-    assert sorted(kept.prompt) == [(1, 200), (2, 400)]
-    assert sum(tokens for _, tokens in kept.answer) == 50
+    (placed,) = placed_of([PendingPrompt(1, 600, 50)], group, [], {}, most_sequences=9)
+    assert sorted(placed.prompt) == [(1, 200), (2, 400)]
+    assert sum(tokens for _, tokens in placed.answer) == 50
 
 
 def test_the_six_slots_of_figure_4() -> None:
     """Two instances of three slots, two and one of them taken: three free ones in all serve a
     request of three tokens, which no group that keeps requests together can."""
-    (kept,) = kept_of(
+    (placed,) = placed_of(
         [PendingPrompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, most_sequences=9
     )
-    assert (kept.prompt, kept.answer) == (((1, 2),), ((0, 1),))
+    assert (placed.prompt, placed.answer) == (((1, 2),), ((0, 1),))
 
 
 def test_who_decodes_already_is_preferred() -> None:
     """So that idle instances stay idle: batches merge."""
     group = [instance(0, 900), instance(1, 100, used=800)]
-    (kept,) = kept_of([PendingPrompt(1, 60, 20)], group, [], {1: 4}, most_sequences=9)
-    assert kept.master == 1
+    (placed,) = placed_of([PendingPrompt(1, 60, 20)], group, [], {1: 4}, most_sequences=9)
+    assert placed.master == 1
 
 
 def test_masters_share_a_large_batch_evenly() -> None:
     group = [instance(n, 10_000) for n in range(4)]
     prompts = [PendingPrompt(n, 10, 10) for n in range(11)]
-    kept = kept_of(prompts, group, [], {}, most_sequences=4)
-    counts = [sum(sequence.master == n for sequence in kept) for n in range(4)]
+    placed = placed_of(prompts, group, [], {}, most_sequences=4)
+    counts = [sum(sequence.master == n for sequence in placed) for n in range(4)]
     assert sorted(counts) == [0, 3, 4, 4]
 
 
 def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
-    (kept,) = kept_of(
+    (placed,) = placed_of(
         [PendingPrompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, most_sequences=9
     )
-    assert kept.answer == ((0, 10), (1, 20))
+    assert placed.answer == ((0, 10), (1, 20))
 
 
 @settings(max_examples=100, deadline=None)
@@ -342,7 +342,7 @@ def test_every_token_has_a_slot(
         return
     taken = dict.fromkeys([member.id for member in (*group, *spare)], 0)
     for prompt, sequence in zip(
-        prompts, kept_of(prompts, group, spare, {}, most_sequences=threshold), strict=True
+        prompts, placed_of(prompts, group, spare, {}, most_sequences=threshold), strict=True
     ):
         assert sum(n for _, n in sequence.prompt) == prompt.tokens
         assert sum(n for _, n in sequence.answer) == prompt.answer
@@ -370,4 +370,4 @@ def test_waiting_by_hand() -> None:
 
 def test_an_answer_grows_where_its_prompt_lies() -> None:
     with pytest.raises(AssertionError):
-        kept_of([PendingPrompt(1, 90, 30)], [instance(0, 100)], [], {}, most_sequences=9)
+        placed_of([PendingPrompt(1, 90, 30)], [instance(0, 100)], [], {}, most_sequences=9)

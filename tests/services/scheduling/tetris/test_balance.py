@@ -11,12 +11,12 @@ from csps.services.scheduling.events.slices import outside, tokens_on
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 
-def positions(shares: tuple[KvSlice, ...]) -> list[tuple[int, int]]:
+def positions(slices: tuple[KvSlice, ...]) -> list[tuple[int, int]]:
     """(position, instance), ascending."""
     return sorted(
-        (at, share.instance)
-        for share in shares
-        for at in range(share.start, share.stop, share.step)
+        (at, kv_slice.instance)
+        for kv_slice in slices
+        for at in range(kv_slice.start, kv_slice.stop, kv_slice.step)
     )
 
 
@@ -36,7 +36,7 @@ def histories(draw: st.DrawFn) -> tuple[tuple[KvSlice, ...], list[int]]:
 
 
 def moved(history: tuple[KvSlice, ...], moves: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
-    """Where history lies then."""
+    """Return where history is stored then."""
     return (*outside(history, moves), *moves)
 
 
@@ -83,15 +83,15 @@ def test_what_others_have_computed_stays_and_counts(
     """Members differ by a token, but for those who have more of that."""
     history, group = world
     end = sorted(kv_slice.stop for kv_slice in history)[len(history) * chunks // 4]
-    kept = tuple(
+    others = tuple(
         msgspec.structs.replace(kv_slice, source=7) for kv_slice in history if kv_slice.stop <= end
     )
-    lying = (*kept, *(kv_slice for kv_slice in history if kv_slice.stop > end))
-    moves = balancing_moves(lying, group, None if room is None else dict.fromkeys(group, room))
+    stored = (*others, *(kv_slice for kv_slice in history if kv_slice.stop > end))
+    moves = balancing_moves(stored, group, None if room is None else dict.fromkeys(group, room))
     assert not any(move.source for move in moves)
-    assert outside(kept, moves) == kept
+    assert outside(others, moves) == others
     if room is None:
-        held, fixed = tokens_on(moved(lying, moves)), tokens_on(kept)
+        held, fixed = tokens_on(moved(stored, moves)), tokens_on(others)
         with_own = [
             held[instance] for instance in group if held.get(instance, 0) > fixed.get(instance, 0)
         ]

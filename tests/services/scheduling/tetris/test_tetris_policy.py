@@ -110,8 +110,8 @@ def test_what_fits_an_idle_pair_is_started_there(free: list[int], prompt: int) -
 
 @given(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 5)), min_size=1, max_size=5))
 def test_kv_goes_to_the_instance_with_most_freeness(instances: list[tuple[int, int]]) -> None:
-    """Free slots, without those that landing requests were promised, for each request, landing ones
-    included; the first of equals."""
+    """Free slots, without those that are promised to requests whose KV is not received, for each
+    request, those included; the first of equals."""
     decode = [Busy(free=free, requests=requests) for free, requests in instances]
     view = Picture([waiting(1, 500, 10)], decode=decode)
     roomy = [busy for busy in decode if busy.free >= 510]
@@ -122,8 +122,8 @@ def test_kv_goes_to_the_instance_with_most_freeness(instances: list[tuple[int, i
     best = max(roomy, key=lambda busy: busy.free / max(1, busy.requests))
     (placement,) = chosen[0].decode
     assert index_of(placement.master) == decode.index(best)
-    (share,) = placement.slices
-    assert share.instance == placement.master
+    (kv_slice,) = placement.slices
+    assert kv_slice.instance == placement.master
 
 
 def test_a_landing_request_counts_at_once() -> None:
