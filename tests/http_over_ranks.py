@@ -98,7 +98,9 @@ async def served(
         costs = CostTableService(CostTable(latencies=Unmeasured()), configure or _silent)
         metrics = Metrics("tiny")
         scheduler = Scheduler(
-            make_policy(policy, options or OPTIONS), costs.costs, reuse=make_reuse(settings)
+            make_policy(policy, OPTIONS if options is None else options),
+            costs.costs,
+            reuse=make_reuse(settings),
         )
         service = await stack.enter_async_context(
             _service(prefill, decode, scheduler, costs, settings, metrics)

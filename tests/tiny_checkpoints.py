@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "internlm2")
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "internlm2", *EXPERT_FAMILIES)
 
 BOS, EOS = "<s>", "</s>"
 SPECIAL_TOKENS = (BOS, EOS, "<|im_start|>", "<|im_end|>")
@@ -49,7 +50,20 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": None,
 }
-_PECULIARITIES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_PECULIARITIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+}
 
 
 def make_checkpoint(
@@ -147,13 +161,19 @@ def _random_model(family: str, seed: int, config: dict[str, Any]) -> PreTrainedM
     model: PreTrainedModel = _AUTO.from_config(AutoConfig.for_model(family, **settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *_stored_buffers(model)]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.copy_(0.2 * noise + (1.0 if "norm" in name else 0.0))
     return model
+
+
+def _stored_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint contains: the corrections of experts' scores."""
+    stored = model.state_dict()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
 
 
 def _make_internlm2(model_dir: Path, seed: int, config: dict[str, Any]) -> None:

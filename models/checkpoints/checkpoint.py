@@ -87,7 +87,9 @@ class Checkpoint:
         """
         width = () if place[0].columns is None else (len(place[0].columns),)
         stacked = torch.empty(
-            (sum(len(block.rows) for block in place), *width), dtype=dtype, device=device
+            (sum(len(block.rows) for block in place), *width),
+            dtype=torch.float32 if place[0].full_precision else dtype,
+            device=device,
         )
         start = 0
         for block in place:

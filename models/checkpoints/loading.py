@@ -7,7 +7,12 @@ from pathlib import Path
 import torch
 
 from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from csps.models.checkpoints.families import glm_places, internlm2_places, llama_places
+from csps.models.checkpoints.families import (
+    expert_places,
+    glm_places,
+    internlm2_places,
+    llama_places,
+)
 from csps.models.network.network import AllReduce, Network
 from csps.models.network.parameters import ModelParameters, Place
 from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
@@ -17,6 +22,9 @@ _PLACES: Mapping[str, Callable[[ModelSpec, TpShard], ModelParameters[Place]]] = 
     "mistral": llama_places,
     "qwen2": llama_places,
     "qwen3": llama_places,
+    "qwen3_moe": expert_places,
+    "mixtral": expert_places,
+    "glm4_moe": expert_places,
     "glm": glm_places,
     "internlm2": internlm2_places,
 }

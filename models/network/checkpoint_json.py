@@ -76,11 +76,18 @@ class CheckpointJson:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Return one token id or a list of them as a tuple; empty if the key is absent."""
+        return self._integers(key, "a token id or a list of them")
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return one integer or a list of them as a tuple; empty if the key is absent."""
+        return self._integers(key, "an integer or a list of them")
+
+    def _integers(self, key: str, expected: str) -> tuple[int, ...]:
         value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self._wrong(key, "a token id or a list of them")
-        return tuple(ids)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+            raise self._wrong(key, expected)
+        return tuple(found)
 
     def object(self, key: str) -> CheckpointJson:
         """Return a nested object; empty if the key is absent."""

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csps.models.network.parameters import LayerParameters, ModelParameters
+from csps.models.network.experts import add_experts, route, row_products, summable
+from csps.models.network.parameters import ExpertParameters, LayerParameters, ModelParameters
 from csps.models.network.rope import Rotary, rotary_at, rotate
 from csps.models.network.spec import ModelSpec, TpShard
 
@@ -31,6 +32,8 @@ CPU_BLOCK_TOKENS = 1024
 """Fastest of 256 to 8192 for the MLP on one core, by 20 % over no blocks."""
 GPU_BLOCK_TOKENS = 16_384
 """Large, because a GPU wants large products; the block only bounds memory."""
+EXPERT_BLOCK_TOKENS = 8192
+"""Larger than on a CPU otherwise: every block reads the weights of all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +126,33 @@ class Layer:
         return out_td if bias_d is None else out_td.add_(bias_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
-        """Compute norm, SwiGLU MLP and residual; sum over the TP group."""
+        """Compute norm, SwiGLU MLP or experts, and residual; sum over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
-        for block in _blocks(x_td):
+        for block in _blocks(x_td, EXPERT_BLOCK_TOKENS if weights.experts else None):
             normed_td = rms_norm(x_td[block], weights.mlp_norm, self.spec.rms_eps)
-            gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-            activated = F.silu(gate, inplace=True).mul_(up)
-            self._add_product(x_td[block], activated, weights.down, out_td[block])
+            self._add_mlp(x_td[block], normed_td, out_td[block])
+            if weights.experts is not None:
+                self._add_experts(normed_td, weights.experts, out_td[block])
         return self._reduced(x_td, out_td, weights.down_bias)
+
+    def _add_mlp(self, x_td: Tensor, normed_td: Tensor, out_td: Tensor) -> None:
+        """Write this rank's part of the MLP that all tokens pass, as `_add_product`."""
+        weights = self.weights
+        if weights.gate_up is None or weights.down is None:
+            out_td.copy_(x_td) if self.all_reduce is None else out_td.zero_()
+            return
+        gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        activated = F.silu(gate, inplace=True).mul_(up)
+        self._add_product(x_td, activated, weights.down, out_td)
+
+    def _add_experts(
+        self, normed_td: Tensor, experts: ExpertParameters[Tensor], out_td: Tensor
+    ) -> None:
+        """Add this rank's part of the experts."""
+        assert self.spec.experts is not None, "experts without a spec"
+        logits_te = row_products(normed_td, experts.router)
+        routing = route(logits_te, experts.router_bias, self.spec.experts)
+        add_experts(out_td, normed_td, routing, experts)
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Return these heads' rows of the fused weight, or entries of its bias."""
@@ -186,7 +208,12 @@ class Network:
         return cls(
             spec=spec,
             layers=tuple(
-                Layer(spec=spec, shard=shard, weights=weights, all_reduce=all_reduce)
+                Layer(
+                    spec=spec,
+                    shard=shard,
+                    weights=_with_summable_router(weights),
+                    all_reduce=all_reduce,
+                )
                 for weights in parameters.layers
             ),
             embedding_vd=parameters.embedding,
@@ -208,6 +235,12 @@ class Network:
         return F.linear(normed_td, self.head_vd).float()
 
 
+def _with_summable_router(weights: LayerParameters[Tensor]) -> LayerParameters[Tensor]:
+    if (experts := weights.experts) is None:
+        return weights
+    return replace(weights, experts=replace(experts, router=summable(experts.router)))
+
+
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """Apply a root-mean-square norm over the last dim, computed in fp32."""
     if x.dtype != torch.float32 or x.device.type != "cpu":
@@ -218,7 +251,8 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     return (x * scale).mul_(weight_d)
 
 
-def _blocks(x_td: Tensor) -> Iterator[slice]:
+def _blocks(x_td: Tensor, size: int | None = None) -> Iterator[slice]:
     """Yield slices that divide the tokens into blocks for one product."""
-    size = CPU_BLOCK_TOKENS if x_td.device.type == "cpu" else GPU_BLOCK_TOKENS
+    if size is None:
+        size = CPU_BLOCK_TOKENS if x_td.device.type == "cpu" else GPU_BLOCK_TOKENS
     return (slice(start, start + size) for start in range(0, x_td.shape[0], size))

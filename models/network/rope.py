@@ -106,19 +106,21 @@ def read_rope(
     *,
     head_dim: int,
     max_positions: int,
+    theta: float = 10_000.0,
     partial: float = 1.0,
     interleaved: bool = False,
 ) -> RopeSpec:
     """Return the rotation that `config` describes.
 
     Args:
+        theta: the family's base of frequencies if config.json gives none.
         partial: the family's fraction of rotated dims if config.json gives none.
 
     Raises:
         UnsupportedModelError: a rope type not listed above.
         CheckpointError: a parameter that is missing or makes no sense.
     """
-    source = _source(config, head_dim, max_positions, partial)
+    source = _source(config, head_dim, max_positions, theta, partial)
     rope_type = _rope_type(source.parameters)
     if rope_type not in _SCALINGS:
         known = ", ".join(sorted(_SCALINGS))
@@ -157,7 +159,7 @@ def _rope_type(parameters: CheckpointJson) -> str:
 
 
 def _source(
-    config: CheckpointJson, head_dim: int, max_positions: int, partial: float
+    config: CheckpointJson, head_dim: int, max_positions: int, theta: float, partial: float
 ) -> RopeSource:
     parameters = _parameters(config)
     partial = config.number("partial_rotary_factor", partial)
@@ -167,7 +169,7 @@ def _source(
             f"{config.path}: RoPE rotates {dims} of {head_dim} dims of a head; "
             "it must be an even number of them"
         )
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = parameters.number("rope_theta", config.number("rope_theta", theta))
     if theta <= 1 or parameters.number("factor", 1.0) <= 0:
         raise CheckpointError(f"{config.path}: RoPE needs a theta above 1 and a factor above 0")
     return RopeSource(

@@ -7,6 +7,7 @@ the names that a model family uses.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from csps.models.network.checkpoint_json import (
     CheckpointError,
@@ -19,17 +20,62 @@ from csps.models.network.rope import RopeSpec, read_rope, scaled_max_positions
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSpec:
+    """A mixture of experts: SwiGLU MLPs of which an expert router chooses some for each token."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    """Width of one expert."""
+    shared_intermediate: int = 0
+    """Width of the experts that every token passes, taken together; 0: there are none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have one MLP for all tokens instead."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that turns the expert router's logits into weights."""
+    bias: bool = False
+    """True if a bias is added to the scores for the choice alone."""
+    normalized: bool = True
+    """True if the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    groups: int = 1
+    """Groups of neighboring experts; only those of the best groups are chosen."""
+    groups_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = ("count", "per_token", "intermediate", "groups", "groups_per_token")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise CheckpointError(
+                    f"experts: {name} must be at least 1, not {getattr(self, name)}"
+                )
+        in_group = self.count // self.groups
+        uneven = self.count % self.groups or (self.groups > 1 and in_group < 2)
+        if uneven or self.groups_per_token > self.groups:
+            raise CheckpointError(
+                f"experts: {self.groups_per_token} of {self.groups} groups cannot be chosen "
+                f"among {self.count} experts"
+            )
+        if self.per_token > (choice := in_group * self.groups_per_token):
+            raise CheckpointError(
+                f"experts: {self.per_token} for each token, but it may choose among {choice}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a SwiGLU MLP."""
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU MLPs."""
 
     family: str
-    """llama, mistral, qwen2, qwen3, glm or internlm2."""
+    """llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm, glm4_moe or internlm2."""
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
+    """Width of the MLP of layers without experts."""
     vocab: int
     max_positions: int
     """Context in tokens, prompt and answer together."""
@@ -45,6 +91,8 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer, generation_config.json's before config.json's."""
+    experts: ExpertSpec | None = None
+    """None: every layer has one MLP for all tokens."""
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
@@ -61,6 +109,11 @@ class ModelSpec:
         """Factor on the attention logits."""
         return float(self.head_dim**-0.5)
 
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """Return the experts of a layer; None if it has one MLP for all tokens."""
+        experts = self.experts
+        return None if experts is None or layer in experts.dense_layers else experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class TpShard:
@@ -69,6 +122,13 @@ class TpShard:
     query_heads: range
     kv_heads: range
     intermediate: range
+    expert_intermediate: range = range(0)
+    """Columns of every expert."""
+    # Whole experts for each rank would need no narrower products, but the ranks of an instance
+    # wait for each other, and a token's experts never fall evenly on them: with eight of 128
+    # experts on two ranks, the slower one has five on average.
+    shared_intermediate: range = range(0)
+    """Columns of the shared experts."""
 
 
 def query_head_range(spec: ModelSpec, tp_rank: int, tp_size: int) -> range:
@@ -89,11 +149,17 @@ def kv_head_range(spec: ModelSpec, tp_rank: int, tp_size: int) -> range:
 
 def tp_shard_of(spec: ModelSpec, tp_rank: int, tp_size: int) -> TpShard:
     """Return everything that one tensor-parallel rank owns."""
-    width = spec.intermediate
+    experts = spec.experts
+
+    def columns(width: int) -> range:
+        return range(tp_rank * width // tp_size, (tp_rank + 1) * width // tp_size)
+
     return TpShard(
         query_heads=query_head_range(spec, tp_rank, tp_size),
         kv_heads=kv_head_range(spec, tp_rank, tp_size),
-        intermediate=range(tp_rank * width // tp_size, (tp_rank + 1) * width // tp_size),
+        intermediate=columns(spec.intermediate),
+        expert_intermediate=columns(experts.intermediate if experts else 0),
+        shared_intermediate=columns(experts.shared_intermediate if experts else 0),
     )
 
 
@@ -183,6 +249,79 @@ def _qwen3(config: CheckpointJson) -> ModelSpec:
     )
 
 
+def _qwen3_moe(config: CheckpointJson) -> ModelSpec:
+    _refuse_sliding_layers(config)
+    bias = config.flag("attention_bias", False)
+    step = config.integer("decoder_sparse_step", 1)
+    if step < 1:
+        raise CheckpointError(f"{config.path}: decoder_sparse_step must be at least 1, not {step}")
+    layers = range(config.integer("num_hidden_layers"))
+    dense = config.integers("mlp_only_layers")
+    return _spec(
+        config,
+        "qwen3_moe",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        default_kv_heads=4,
+        default_positions=32_768,
+        experts=ExpertSpec(
+            count=config.integer("num_experts", config.integer("num_local_experts", 128)),
+            per_token=config.integer("num_experts_per_tok", 8),
+            intermediate=config.integer("moe_intermediate_size", 768),
+            dense_layers=frozenset(
+                layer for layer in layers if layer in dense or (layer + 1) % step
+            ),
+            normalized=config.flag("norm_topk_prob", False),
+        ),
+    )
+
+
+def _mixtral(config: CheckpointJson) -> ModelSpec:
+    if config.has("sliding_window"):
+        raise _sliding_window(config)
+    return _spec(
+        config,
+        "mixtral",
+        default_kv_heads=8,
+        default_positions=131_072,
+        default_eps=1e-5,
+        default_theta=1e6,
+        experts=ExpertSpec(
+            count=config.integer("num_local_experts", 8),
+            per_token=config.integer("num_experts_per_tok", 2),
+            intermediate=config.integer("intermediate_size"),
+        ),
+    )
+
+
+def _glm4_moe(config: CheckpointJson) -> ModelSpec:
+    width = config.integer("moe_intermediate_size", 1408)
+    return _spec(
+        config,
+        "glm4_moe",
+        qkv_bias=config.flag("attention_bias", False),
+        qk_norm=config.flag("use_qk_norm", False),
+        default_kv_heads=8,
+        default_positions=131_072,
+        default_eps=1e-5,
+        partial_rotary=0.5,
+        experts=ExpertSpec(
+            count=config.integer("n_routed_experts", 128),
+            per_token=config.integer("num_experts_per_tok", 8),
+            intermediate=width,
+            shared_intermediate=width * config.integer("n_shared_experts", 1),
+            dense_layers=frozenset(range(config.integer("first_k_dense_replace", 1))),
+            scores="sigmoid",
+            bias=True,
+            normalized=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 1.0),
+            groups=config.integer("n_group", 1),
+            groups_per_token=config.integer("topk_group", 1),
+        ),
+    )
+
+
 def _glm(config: CheckpointJson) -> ModelSpec:
     return _spec(
         config,
@@ -214,8 +353,10 @@ def _spec(
     default_kv_heads: int | None = None,
     default_positions: int = 2048,
     default_eps: float = 1e-6,
+    default_theta: float = 10_000.0,
     partial_rotary: float = 1.0,
     interleaved_rotary: bool = False,
+    experts: ExpertSpec | None = None,
 ) -> ModelSpec:
     """Return a spec from the keys that all families share; defaults are those of transformers."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -237,6 +378,7 @@ def _spec(
             config,
             head_dim=head_dim,
             max_positions=positions,
+            theta=default_theta,
             partial=partial_rotary,
             interleaved=interleaved_rotary,
         ),
@@ -247,6 +389,7 @@ def _spec(
         qk_norm=qk_norm,
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=read_eos_token_ids(config.path.parent),
+        experts=experts,
     )
 
 
@@ -276,6 +419,9 @@ _READERS: Mapping[str, Callable[[CheckpointJson], ModelSpec]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
     "GlmForCausalLM": _glm,
+    "Glm4MoeForCausalLM": _glm4_moe,
     "InternLM2ForCausalLM": _internlm2,
 }

@@ -22,7 +22,7 @@ from csps.models.network.checkpoint_json import (
     MissingTensorError,
     UnsupportedModelError,
 )
-from csps.models.network.spec import read_spec, tp_shard_of
+from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
 
 
 class CountingFile:
@@ -75,6 +75,13 @@ def rewrite(model_dir: Path, change: Any) -> None:
     save_file(tensors, path)
 
 
+def mlp_columns(spec: ModelSpec, shard: TpShard, layer: int) -> int:
+    """Count the columns of all of a layer's MLPs that a rank owns."""
+    if (experts := spec.experts_of(layer)) is None:
+        return len(shard.intermediate)
+    return experts.count * len(shard.expert_intermediate) + len(shard.shared_intermediate)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_reads_its_shard_and_nothing_else(
@@ -86,15 +93,14 @@ def test_a_rank_reads_its_shard_and_nothing_else(
     network = load_network(tmp_path, tp_rank=0, tp_size=tp_size, all_reduce=lambda part: part)
     held_heads = len(shard.query_heads) + 2 * len(shard.kv_heads)
     all_heads = spec.heads + 2 * spec.kv_heads
-    matrices = spec.hidden * (
-        (held_heads + len(shard.query_heads)) * spec.head_dim + 3 * len(shard.intermediate)
-    )
+    attention = spec.hidden * (held_heads + len(shard.query_heads)) * spec.head_dim
     biases = held_heads * spec.head_dim if spec.qkv_bias else 0
-    split = ("proj", "wqkv", "wo.", "feed_forward")
+    mlps = sum(3 * spec.hidden * mlp_columns(spec, shard, layer) for layer in range(spec.layers))
+    split = ("proj", "wqkv", "wo.", "feed_forward", "experts")
     shared = sum(
         tensor.numel() for name, tensor in stored.items() if not any(part in name for part in split)
     )
-    assert counts.total() == spec.layers * (matrices + biases) + shared
+    assert counts.total() == spec.layers * (attention + biases) + mlps + shared
     assert network.layers[0].weights.qkv.shape == (held_heads * spec.head_dim, spec.hidden)
     if tp_size == 1:
         assert held_heads == all_heads
@@ -133,6 +139,10 @@ def test_weights_are_converted_while_they_are_read(tmp_path: Path) -> None:
         ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
         ("glm", "model.layers.1.mlp.gate_up_proj.weight"),
         ("internlm2", "model.layers.1.attention.wqkv.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.7.up_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.down_proj.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path: Path, family: str, tensor: str) -> None:
