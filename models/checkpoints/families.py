@@ -1,9 +1,9 @@
 """List where each model family keeps its tensors in a checkpoint.
 
-Llama, Mistral, Qwen2 and Qwen3 share one layout. GLM-4 (`GlmForCausalLM`) differs from it only in
-the MLP, whose gates and ups lie in one tensor; mixtures of experts only in that a layer has many
-MLPs and a router. InternLM2 has names of its own and one tensor `wqkv`, grouped by KV head: the
-query heads that share it, then its key, then its value.
+Llama, Mistral, Qwen2 and Qwen3 share one layout. GLM-4 differs from it only in the MLP, whose gates
+and ups lie in one tensor, Phi-3 also in queries, keys and values, which lie in another; mixtures of
+experts only in that a layer has many MLPs and an expert router. InternLM2 has names of its own and
+one tensor `wqkv`, grouped by KV head: the query heads that share it, then its key, then its value.
 """
 
 from __future__ import annotations
@@ -169,11 +169,50 @@ def glm_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
 
 
 def _glm_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
-    tensor, width = f"model.layers.{layer}.mlp.gate_up_proj.weight", spec.intermediate
+    prefix, hidden = f"model.layers.{layer}.", spec.hidden
+    places = replace(
+        llama_layer_places(spec, shard, layer), gate_up=_fused_gate_up(spec, shard, prefix)
+    )
+    if not spec.post_norms:
+        return places
+    return replace(
+        places,
+        attention_post_norm=whole(prefix + "post_self_attn_layernorm.weight", hidden),
+        mlp_post_norm=whole(prefix + "post_mlp_layernorm.weight", hidden),
+    )
+
+
+def _fused_gate_up(spec: ModelSpec, shard: TpShard, prefix: str) -> Place:
+    """Return the places of gates and ups that lie in one tensor."""
+    tensor, width = prefix + "mlp.gate_up_proj.weight", spec.intermediate
     shape, gates = (2 * width, spec.hidden), shard.intermediate
     ups = range(width + gates.start, width + gates.stop)
-    gate_up = (*rows(tensor, shape, gates), *rows(tensor, shape, ups))
-    return replace(llama_layer_places(spec, shard, layer), gate_up=gate_up)
+    return (*rows(tensor, shape, gates), *rows(tensor, shape, ups))
+
+
+def phi3_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter that a rank with this shard needs."""
+    layers = tuple(_phi3_layer_places(spec, shard, layer) for layer in range(spec.layers))
+    return replace(llama_places(spec, shard), layers=layers)
+
+
+def _phi3_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    prefix, dim = f"model.layers.{layer}.", spec.head_dim
+    shape = ((spec.heads + 2 * spec.kv_heads) * dim, spec.hidden)
+    heads = (
+        shard.query_heads,
+        range(spec.heads + shard.kv_heads.start, spec.heads + shard.kv_heads.stop),
+        range(
+            spec.heads + spec.kv_heads + shard.kv_heads.start,
+            spec.heads + spec.kv_heads + shard.kv_heads.stop,
+        ),
+    )
+    qkv = prefix + "self_attn.qkv_proj.weight"
+    return replace(
+        llama_layer_places(spec, shard, layer),
+        qkv=tuple(block for part in heads for block in rows(qkv, shape, head_dims(part, dim))),
+        gate_up=_fused_gate_up(spec, shard, prefix),
+    )
 
 
 def internlm2_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:

@@ -64,6 +64,8 @@ class Layer:
             fused_thd = self._project(x_td[block]).view(-1, heads + 2 * kv_heads, head_dim)
             query_thd, key_thd, value_thd = torch.split(fused_thd, [heads, kv_heads, kv_heads], 1)
             rotate(self._head_norm(query_thd, self.weights.query_norm), rotary[block], q_thd[block])
+            if rotary.query_scale_t11 is not None:
+                q_thd[block].mul_(rotary.query_scale_t11[block])
             rotate(self._head_norm(key_thd, self.weights.key_norm), rotary[block], k_thd[block])
             v_thd[block] = value_thd
         return q_thd, k_thd, v_thd
@@ -79,9 +81,10 @@ class Layer:
             attention_thd: attention of this rank's query heads, in any floating dtype.
         """
         attended = attention_thd.flatten(1).to(x_td.dtype)
-        out_td = torch.empty_like(x_td)
-        self._add_product(x_td, attended, self.weights.output, out_td)
-        return self._reduced(x_td, out_td, self.weights.output_bias)
+        weights, out_td = self.weights, torch.empty_like(x_td)
+        with_residual = self._with_residual(weights.attention_post_norm)
+        self._add_product(x_td if with_residual else None, attended, weights.output, out_td)
+        return self._reduced(x_td, out_td, weights.output_bias, weights.attention_post_norm)
 
     def keys_and_values(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Compute `qkv` without queries, for rows whose attention is computed elsewhere."""
@@ -121,29 +124,30 @@ class Layer:
         return F.linear(attention_thd.flatten(1).to(self.weights.output.dtype), self.weights.output)
 
     def add_output(self, x_td: Tensor, sum_td: Tensor) -> Tensor:
-        """Add residual and bias to the sum of all heads' `output_part`."""
-        out_td, bias_d = x_td + sum_td, self.weights.output_bias
-        return out_td if bias_d is None else out_td.add_(bias_d)
+        """Add bias and residual to the sum of all heads' `output_part`, which is overwritten."""
+        bias_d, post_norm_d = self.weights.output_bias, self.weights.attention_post_norm
+        return x_td + self._biased_and_normed(sum_td, bias_d, post_norm_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
         """Compute norm, SwiGLU MLP or experts, and residual; sum over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
+        with_residual = self._with_residual(weights.mlp_post_norm)
         for block in _blocks(x_td, EXPERT_BLOCK_TOKENS if weights.experts else None):
             normed_td = rms_norm(x_td[block], weights.mlp_norm, self.spec.rms_eps)
-            self._add_mlp(x_td[block], normed_td, out_td[block])
+            self._add_mlp(x_td[block] if with_residual else None, normed_td, out_td[block])
             if weights.experts is not None:
                 self._add_experts(normed_td, weights.experts, out_td[block])
-        return self._reduced(x_td, out_td, weights.down_bias)
+        return self._reduced(x_td, out_td, weights.down_bias, weights.mlp_post_norm)
 
-    def _add_mlp(self, x_td: Tensor, normed_td: Tensor, out_td: Tensor) -> None:
+    def _add_mlp(self, residual_td: Tensor | None, normed_td: Tensor, out_td: Tensor) -> None:
         """Write this rank's part of the MLP that all tokens pass, as `_add_product`."""
         weights = self.weights
         if weights.gate_up is None or weights.down is None:
-            out_td.copy_(x_td) if self.all_reduce is None else out_td.zero_()
+            out_td.zero_() if residual_td is None else out_td.copy_(residual_td)
             return
         gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
         activated = F.silu(gate, inplace=True).mul_(up)
-        self._add_product(x_td, activated, weights.down, out_td)
+        self._add_product(residual_td, activated, weights.down, out_td)
 
     def _add_experts(
         self, normed_td: Tensor, experts: ExpertParameters[Tensor], out_td: Tensor
@@ -170,19 +174,38 @@ class Layer:
     def _head_norm(self, x_thd: Tensor, weight_d: Tensor | None) -> Tensor:
         return x_thd if weight_d is None else rms_norm(x_thd, weight_d, self.spec.rms_eps)
 
-    def _add_product(self, x_td: Tensor, inputs: Tensor, weight: Tensor, out_td: Tensor) -> None:
-        """Write this rank's part of a row-parallel product; without TP, with the residual added."""
-        if self.all_reduce is None:
-            # One call for product and residual saves a pass over memory.
-            torch.addmm(x_td, inputs, weight.T, out=out_td)
-        else:
-            torch.mm(inputs, weight.T, out=out_td)
+    def _with_residual(self, post_norm_d: Tensor | None) -> bool:
+        """Return whether the residual can be added before `_reduced`."""
+        return self.all_reduce is None and post_norm_d is None
 
-    def _reduced(self, x_td: Tensor, out_td: Tensor, bias_d: Tensor | None) -> Tensor:
-        """Sum the parts of the group, then add residual and bias once."""
+    def _add_product(
+        self, residual_td: Tensor | None, inputs: Tensor, weight: Tensor, out_td: Tensor
+    ) -> None:
+        """Write this rank's part of a row-parallel product, with the residual if there is one."""
+        if residual_td is None:
+            torch.mm(inputs, weight.T, out=out_td)
+        else:
+            # One call for product and residual saves a pass over memory.
+            torch.addmm(residual_td, inputs, weight.T, out=out_td)
+
+    def _reduced(
+        self, x_td: Tensor, out_td: Tensor, bias_d: Tensor | None, post_norm_d: Tensor | None
+    ) -> Tensor:
+        """Sum the parts of the group, then add bias and residual once, with the norm between."""
         if self.all_reduce is not None:
-            out_td = self.all_reduce(out_td).add_(x_td)
-        return out_td if bias_d is None else out_td.add_(bias_d)
+            out_td = self.all_reduce(out_td)
+        out_td = self._biased_and_normed(out_td, bias_d, post_norm_d)
+        return out_td if self._with_residual(post_norm_d) else out_td.add_(x_td)
+
+    def _biased_and_normed(
+        self, sum_td: Tensor, bias_d: Tensor | None, post_norm_d: Tensor | None
+    ) -> Tensor:
+        """Add the bias to the sum of all ranks and normalize it, in place or not."""
+        if bias_d is not None:
+            sum_td.add_(bias_d)
+        if post_norm_d is None:
+            return sum_td
+        return rms_norm(sum_td, post_norm_d, self.spec.rms_eps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,10 @@ class LayerParameters(Generic[T]):
     down_bias: T | None = None
     query_norm: T | None = None
     key_norm: T | None = None
+    attention_post_norm: T | None = None
+    """Norm of attention's output before the residual is added."""
+    mlp_post_norm: T | None = None
+    """Norm of the MLP's output before the residual is added."""
 
     def map(self, convert: Callable[[T], U]) -> "LayerParameters[U]":
         """Return the same list with each entry converted."""

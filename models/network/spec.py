@@ -5,14 +5,15 @@ the names that a model family uses.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from csps.models.network.checkpoint_json import (
     CheckpointError,
     CheckpointJson,
     UnsupportedModelError,
+    overridden,
     read_json,
     read_json_if_present,
 )
@@ -68,7 +69,7 @@ class ModelSpec:
     """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU MLPs."""
 
     family: str
-    """llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm, glm4_moe or internlm2."""
+    """Layout of the checkpoint's tensors, by `checkpoints/families.py`."""
     layers: int
     hidden: int
     heads: int
@@ -93,6 +94,10 @@ class ModelSpec:
     """Tokens that end an answer, generation_config.json's before config.json's."""
     experts: ExpertSpec | None = None
     """None: every layer has one MLP for all tokens."""
+    post_norms: bool = False
+    """True if attention and MLP are normalized again before the residual is added."""
+    wrapped: bool = False
+    """True if the checkpoint is of a larger model, of which this is the text part."""
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
@@ -182,38 +187,41 @@ def _check_tp(spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
         raise ValueError(f"tensor-parallel rank {tp_rank} is not in a group of {tp_size}")
 
 
-def read_spec(model_dir: Path) -> ModelSpec:
+def read_spec(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """Read config.json, and generation_config.json if there is one.
+
+    Args:
+        overrides: values that replace those of config.json (`OVERRIDABLE`).
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of one, that is not supported.
         CheckpointError: a file that is missing, malformed or contradicts itself.
     """
     config = read_json(model_dir / "config.json")
-    architecture = _architecture(config)
-    if config.has("quantization_config"):
-        raise UnsupportedModelError(f"{config.path}: quantized weights are not supported")
-    if (activation := config.text("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError(f"{config.path}: activation {activation!r} is not supported")
-    return _READERS[architecture](config)
+    if overrides:
+        config = overridden(config, overrides)
+    return ARCHITECTURES[_architecture(config)].read(config)
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """Return the tokens that end an answer: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
-        if token_ids := read_json_if_present(model_dir / name).token_ids("eos_token_id"):
-            return token_ids
+        config = read_json_if_present(model_dir / name)
+        for part in (config, config.object("text_config")):
+            if token_ids := part.token_ids("eos_token_id"):
+                return token_ids
     return ()
 
 
 def _architecture(config: CheckpointJson) -> str:
     named = config.texts("architectures")
     for architecture in named:
-        if architecture in _READERS:
+        if architecture in ARCHITECTURES:
             return architecture
+    reasons = [f"{REFUSED[name]}; " for name in named if name in REFUSED]
     raise UnsupportedModelError(
         f"{config.path}: architecture {', '.join(named) or '(none named)'} is not supported; "
-        f"supported: {', '.join(_READERS)}"
+        f"{''.join(reasons)}supported: {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -224,10 +232,39 @@ def _llama(config: CheckpointJson) -> ModelSpec:
 
 
 def _mistral(config: CheckpointJson) -> ModelSpec:
-    # Absent means 4096 to transformers, null means none.
-    if config.values.get("sliding_window", 4096) is not None:
-        raise _sliding_window(config)
-    return _spec(config, "mistral", default_kv_heads=8, default_positions=131_072)
+    positions = 131_072
+    _refuse_window(config, positions, default_window=4096)
+    return _spec(config, "mistral", default_kv_heads=8, default_positions=positions)
+
+
+def _ministral3(config: CheckpointJson) -> ModelSpec:
+    positions = 262_144
+    _refuse_window(config, positions)
+    if not (config.has("rope_parameters") or config.has("rope_scaling")):
+        raise CheckpointError(f"{config.path}: rope_parameters is missing")
+    return _spec(
+        config,
+        "ministral3",
+        default_head_dim=128,
+        default_kv_heads=8,
+        default_positions=positions,
+        default_eps=1e-5,
+        growing_queries=True,
+    )
+
+
+def _mistral3(config: CheckpointJson) -> ModelSpec:
+    text = config.object("text_config")
+    readers = {"mistral": _mistral, "ministral3": _ministral3}
+    kind = text.text("model_type", "mistral")
+    if kind not in readers:
+        raise UnsupportedModelError(
+            f"{config.path}: text_config of type {kind!r} is not supported; "
+            f"supported: {', '.join(readers)}"
+        )
+    # Files with a head of its own often say nothing: the loader looks whether there is one.
+    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", True))
+    return replace(readers[kind](text), wrapped=True, tie_embeddings=tied)
 
 
 def _qwen2(config: CheckpointJson) -> ModelSpec:
@@ -278,13 +315,13 @@ def _qwen3_moe(config: CheckpointJson) -> ModelSpec:
 
 
 def _mixtral(config: CheckpointJson) -> ModelSpec:
-    if config.has("sliding_window"):
-        raise _sliding_window(config)
+    positions = 131_072
+    _refuse_window(config, positions)
     return _spec(
         config,
         "mixtral",
         default_kv_heads=8,
-        default_positions=131_072,
+        default_positions=positions,
         default_eps=1e-5,
         default_theta=1e6,
         experts=ExpertSpec(
@@ -336,6 +373,16 @@ def _glm(config: CheckpointJson) -> ModelSpec:
     )
 
 
+def _glm4(config: CheckpointJson) -> ModelSpec:
+    return replace(_glm(config), post_norms=True)
+
+
+def _phi3(config: CheckpointJson) -> ModelSpec:
+    positions = 4096
+    _refuse_window(config, positions)
+    return _spec(config, "phi3", default_positions=positions, default_eps=1e-5)
+
+
 def _internlm2(config: CheckpointJson) -> ModelSpec:
     bias = config.flag("bias", True)
     return _spec(config, "internlm2", qkv_bias=bias, output_bias=bias)
@@ -356,9 +403,14 @@ def _spec(
     default_theta: float = 10_000.0,
     partial_rotary: float = 1.0,
     interleaved_rotary: bool = False,
+    growing_queries: bool = False,
     experts: ExpertSpec | None = None,
 ) -> ModelSpec:
     """Return a spec from the keys that all families share; defaults are those of transformers."""
+    if config.has("quantization_config"):
+        raise UnsupportedModelError(f"{config.path}: quantized weights are not supported")
+    if (activation := config.text("hidden_act", "silu")) != "silu":
+        raise UnsupportedModelError(f"{config.path}: activation {activation!r} is not supported")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", default_head_dim or hidden // max(heads, 1))
     positions = config.integer("max_position_embeddings", default_positions)
@@ -372,7 +424,7 @@ def _spec(
         head_dim=head_dim,
         intermediate=config.integer("intermediate_size"),
         vocab=config.integer("vocab_size"),
-        max_positions=scaled_max_positions(config, positions),
+        max_positions=_exact_positions(config, scaled_max_positions(config, positions)),
         rms_eps=config.number("rms_norm_eps", default_eps),
         rope=read_rope(
             config,
@@ -381,6 +433,7 @@ def _spec(
             theta=default_theta,
             partial=partial_rotary,
             interleaved=interleaved_rotary,
+            growing_queries=growing_queries,
         ),
         tie_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
@@ -391,6 +444,17 @@ def _spec(
         eos_token_ids=read_eos_token_ids(config.path.parent),
         experts=experts,
     )
+
+
+def _exact_positions(config: CheckpointJson, positions: int) -> int:
+    """Return the context in which plain attention is what the model was trained for.
+
+    Dual chunk attention (Qwen2.5-1M) is plain attention inside its first chunk alone.
+    """
+    if not config.has("dual_chunk_attention_config"):
+        return positions
+    chunks = config.object("dual_chunk_attention_config")
+    return min(positions, chunks.integer("chunk_size") - chunks.integer("local_size"))
 
 
 def _refuse_sliding_layers(config: CheckpointJson) -> None:
@@ -407,21 +471,100 @@ def _refuse_sliding_layers(config: CheckpointJson) -> None:
         raise _sliding_window(config)
 
 
+def _refuse_window(
+    config: CheckpointJson, default_positions: int, default_window: int | None = None
+) -> None:
+    """Raise if there is a window that is shorter than the context.
+
+    Args:
+        default_window: the family's if config.json has none; null is none.
+    """
+    window = config.values.get("sliding_window", default_window)
+    if window is None:
+        return
+    positions = config.integer("max_position_embeddings", default_positions)
+    if config.integer("sliding_window", default_window) < positions:
+        raise _sliding_window(config)
+
+
 def _sliding_window(config: CheckpointJson) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{config.path}: sliding-window attention is not supported "
-        "(set sliding_window to null to attend to the whole context instead)"
+        "(model_overrides: {sliding_window: null} attends to the whole context instead)"
     )
 
 
-_READERS: Mapping[str, Callable[[CheckpointJson], ModelSpec]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "MixtralForCausalLM": _mixtral,
-    "GlmForCausalLM": _glm,
-    "Glm4MoeForCausalLM": _glm4_moe,
-    "InternLM2ForCausalLM": _internlm2,
+@dataclass(frozen=True, kw_only=True)
+class ServedArchitecture:
+    """A class of transformers whose checkpoints can be served."""
+
+    read: Callable[[CheckpointJson], ModelSpec]
+    models: str
+    """Well-known checkpoints."""
+    limits: str = ""
+    """What of it is refused, or differs from transformers."""
+
+
+_WINDOWS = "a sliding window shorter than the context is refused"
+_CHUNKS = "with dual chunk attention, the context ends with the first chunk"
+
+ARCHITECTURES: Mapping[str, ServedArchitecture] = {
+    "LlamaForCausalLM": ServedArchitecture(read=_llama, models="Llama 2, 3, 3.1, 3.3"),
+    "MistralForCausalLM": ServedArchitecture(
+        read=_mistral, models="Mistral 7B v0.2 and later, Nemo, Small 2", limits=_WINDOWS
+    ),
+    "Ministral3ForCausalLM": ServedArchitecture(
+        read=_ministral3, models="Ministral 3 (text)", limits=_WINDOWS
+    ),
+    "Mistral3ForConditionalGeneration": ServedArchitecture(
+        read=_mistral3,
+        models="Mistral Small 3.1, 3.2, Ministral 3",
+        limits=f"text only; {_WINDOWS}",
+    ),
+    "MixtralForCausalLM": ServedArchitecture(
+        read=_mixtral, models="Mixtral 8x7B, 8x22B", limits=_WINDOWS
+    ),
+    "Qwen2ForCausalLM": ServedArchitecture(
+        read=_qwen2, models="Qwen2, Qwen2.5, Qwen2.5-1M", limits=f"{_WINDOWS}; {_CHUNKS}"
+    ),
+    "Qwen3ForCausalLM": ServedArchitecture(read=_qwen3, models="Qwen3", limits=_WINDOWS),
+    "Qwen3MoeForCausalLM": ServedArchitecture(
+        read=_qwen3_moe,
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        limits=f"{_WINDOWS}; {_CHUNKS}",
+    ),
+    "GlmForCausalLM": ServedArchitecture(read=_glm, models="GLM-4-9B-Chat, GLM-4-9B-Chat-1M (hf)"),
+    "Glm4ForCausalLM": ServedArchitecture(read=_glm4, models="GLM-4-0414, GLM-Z1"),
+    "Glm4MoeForCausalLM": ServedArchitecture(
+        read=_glm4_moe,
+        models="GLM-4.5, 4.5-Air, 4.6",
+        limits="layers that predict more tokens at once are not used",
+    ),
+    "Phi3ForCausalLM": ServedArchitecture(
+        read=_phi3,
+        models="Phi-3, Phi-3.5-mini, Phi-4-mini, Phi-4",
+        limits=f"{_WINDOWS}; LongRoPE's long factors serve prompts of all lengths, the short ones "
+        "if `max_position_embeddings` is overridden with the original context",
+    ),
+    "InternLM2ForCausalLM": ServedArchitecture(read=_internlm2, models="InternLM2, InternLM2.5-1M"),
 }
+
+_GEMMA = "five of six of its layers have a sliding window"
+_LLAMA4 = "it attends within chunks, and some of its layers know no positions"
+_DELTA = "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV"
+_LATENT = "its KV is latent (MLA)"
+
+REFUSED: Mapping[str, str] = {
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _GEMMA,
+    "GptOssForCausalLM": "half of its layers have a sliding window, and all have attention sinks",
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
+    "Qwen3NextForCausalLM": _DELTA,
+    "Qwen3_5ForCausalLM": _DELTA,
+    "Qwen3_5ForConditionalGeneration": _DELTA,
+    "Qwen3_5MoeForConditionalGeneration": _DELTA,
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+}
+"""Architectures that are often asked for, and why they cannot be served."""

@@ -74,7 +74,7 @@ class RequestParser:
         self.model = settings.model_name
         self.tokenizer = Tokenizer(model_dir)
         self._template: ChatTemplate | None = read_chat_template(model_dir)
-        model_spec: ModelSpec = read_spec(model_dir)
+        model_spec: ModelSpec = read_spec(model_dir, settings.model_overrides)
         self._vocab = model_spec.vocab
         self._warn_of_tokens_without_embedding()
         self.max_positions = min(

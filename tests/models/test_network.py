@@ -23,6 +23,7 @@ BIASED = {
     "qwen3": {"attention_bias": True},
     "glm": {"attention_bias": True},
     "qwen3_moe": {"attention_bias": True},
+    "glm4": {"attention_bias": True},
     "glm4_moe": {"attention_bias": True},
     "internlm2": {"bias": True},
 }
@@ -155,6 +156,34 @@ def test_mixtures_of_experts(
         assert_logits(logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 64}),
+        ("phi3", {"rope_parameters": None}),
+        ("mistral", {"sliding_window": 32_768}),
+        ("glm4", {"partial_rotary_factor": 1.0}),
+    ],
+    ids=str,
+)
+def test_other_settings(
+    checkpoint: Callable[..., Path], family: str, config: dict[str, Any]
+) -> None:
+    model_dir, token_ids = checkpoint(family, **config), random_tokens(TOKENS)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+def test_overrides_are_those_of_transformers(checkpoint: Callable[..., Path]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    rope = {"rope_theta": 10_000.0, **yarn}
+    plain, edited = checkpoint("qwen3_moe"), checkpoint("qwen3_moe", rope_parameters=rope)
+    token_ids = random_tokens(TOKENS)
+    logits = forward(load_network(plain, overrides={"rope_scaling": yarn}), token_ids)
+    assert_logits(logits, reference_logits(edited, token_ids))
+
+
 @pytest.mark.parametrize("family", BIASED)
 def test_biases(checkpoint: Callable[..., Path], family: str) -> None:
     model_dir, token_ids = checkpoint(family, **BIASED[family]), random_tokens(TOKENS)
@@ -210,6 +239,7 @@ def test_head_dim_of_its_own(checkpoint: Callable[..., Path]) -> None:
         ("llama", 4),
         ("glm", 4),
         ("internlm2", 4),
+        ("phi3", 4),
         ("glm4_moe", 4),
     ],
 )

@@ -15,7 +15,15 @@ from tiny_checkpoints import make_checkpoint, random_tokens
 from csps.models.tokenizers.tokenizer import Tokenizer
 
 TOKENS = 12
-LENGTHS = (3, 150, 700)
+LENGTHS = (20, 150, 700)
+"""All beyond the context in which transformers takes LongRoPE's short factors."""
+FAMILIES = [
+    "qwen3_moe",
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("mixtral", "glm4_moe", "glm4", "phi3", "mistral3")
+    ),
+]
 
 
 async def ask(server: Served, prompt: list[int]) -> dict[str, Any]:
@@ -34,7 +42,7 @@ async def ask(server: Served, prompt: list[int]) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("policy", "tp"), [("csps", 2), ("context_parallel", 1)])
 async def test_answers_are_those_of_transformers(
     tmp_path: Path, family: str, policy: str, tp: int
@@ -61,3 +69,19 @@ async def test_answers_are_those_of_transformers(
         answer = await ask(server, longer)
         check(answer, longer)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+
+
+async def test_overrides_reach_the_ranks_and_the_limits(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_theta": 10_000.0, **yarn}
+    edited = make_checkpoint(
+        tmp_path / "edited", "qwen3", rope_parameters=rope, max_position_embeddings=64
+    )
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", max_position_embeddings=64)
+    prompt = random_tokens(200)
+    async with served(plain, overrides={"rope_parameters": yarn}) as server:
+        answer = await ask(server, prompt)
+        text = Tokenizer(edited).decode(greedy_tokens(edited, prompt, TOKENS))
+        assert answer["choices"][0]["text"] == text
+        card = (await server.client.get("/v1/models")).json()["data"][0]
+        assert card["max_model_len"] == 256

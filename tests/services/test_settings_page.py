@@ -25,7 +25,7 @@ def defaults(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def shown(value: Any) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
