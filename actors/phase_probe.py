@@ -1,10 +1,11 @@
 """Measure the phases of a layer on one rank: `python -m csps.actors.phase_probe MODEL DTYPE DEVICE
-THREADS TP SIZES ROUNDS`.
+THREADS TP SIZES ROUNDS OVERRIDES`.
 
 The probe calls what strategies call, with the weights and heads of the first of TP ranks. Sums over
-ranks are exchanges and are not measured. SIZES are tokens, separated by commas. The probe prints a
-JSON list of [phase, tokens, keys, bytes, seconds] with the least time of the rounds, because other
-work only makes a phase longer.
+ranks are exchanges and are not measured. SIZES are tokens, separated by commas. OVERRIDES is a JSON
+object of values that replace those of config.json. The probe prints a JSON list of [phase, tokens,
+keys, bytes, seconds] with the least time of the rounds, because other work only makes a phase
+longer.
 
 Shape suffixes: t tokens, k keys, h query heads, g KV heads, d head dim.
 """
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def measured(arguments: Sequence[str]) -> list[PhaseTime]:
     """Return what `main` prints."""
-    model, dtype, device, threads, tp, sizes, rounds = arguments
+    model, dtype, device, threads, tp, sizes, rounds, overrides = arguments
     torch.set_num_threads(int(threads))
-    with open_checkpoint(Path(model)) as checkpoint, torch.inference_mode():
+    with open_checkpoint(Path(model), json.loads(overrides)) as checkpoint, torch.inference_mode():
         network = read_network(
             checkpoint,
             tp_rank=0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,6 +86,7 @@ class GangPlan:
     """A gang to be started."""
 
     model_dir: str
+    model_overrides: Mapping[str, Any] = field(default_factory=dict)
     role: Role
     instances: int
     tp: int = 1
@@ -100,6 +101,7 @@ class GangPlan:
         """Return arguments of the rank's `RankConfig`."""
         return {
             "model_dir": self.model_dir,
+            "model_overrides": self.model_overrides,
             "role": self.role,
             "rank": rank,
             "world_size": self.instances * self.tp,

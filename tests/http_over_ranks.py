@@ -81,25 +81,35 @@ async def served(
     options: dict[str, Any] | None = None,
     configure: Configure | None = None,
     reuse: bool = False,
+    overrides: dict[str, Any] | None = None,
     keys: Sequence[str] = (),
 ) -> AsyncIterator[Served]:
     """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
     configurator all attention is exact.
     """
     async with AsyncExitStack() as stack:
-        plan = partial(PlacedGang, model_dir=str(model_dir), instances=2, kv_slots=kv_slots)
+        plan = partial(
+            PlacedGang,
+            model_dir=str(model_dir),
+            model_overrides=overrides or {},
+            instances=2,
+            kv_slots=kv_slots,
+        )
         prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)
         prefill, decode = ThreadGang(prefill_plan), ThreadGang(plan(role="decode"))
         await stack.enter_async_context(started(prefill, decode))
         settings = Settings(
             model=str(model_dir),
+            model_overrides=overrides or {},
             served_model_name="tiny",
             kv_reuse=KvReuseSettings(enabled=reuse),
         )
         costs = CostTableService(CostTable(latencies=Unmeasured()), configure or _silent)
         metrics = Metrics("tiny")
         scheduler = Scheduler(
-            make_policy(policy, options or OPTIONS), costs.costs, reuse=make_reuse(settings)
+            make_policy(policy, OPTIONS if options is None else options),
+            costs.costs,
+            reuse=make_reuse(settings),
         )
         service = await stack.enter_async_context(
             _service(prefill, decode, scheduler, costs, settings, metrics)

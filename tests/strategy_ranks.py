@@ -358,6 +358,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mha": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
     "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "experts": {"family": "glm4_moe", "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 Gangs = Callable[[str, int, int], StrategyRanks]

@@ -15,9 +15,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "internlm2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "mistral3",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "phi3",
+    "internlm2",
+)
 
 BOS, EOS = "<s>", "</s>"
 SPECIAL_TOKENS = (BOS, EOS, "<|im_start|>", "<|im_end|>")
@@ -30,8 +50,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-_AUTO: Any = AutoModelForCausalLM  # its methods are untyped
 
 _REFERENCE = "reference"
 """Subfolder with the same weights for transformers, for families that it lacks."""
@@ -49,7 +67,56 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": None,
 }
-_PECULIARITIES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ORIGINAL_POSITIONS = 16
+"""Context after which LongRoPE takes other frequencies, and Ministral's queries grow."""
+_PECULIARITIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL_POSITIONS,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "phi3": {
+        "original_max_position_embeddings": ORIGINAL_POSITIONS,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 16.0],
+        },
+    },
+    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+}
+
+
+_WRAPPED = {"mistral3": "ministral3"}
+"""Models with a part that sees, and the family of the part that reads."""
+_VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
 
 
 def make_checkpoint(
@@ -74,8 +141,13 @@ def reference_model(model_dir: Path) -> PreTrainedModel:
     """Return transformers' own model of a checkpoint, in fp32; reading it takes longest."""
     reference = model_dir / _REFERENCE
     path = reference if reference.exists() else model_dir
-    model: PreTrainedModel = _AUTO.from_pretrained(path, dtype=torch.float32).eval()
+    model: PreTrainedModel = _auto(path).from_pretrained(path, dtype=torch.float32).eval()
     return model
+
+
+def _auto(model_dir: Path) -> Any:
+    config = json.loads((model_dir / "config.json").read_text())
+    return AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
 
 
 def reference_logits(model_dir: Path, token_ids: list[int]) -> Tensor:
@@ -143,17 +215,29 @@ def make_tokenizer(model_dir: Path) -> PreTrainedTokenizerFast:
 
 
 def _random_model(family: str, seed: int, config: dict[str, Any]) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM  # its methods are untyped
     settings = {**_SHAPE, **_PECULIARITIES.get(family, {}), **config}
-    model: PreTrainedModel = _AUTO.from_config(AutoConfig.for_model(family, **settings))
+    if family in _WRAPPED:
+        auto, inner = AutoModelForImageTextToText, _WRAPPED[family]
+        tied = {"tie_word_embeddings": config.pop("tie_word_embeddings", False)}
+        text = {"model_type": inner, **_SHAPE, **_PECULIARITIES[inner], **config, **tied}
+        settings = {"text_config": text, "vision_config": _VISION, **tied}
+    model: PreTrainedModel = auto.from_config(AutoConfig.for_model(family, **settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *_stored_buffers(model)]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.copy_(0.2 * noise + (1.0 if "norm" in name else 0.0))
     return model
+
+
+def _stored_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint contains: the corrections of experts' scores."""
+    stored = model.state_dict()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
 
 
 def _make_internlm2(model_dir: Path, seed: int, config: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from csps.protocols.gang.messages import Role
 
@@ -12,6 +14,8 @@ class RankConfig:
     """Configuration of one rank; the gang's ranks differ in `rank` and `location` alone."""
 
     model_dir: str
+    model_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values that replace those of the checkpoint's config.json."""
     role: Role
     rank: int
     world_size: int

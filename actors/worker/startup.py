@@ -16,7 +16,7 @@ from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.worker.rank_config import RankConfig
 from csps.kernels.attention import prepare_attention
-from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from csps.models.checkpoints.checkpoint import Checkpoint, config_bytes, open_checkpoint
 from csps.models.checkpoints.loading import read_network, weights_checksum
 from csps.protocols.sequencer.log_connection import LogListener, join_log
 from csps.protocols.sequencer.sequencer import Sequencer
@@ -30,7 +30,7 @@ _WORD_BITS = 16
 def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tuple[Engine, str]:
     """Return the engine of a rank and the fingerprint of its weights (`model_fingerprint`)."""
     dtype = getattr(torch, config.dtype)
-    with open_checkpoint(Path(config.model_dir)) as checkpoint:
+    with open_checkpoint(Path(config.model_dir), config.model_overrides) as checkpoint:
         network = read_network(
             checkpoint,
             tp_rank=instance.rank,
@@ -87,7 +87,7 @@ def model_fingerprint(
     """
     own = weights_checksum(checkpoint, part=instance.rank, parts=instance.size, threads=threads)
     weights = _sum_over(instance, own, device)
-    config = (checkpoint.model_dir / "config.json").read_bytes()
+    config = config_bytes(checkpoint.model_dir, checkpoint.overrides)
     digest = hashlib.blake2b(config, digest_size=8)
     digest.update(f"{dtype} {weights}".encode())
     return digest.hexdigest()

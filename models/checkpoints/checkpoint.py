@@ -6,6 +6,7 @@ Pickled checkpoints (`*.bin`, `*.pt`) are not read: unpickling runs whatever the
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,17 @@ SAMPLES = 16
 SAMPLE_BYTES = 65_536
 
 
-def weights_digest(model_dir: Path) -> str:
+def config_bytes(model_dir: Path, overrides: Mapping[str, Any] | None) -> bytes:
+    """Return what identifies a configuration: config.json, and the values that replace its own.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    added = json.dumps(overrides, sort_keys=True).encode() if overrides else b""
+    return (model_dir / "config.json").read_bytes() + added
+
+
+def weights_digest(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> str:
     """Return the digest of a checkpoint's configuration and weights, hexadecimal.
 
     Of each weight file it covers the name, the size, and 64 KiB at 16 places from the header, which
@@ -50,13 +61,14 @@ def weights_digest(model_dir: Path) -> str:
 
     Args:
         model_dir: a directory with `config.json` and `*.safetensors`.
+        overrides: values that replace those of config.json.
 
     Raises:
         OSError: a file cannot be read.
     """
     # Training changes every tensor, so samples differ between two checkpoints of one architecture.
     # Reading all of a hundred gigabytes would delay every start by minutes.
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    digest = hashlib.sha256(config_bytes(model_dir, overrides))
     for path in sorted(model_dir.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"\0{path.name}\0{size}\0".encode())
@@ -75,6 +87,8 @@ class Checkpoint:
     """The open weight files of a model directory."""
 
     model_dir: Path
+    overrides: Mapping[str, Any]
+    """Values that replace those of config.json."""
     files: Mapping[str, Any]
     """Tensor name to the open file that holds it."""
 
@@ -87,7 +101,9 @@ class Checkpoint:
         """
         width = () if place[0].columns is None else (len(place[0].columns),)
         stacked = torch.empty(
-            (sum(len(block.rows) for block in place), *width), dtype=dtype, device=device
+            (sum(len(block.rows) for block in place), *width),
+            dtype=torch.float32 if place[0].full_precision else dtype,
+            device=device,
         )
         start = 0
         for block in place:
@@ -147,8 +163,13 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(
+    model_dir: Path, overrides: Mapping[str, Any] | None = None
+) -> Iterator[Checkpoint]:
     """Open the weights of a model directory, one file or many.
+
+    Args:
+        overrides: values that replace those of config.json (`OVERRIDABLE`).
 
     Raises:
         CheckpointError: there are none, or a file is damaged.
@@ -158,7 +179,7 @@ def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
         for path in _weight_files(model_dir):
             opened = stack.enter_context(_open(path))
             files.update(dict.fromkeys(opened.keys(), opened))
-        yield Checkpoint(model_dir=model_dir, files=files)
+        yield Checkpoint(model_dir=model_dir, overrides=overrides or {}, files=files)
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -1,8 +1,9 @@
 """List where each model family keeps its tensors in a checkpoint.
 
-Llama, Mistral, Qwen2 and Qwen3 share one layout. GLM-4 (`GlmForCausalLM`) differs from it only in
-the MLP, whose gates and ups lie in one tensor. InternLM2 has names of its own and one tensor
-`wqkv`, grouped by KV head: the query heads that share it, then its key, then its value.
+Llama, Mistral, Qwen2 and Qwen3 share one layout. GLM-4 differs from it only in the MLP, whose gates
+and ups lie in one tensor, Phi-3 also in queries, keys and values, which lie in another; mixtures of
+experts only in that a layer has many MLPs and an expert router. InternLM2 has names of its own and
+one tensor `wqkv`, grouped by KV head: the query heads that share it, then its key, then its value.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from csps.models.network.parameters import (
+    ExpertParameters,
     LayerParameters,
     ModelParameters,
     Place,
     columns,
+    full_precision,
     rows,
     whole,
 )
@@ -34,6 +37,7 @@ def llama_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerPara
     """Return the places of one layer's parameters."""
     prefix = f"model.layers.{layer}."
     attention, mlp, hidden = prefix + "self_attn.", prefix + "mlp.", spec.hidden
+    gate_up, down = _mlp(mlp, hidden, spec.intermediate, shard.intermediate)
     query_dims = head_dims(shard.query_heads, spec.head_dim)
     return LayerParameters(
         input_norm=whole(prefix + "input_layernorm.weight", hidden),
@@ -46,9 +50,9 @@ def llama_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerPara
         ),
         output_bias=whole(attention + "o_proj.bias", hidden) if spec.output_bias else None,
         mlp_norm=whole(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=_gate_up(spec, shard, mlp, "weight", (hidden,)),
-        gate_up_bias=_gate_up(spec, shard, mlp, "bias", ()) if spec.mlp_bias else None,
-        down=columns(mlp + "down_proj.weight", (hidden, spec.intermediate), shard.intermediate),
+        gate_up=gate_up,
+        gate_up_bias=_gate_up_bias(spec, shard, mlp) if spec.mlp_bias else None,
+        down=down,
         down_bias=whole(mlp + "down_proj.bias", hidden) if spec.mlp_bias else None,
     )
 
@@ -76,13 +80,85 @@ def _head_norm(spec: ModelSpec, tensor: str) -> Place | None:
     return whole(tensor, spec.head_dim) if spec.qk_norm else None
 
 
-def _gate_up(
-    spec: ModelSpec, shard: TpShard, prefix: str, kind: str, inputs: tuple[int, ...]
-) -> Place:
-    shape = (spec.intermediate, *inputs)
+def _gate_up_bias(spec: ModelSpec, shard: TpShard, mlp: str) -> Place:
+    shape, wanted = (spec.intermediate,), shard.intermediate
     return (
-        *rows(f"{prefix}gate_proj.{kind}", shape, shard.intermediate),
-        *rows(f"{prefix}up_proj.{kind}", shape, shard.intermediate),
+        *rows(mlp + "gate_proj.bias", shape, wanted),
+        *rows(mlp + "up_proj.bias", shape, wanted),
+    )
+
+
+_MLP_NAMES = "gate_proj", "up_proj", "down_proj"
+_NUMBERED_NAMES = "w1", "w3", "w2"
+
+
+def _mlp(
+    prefix: str,
+    hidden: int,
+    width: int,
+    wanted: range,
+    names: tuple[str, str, str] = _MLP_NAMES,
+) -> tuple[Place, Place]:
+    """Return the places of an MLP's gates and ups, and of its output.
+
+    Args:
+        wanted: the columns of its width that a rank owns.
+        names: of gate, up and output.
+    """
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    shape = (width, hidden)
+    gate_up = (*rows(gate, shape, wanted), *rows(up, shape, wanted))
+    return gate_up, columns(down, (hidden, width), wanted)
+
+
+_EXPERT_NAMES = {
+    "qwen3_moe": ("mlp.", _MLP_NAMES),
+    "mixtral": ("block_sparse_moe.", _NUMBERED_NAMES),
+    "glm4_moe": ("mlp.", _MLP_NAMES),
+}
+"""Folder of a layer's experts and router, and names of an expert's matrices, by family."""
+
+
+def expert_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter of a mixture of experts that a rank needs."""
+    layers = tuple(
+        _expert_layer_places(spec, shard, layer)
+        if spec.experts_of(layer)
+        else llama_layer_places(spec, shard, layer)
+        for layer in range(spec.layers)
+    )
+    return replace(llama_places(spec, shard), layers=layers)
+
+
+def _expert_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    experts, hidden = spec.experts, spec.hidden
+    assert experts is not None, f"{spec.family} has no experts"
+    folder, names = _EXPERT_NAMES[spec.family]
+    prefix = f"model.layers.{layer}.{folder}"
+    mlps = [
+        _mlp(
+            f"{prefix}experts.{expert}.",
+            hidden,
+            experts.intermediate,
+            shard.expert_intermediate,
+            names,
+        )
+        for expert in range(experts.count)
+    ]
+    gate_up, down = None, None
+    if width := experts.shared_intermediate:
+        gate_up, down = _mlp(f"{prefix}shared_experts.", hidden, width, shard.shared_intermediate)
+    bias = whole(prefix + "gate.e_score_correction_bias", experts.count) if experts.bias else None
+    return replace(
+        llama_layer_places(spec, shard, layer),
+        gate_up=gate_up,
+        down=down,
+        experts=ExpertParameters(
+            router=full_precision(whole(prefix + "gate.weight", experts.count, hidden)),
+            router_bias=None if bias is None else full_precision(bias),
+            gate_up=tuple(block for gate_up, _ in mlps for block in gate_up),
+            down=tuple(block for _, down in mlps for block in down),
+        ),
     )
 
 
@@ -93,11 +169,50 @@ def glm_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
 
 
 def _glm_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
-    tensor, width = f"model.layers.{layer}.mlp.gate_up_proj.weight", spec.intermediate
+    prefix, hidden = f"model.layers.{layer}.", spec.hidden
+    places = replace(
+        llama_layer_places(spec, shard, layer), gate_up=_fused_gate_up(spec, shard, prefix)
+    )
+    if not spec.post_norms:
+        return places
+    return replace(
+        places,
+        attention_post_norm=whole(prefix + "post_self_attn_layernorm.weight", hidden),
+        mlp_post_norm=whole(prefix + "post_mlp_layernorm.weight", hidden),
+    )
+
+
+def _fused_gate_up(spec: ModelSpec, shard: TpShard, prefix: str) -> Place:
+    """Return the places of gates and ups that lie in one tensor."""
+    tensor, width = prefix + "mlp.gate_up_proj.weight", spec.intermediate
     shape, gates = (2 * width, spec.hidden), shard.intermediate
     ups = range(width + gates.start, width + gates.stop)
-    gate_up = (*rows(tensor, shape, gates), *rows(tensor, shape, ups))
-    return replace(llama_layer_places(spec, shard, layer), gate_up=gate_up)
+    return (*rows(tensor, shape, gates), *rows(tensor, shape, ups))
+
+
+def phi3_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter that a rank with this shard needs."""
+    layers = tuple(_phi3_layer_places(spec, shard, layer) for layer in range(spec.layers))
+    return replace(llama_places(spec, shard), layers=layers)
+
+
+def _phi3_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    prefix, dim = f"model.layers.{layer}.", spec.head_dim
+    shape = ((spec.heads + 2 * spec.kv_heads) * dim, spec.hidden)
+    heads = (
+        shard.query_heads,
+        range(spec.heads + shard.kv_heads.start, spec.heads + shard.kv_heads.stop),
+        range(
+            spec.heads + spec.kv_heads + shard.kv_heads.start,
+            spec.heads + spec.kv_heads + shard.kv_heads.stop,
+        ),
+    )
+    qkv = prefix + "self_attn.qkv_proj.weight"
+    return replace(
+        llama_layer_places(spec, shard, layer),
+        qkv=tuple(block for part in heads for block in rows(qkv, shape, head_dims(part, dim))),
+        gate_up=_fused_gate_up(spec, shard, prefix),
+    )
 
 
 def internlm2_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
@@ -113,6 +228,7 @@ def internlm2_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
 def _internlm2_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
     prefix, hidden, width = f"model.layers.{layer}.", spec.hidden, spec.intermediate
     attention, mlp = prefix + "attention.", prefix + "feed_forward."
+    gate_up, down = _mlp(mlp, hidden, width, shard.intermediate, _NUMBERED_NAMES)
     query_dims = head_dims(shard.query_heads, spec.head_dim)
     return LayerParameters(
         input_norm=whole(prefix + "attention_norm.weight", hidden),
@@ -123,11 +239,8 @@ def _internlm2_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> Laye
         output=columns(attention + "wo.weight", (hidden, spec.heads * spec.head_dim), query_dims),
         output_bias=whole(attention + "wo.bias", hidden) if spec.output_bias else None,
         mlp_norm=whole(prefix + "ffn_norm.weight", hidden),
-        gate_up=(
-            *rows(mlp + "w1.weight", (width, hidden), shard.intermediate),
-            *rows(mlp + "w3.weight", (width, hidden), shard.intermediate),
-        ),
-        down=columns(mlp + "w2.weight", (hidden, width), shard.intermediate),
+        gate_up=gate_up,
+        down=down,
     )
 
 

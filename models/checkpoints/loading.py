@@ -2,29 +2,65 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from csps.models.checkpoints.families import glm_places, internlm2_places, llama_places
+from csps.models.checkpoints.families import (
+    expert_places,
+    glm_places,
+    internlm2_places,
+    llama_places,
+    phi3_places,
+)
 from csps.models.network.network import AllReduce, Network
-from csps.models.network.parameters import ModelParameters, Place
+from csps.models.network.parameters import ModelParameters, Place, TensorBlock
 from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
 
 _PLACES: Mapping[str, Callable[[ModelSpec, TpShard], ModelParameters[Place]]] = {
     "llama": llama_places,
     "mistral": llama_places,
+    "ministral3": llama_places,
     "qwen2": llama_places,
     "qwen3": llama_places,
+    "qwen3_moe": expert_places,
+    "mixtral": expert_places,
+    "glm4_moe": expert_places,
     "glm": glm_places,
+    "phi3": phi3_places,
     "internlm2": internlm2_places,
 }
+
+
+_WRAPPED_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+_NEW_WRAPPED_NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
+"""Beginnings of names where a larger model wraps this one, in old files and in new ones."""
+
+
+def _places(checkpoint: Checkpoint, spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter that a rank needs, by the names that the files use."""
+    if not spec.wrapped:
+        return _PLACES[spec.family](spec, shard)
+    old = any(name.startswith("language_model.") for name in checkpoint.files)
+    names = _WRAPPED_NAMES if old else _NEW_WRAPPED_NAMES
+
+    def renamed(block: TensorBlock) -> TensorBlock:
+        begin = next(begin for begin in names if block.tensor.startswith(begin))
+        return replace(block, tensor=names[begin] + block.tensor.removeprefix(begin))
+
+    # config.json of a wrapped model says too little about the head.
+    tied = spec.tie_embeddings and f"{names['lm_head.']}weight" not in checkpoint.files
+    places = _PLACES[spec.family](replace(spec, tie_embeddings=tied), shard)
+    return places.map(lambda place: tuple(map(renamed, place)))
 
 
 def load_network(
     model_dir: Path,
     *,
+    overrides: Mapping[str, Any] | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -35,6 +71,7 @@ def load_network(
 
     Args:
         model_dir: holds config.json and safetensors.
+        overrides: values that replace those of config.json (`OVERRIDABLE`).
         dtype: the type of the weights in memory; each is converted as it is read.
         all_reduce: sums a tensor over the tensor-parallel group, in place or not, and returns the
             sum; needed when `tp_size` > 1. A callable keeps collectives out of this package.
@@ -44,7 +81,7 @@ def load_network(
         MissingTensorError: a tensor that the architecture needs is not there.
         CheckpointError: anything else that is wrong with the directory.
     """
-    with open_checkpoint(model_dir) as checkpoint:
+    with open_checkpoint(model_dir, overrides) as checkpoint:
         return read_network(
             checkpoint,
             tp_rank=tp_rank,
@@ -69,9 +106,9 @@ def read_network(
         raise ValueError(
             f"read_network: tp_size {tp_size} needs an all_reduce; only tp_size 1 does without"
         )
-    spec = read_spec(checkpoint.model_dir)
+    spec = read_spec(checkpoint.model_dir, checkpoint.overrides)
     shard = tp_shard_of(spec, tp_rank, tp_size)
-    parameters = _PLACES[spec.family](spec, shard).map(
+    parameters = _places(checkpoint, spec, shard).map(
         lambda place: checkpoint.read(place, dtype, device)
     )
     return Network.of(spec, shard, parameters, all_reduce if tp_size > 1 else None)
@@ -85,15 +122,17 @@ def weights_checksum(
     The ranks of an instance divide the work: the sum of all parts, modulo 2**63, is the checksum of
     the whole.
     """
-    spec = read_spec(checkpoint.model_dir)
+    spec = read_spec(checkpoint.model_dir, checkpoint.overrides)
     # Whole stored tensors: the sum must not depend on the tensor parallelism of the network.
-    places = _PLACES[spec.family](spec, tp_shard_of(spec, 0, 1))
+    places = _places(checkpoint, spec, tp_shard_of(spec, 0, 1))
     names = sorted({block.tensor for place in places for block in place})[part::parts]
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(checkpoint.checksum, names)) % 2**63
 
 
-def count_parameters(model_dir: Path, *, tp_size: int = 1) -> int:
+def count_parameters(
+    model_dir: Path, overrides: Mapping[str, Any] | None = None, *, tp_size: int = 1
+) -> int:
     """Count the parameters that the first of `tp_size` ranks would load; read no weight.
 
     Every tensor is looked up in the headers of the weight files. Whatever `load_network` would
@@ -103,7 +142,7 @@ def count_parameters(model_dir: Path, *, tp_size: int = 1) -> int:
         CheckpointError: as `load_network`.
         ValueError: the model cannot be split over `tp_size` ranks.
     """
-    spec = read_spec(model_dir)
-    places = _PLACES[spec.family](spec, tp_shard_of(spec, 0, tp_size))
-    with open_checkpoint(model_dir) as checkpoint:
-        return sum(map(checkpoint.count, places))
+    spec = read_spec(model_dir, overrides)
+    shard = tp_shard_of(spec, 0, tp_size)
+    with open_checkpoint(model_dir, overrides) as checkpoint:
+        return sum(map(checkpoint.count, _places(checkpoint, spec, shard)))

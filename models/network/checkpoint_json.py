@@ -12,7 +12,8 @@ Every error names the file and the key.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class CheckpointJson:
     transformers."""
 
     path: Path
-    values: dict[str, Any]
+    values: Mapping[str, Any]
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._require(key, default)
@@ -74,13 +75,28 @@ class CheckpointJson:
             raise self._wrong(key, "a list of strings")
         return tuple(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers; empty if the key is absent."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in found):
+            raise self._wrong(key, "a list of numbers")
+        return tuple(map(float, found))
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Return one token id or a list of them as a tuple; empty if the key is absent."""
+        return self._integers(key, "a token id or a list of them")
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return one integer or a list of them as a tuple; empty if the key is absent."""
+        return self._integers(key, "an integer or a list of them")
+
+    def _integers(self, key: str, expected: str) -> tuple[int, ...]:
         value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self._wrong(key, "a token id or a list of them")
-        return tuple(ids)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+            raise self._wrong(key, expected)
+        return tuple(found)
 
     def object(self, key: str) -> CheckpointJson:
         """Return a nested object; empty if the key is absent."""
@@ -102,6 +118,54 @@ class CheckpointJson:
 
     def _wrong(self, key: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key} must be {expected}, not {self.values[key]!r}")
+
+
+OVERRIDABLE = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""Keys of config.json that can be replaced: those that decide what positions mean."""
+_ROPE = ("rope_parameters", "rope_scaling")
+"""The same object in new files and in old ones."""
+
+
+def overridden(config: CheckpointJson, overrides: Mapping[str, Any]) -> CheckpointJson:
+    """Return a configuration with some values replaced, those of its text part if it has one.
+
+    Objects are replaced as a whole, but RoPE parameters keep the base of their frequencies and the
+    fraction of rotated dims unless they are given.
+
+    Raises:
+        CheckpointError: a key that is not among `OVERRIDABLE`, or both names of RoPE parameters.
+    """
+    if unknown := sorted(set(overrides) - set(OVERRIDABLE)):
+        raise CheckpointError(
+            f"{', '.join(unknown)} cannot be overridden; possible: {', '.join(OVERRIDABLE)}"
+        )
+    if config.has("text_config"):
+        text = overridden(config.object("text_config"), overrides)
+        return replace(config, values={**config.values, "text_config": text.values})
+    values = {**config.values, **overrides}
+    given = [key for key in _ROPE if key in overrides]
+    if len(given) > 1:
+        raise CheckpointError("rope_parameters and rope_scaling are one: override one of them")
+    for key in given:
+        kept: dict[str, Any] = {}
+        for name in _ROPE:
+            kept |= config.object(name).values
+            values.pop(name, None)
+        kept = {
+            name: kept[name] for name in ("rope_theta", "partial_rotary_factor") if name in kept
+        }
+        new = replace(config, values=overrides).object(key)
+        values["rope_parameters"] = {**kept, **new.values}
+    return replace(config, values=values)
 
 
 def read_json(path: Path) -> CheckpointJson:
@@ -129,6 +193,8 @@ def read_json_if_present(path: Path) -> CheckpointJson:
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """Return the tokens that end an answer: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
-        if token_ids := read_json_if_present(model_dir / name).token_ids("eos_token_id"):
-            return token_ids
+        config = read_json_if_present(model_dir / name)
+        for part in (config, config.object("text_config")):
+            if token_ids := part.token_ids("eos_token_id"):
+                return token_ids
     return ()

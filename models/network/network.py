@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csps.models.network.parameters import LayerParameters, ModelParameters
+from csps.models.network.experts import add_experts, route, row_products, summable
+from csps.models.network.parameters import ExpertParameters, LayerParameters, ModelParameters
 from csps.models.network.rope import Rotary, rotary_at, rotate
 from csps.models.network.spec import ModelSpec, TpShard
 
@@ -31,6 +32,8 @@ CPU_BLOCK_TOKENS = 1024
 """Fastest of 256 to 8192 for the MLP on one core, by 20 % over no blocks."""
 GPU_BLOCK_TOKENS = 16_384
 """Large, because a GPU wants large products; the block only bounds memory."""
+EXPERT_BLOCK_TOKENS = 8192
+"""Larger than on a CPU otherwise: every block reads the weights of all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class Layer:
             fused_thd = self._project(x_td[block]).view(-1, heads + 2 * kv_heads, head_dim)
             query_thd, key_thd, value_thd = torch.split(fused_thd, [heads, kv_heads, kv_heads], 1)
             rotate(self._head_norm(query_thd, self.weights.query_norm), rotary[block], q_thd[block])
+            if rotary.query_scale_t11 is not None:
+                q_thd[block].mul_(rotary.query_scale_t11[block])
             rotate(self._head_norm(key_thd, self.weights.key_norm), rotary[block], k_thd[block])
             v_thd[block] = value_thd
         return q_thd, k_thd, v_thd
@@ -76,9 +81,10 @@ class Layer:
             attention_thd: attention of this rank's query heads, in any floating dtype.
         """
         attended = attention_thd.flatten(1).to(x_td.dtype)
-        out_td = torch.empty_like(x_td)
-        self._add_product(x_td, attended, self.weights.output, out_td)
-        return self._reduced(x_td, out_td, self.weights.output_bias)
+        weights, out_td = self.weights, torch.empty_like(x_td)
+        with_residual = self._with_residual(weights.attention_post_norm)
+        self._add_product(x_td if with_residual else None, attended, weights.output, out_td)
+        return self._reduced(x_td, out_td, weights.output_bias, weights.attention_post_norm)
 
     def keys_and_values(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Compute `qkv` without queries, for rows whose attention is computed elsewhere."""
@@ -118,19 +124,39 @@ class Layer:
         return F.linear(attention_thd.flatten(1).to(self.weights.output.dtype), self.weights.output)
 
     def add_output(self, x_td: Tensor, sum_td: Tensor) -> Tensor:
-        """Add residual and bias to the sum of all heads' `output_part`."""
-        out_td, bias_d = x_td + sum_td, self.weights.output_bias
-        return out_td if bias_d is None else out_td.add_(bias_d)
+        """Add bias and residual to the sum of all heads' `output_part`, which is overwritten."""
+        bias_d, post_norm_d = self.weights.output_bias, self.weights.attention_post_norm
+        return x_td + self._biased_and_normed(sum_td, bias_d, post_norm_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
-        """Compute norm, SwiGLU MLP and residual; sum over the TP group."""
+        """Compute norm, SwiGLU MLP or experts, and residual; sum over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
-        for block in _blocks(x_td):
+        with_residual = self._with_residual(weights.mlp_post_norm)
+        for block in _blocks(x_td, EXPERT_BLOCK_TOKENS if weights.experts else None):
             normed_td = rms_norm(x_td[block], weights.mlp_norm, self.spec.rms_eps)
-            gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-            activated = F.silu(gate, inplace=True).mul_(up)
-            self._add_product(x_td[block], activated, weights.down, out_td[block])
-        return self._reduced(x_td, out_td, weights.down_bias)
+            self._add_mlp(x_td[block] if with_residual else None, normed_td, out_td[block])
+            if weights.experts is not None:
+                self._add_experts(normed_td, weights.experts, out_td[block])
+        return self._reduced(x_td, out_td, weights.down_bias, weights.mlp_post_norm)
+
+    def _add_mlp(self, residual_td: Tensor | None, normed_td: Tensor, out_td: Tensor) -> None:
+        """Write this rank's part of the MLP that all tokens pass, as `_add_product`."""
+        weights = self.weights
+        if weights.gate_up is None or weights.down is None:
+            out_td.zero_() if residual_td is None else out_td.copy_(residual_td)
+            return
+        gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        activated = F.silu(gate, inplace=True).mul_(up)
+        self._add_product(residual_td, activated, weights.down, out_td)
+
+    def _add_experts(
+        self, normed_td: Tensor, experts: ExpertParameters[Tensor], out_td: Tensor
+    ) -> None:
+        """Add this rank's part of the experts."""
+        assert self.spec.experts is not None, "experts without a spec"
+        logits_te = row_products(normed_td, experts.router)
+        routing = route(logits_te, experts.router_bias, self.spec.experts)
+        add_experts(out_td, normed_td, routing, experts)
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Return these heads' rows of the fused weight, or entries of its bias."""
@@ -148,19 +174,38 @@ class Layer:
     def _head_norm(self, x_thd: Tensor, weight_d: Tensor | None) -> Tensor:
         return x_thd if weight_d is None else rms_norm(x_thd, weight_d, self.spec.rms_eps)
 
-    def _add_product(self, x_td: Tensor, inputs: Tensor, weight: Tensor, out_td: Tensor) -> None:
-        """Write this rank's part of a row-parallel product; without TP, with the residual added."""
-        if self.all_reduce is None:
-            # One call for product and residual saves a pass over memory.
-            torch.addmm(x_td, inputs, weight.T, out=out_td)
-        else:
-            torch.mm(inputs, weight.T, out=out_td)
+    def _with_residual(self, post_norm_d: Tensor | None) -> bool:
+        """Return whether the residual can be added before `_reduced`."""
+        return self.all_reduce is None and post_norm_d is None
 
-    def _reduced(self, x_td: Tensor, out_td: Tensor, bias_d: Tensor | None) -> Tensor:
-        """Sum the parts of the group, then add residual and bias once."""
+    def _add_product(
+        self, residual_td: Tensor | None, inputs: Tensor, weight: Tensor, out_td: Tensor
+    ) -> None:
+        """Write this rank's part of a row-parallel product, with the residual if there is one."""
+        if residual_td is None:
+            torch.mm(inputs, weight.T, out=out_td)
+        else:
+            # One call for product and residual saves a pass over memory.
+            torch.addmm(residual_td, inputs, weight.T, out=out_td)
+
+    def _reduced(
+        self, x_td: Tensor, out_td: Tensor, bias_d: Tensor | None, post_norm_d: Tensor | None
+    ) -> Tensor:
+        """Sum the parts of the group, then add bias and residual once, with the norm between."""
         if self.all_reduce is not None:
-            out_td = self.all_reduce(out_td).add_(x_td)
-        return out_td if bias_d is None else out_td.add_(bias_d)
+            out_td = self.all_reduce(out_td)
+        out_td = self._biased_and_normed(out_td, bias_d, post_norm_d)
+        return out_td if self._with_residual(post_norm_d) else out_td.add_(x_td)
+
+    def _biased_and_normed(
+        self, sum_td: Tensor, bias_d: Tensor | None, post_norm_d: Tensor | None
+    ) -> Tensor:
+        """Add the bias to the sum of all ranks and normalize it, in place or not."""
+        if bias_d is not None:
+            sum_td.add_(bias_d)
+        if post_norm_d is None:
+            return sum_td
+        return rms_norm(sum_td, post_norm_d, self.spec.rms_eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +231,12 @@ class Network:
         return cls(
             spec=spec,
             layers=tuple(
-                Layer(spec=spec, shard=shard, weights=weights, all_reduce=all_reduce)
+                Layer(
+                    spec=spec,
+                    shard=shard,
+                    weights=_with_summable_router(weights),
+                    all_reduce=all_reduce,
+                )
                 for weights in parameters.layers
             ),
             embedding_vd=parameters.embedding,
@@ -208,6 +258,12 @@ class Network:
         return F.linear(normed_td, self.head_vd).float()
 
 
+def _with_summable_router(weights: LayerParameters[Tensor]) -> LayerParameters[Tensor]:
+    if (experts := weights.experts) is None:
+        return weights
+    return replace(weights, experts=replace(experts, router=summable(experts.router)))
+
+
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """Apply a root-mean-square norm over the last dim, computed in fp32."""
     if x.dtype != torch.float32 or x.device.type != "cpu":
@@ -218,7 +274,8 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     return (x * scale).mul_(weight_d)
 
 
-def _blocks(x_td: Tensor) -> Iterator[slice]:
+def _blocks(x_td: Tensor, size: int | None = None) -> Iterator[slice]:
     """Yield slices that divide the tokens into blocks for one product."""
-    size = CPU_BLOCK_TOKENS if x_td.device.type == "cpu" else GPU_BLOCK_TOKENS
+    if size is None:
+        size = CPU_BLOCK_TOKENS if x_td.device.type == "cpu" else GPU_BLOCK_TOKENS
     return (slice(start, start + size) for start in range(0, x_td.shape[0], size))

@@ -5,7 +5,7 @@ tensor, and the network computes with the result.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,10 +21,34 @@ class TensorBlock:
     """Shape that the whole stored tensor must have."""
     rows: range
     columns: range | None = None
+    full_precision: bool = False
+    """True if it is read as fp32 whatever the serving dtype."""
 
 
 Place = tuple[TensorBlock, ...]
 """Location of a parameter: blocks to be stacked by rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParameters(Generic[T]):
+    """The experts of one layer, and the expert router that chooses among them."""
+
+    router: T
+    """A row for each expert, in fp32."""
+    gate_up: T
+    """The experts one below the other, each its gates, then its ups."""
+    down: T
+    """The experts one below the other."""
+    router_bias: T | None = None
+    """Correction of the experts' scores when they are chosen, in fp32."""
+
+    def map(self, convert: Callable[[T], U]) -> "ExpertParameters[U]":
+        """Return the same list with each entry converted."""
+        return ExpertParameters(**_converted(self, convert))
+
+    def __iter__(self) -> Iterator[T]:
+        """Return an iterator over the entries that are not None."""
+        return _entries(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,28 +60,54 @@ class LayerParameters(Generic[T]):
     """Queries, then keys, then values."""
     output: T
     mlp_norm: T
-    gate_up: T
-    """Gates, then ups."""
-    down: T
+    gate_up: T | None = None
+    """Gates, then ups, of the MLP that every token passes: a dense layer's, or the shared
+    experts'."""
+    down: T | None = None
+    experts: ExpertParameters[T] | None = None
+    """Experts that some tokens pass, besides that MLP or instead of it."""
     qkv_bias: T | None = None
     output_bias: T | None = None
     gate_up_bias: T | None = None
     down_bias: T | None = None
     query_norm: T | None = None
     key_norm: T | None = None
+    attention_post_norm: T | None = None
+    """Norm of attention's output before the residual is added."""
+    mlp_post_norm: T | None = None
+    """Norm of the MLP's output before the residual is added."""
 
     def map(self, convert: Callable[[T], U]) -> "LayerParameters[U]":
         """Return the same list with each entry converted."""
-        entries: dict[str, T | None] = {f.name: getattr(self, f.name) for f in fields(self)}
-        converted: dict[str, Any] = {
-            name: None if entry is None else convert(entry) for name, entry in entries.items()
-        }
-        return LayerParameters(**converted)
+        return LayerParameters(**_converted(self, convert))
 
     def __iter__(self) -> Iterator[T]:
         """Return an iterator over the entries that are not None."""
-        entries: list[T | None] = [getattr(self, f.name) for f in fields(self)]
-        return (entry for entry in entries if entry is not None)
+        return _entries(self)
+
+
+def _converted(
+    parameters: ExpertParameters[T] | LayerParameters[T], convert: Callable[[T], U]
+) -> dict[str, Any]:
+    """Return the entries by name, each converted; an entry may be a list of its own."""
+    entries = {field.name: getattr(parameters, field.name) for field in fields(parameters)}
+    return {
+        name: entry.map(convert)
+        if isinstance(entry, ExpertParameters)
+        else None
+        if entry is None
+        else convert(entry)
+        for name, entry in entries.items()
+    }
+
+
+def _entries(parameters: ExpertParameters[T] | LayerParameters[T]) -> Iterator[T]:
+    for field in fields(parameters):
+        entry = getattr(parameters, field.name)
+        if isinstance(entry, ExpertParameters):
+            yield from entry
+        elif entry is not None:
+            yield entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +152,11 @@ def rows(tensor: str, shape: tuple[int, ...], wanted: range) -> Place:
 def columns(tensor: str, shape: tuple[int, int], wanted: range) -> Place:
     """Return some columns of a stored matrix."""
     return (TensorBlock(tensor=tensor, shape=shape, rows=range(shape[0]), columns=wanted),)
+
+
+def full_precision(place: Place) -> Place:
+    """Return the same place, to be read as fp32 whatever the serving dtype."""
+    return tuple(replace(block, full_precision=True) for block in place)
 
 
 def _block(tensor: str, shape: tuple[int, ...], wanted: range) -> TensorBlock:

@@ -1,8 +1,8 @@
 """Apply rotary position embedding (RoPE) at true positions, and read it from a configuration.
 
-Supported scalings are those of the supported families: default, linear, dynamic NTK, YaRN and Llama
-3. transformers 5 writes one object, `rope_parameters`; older checkpoints have `rope_theta`,
-`partial_rotary_factor` and an object `rope_scaling` whose type may be called `type`.
+Supported scalings are those of the supported families: default, linear, dynamic NTK, YaRN, LongRoPE
+and Llama 3. transformers 5 writes one object, `rope_parameters`; older checkpoints have
+`rope_theta`, `partial_rotary_factor` and an object `rope_scaling` whose type may be called `type`.
 
 Shape suffixes: t tokens, h heads, d head dim, r half of the rotated dims.
 """
@@ -38,6 +38,11 @@ class RopeSpec:
     """True if pairs are (0, 1), (2, 3), ... as in GLM; else they are (0, r), (1, r + 1), ... as in
     Llama."""
 
+    query_growth: float = 0.0
+    """Factor on the logarithm of the position by which queries grow; 0: they do not."""
+    query_growth_step: int = 1
+    """Positions after which queries are longer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
@@ -46,13 +51,17 @@ class Rotary:
     cos_t1r: Tensor
     sin_t1r: Tensor
     interleaved: bool
+    query_scale_t11: Tensor | None = None
+    """Factor on rotated queries; None is 1."""
 
     def __getitem__(self, tokens: slice) -> Rotary:
         """Return the rotation of some of the tokens."""
+        scale_t11 = self.query_scale_t11
         return Rotary(
             cos_t1r=self.cos_t1r[tokens],
             sin_t1r=self.sin_t1r[tokens],
             interleaved=self.interleaved,
+            query_scale_t11=None if scale_t11 is None else scale_t11[tokens],
         )
 
 
@@ -65,7 +74,14 @@ def rotary_at(spec: RopeSpec, positions_t: Tensor, dtype: torch.dtype) -> Rotary
         cos_t1r=angles_t1r.cos().mul_(spec.amplitude).to(dtype),
         sin_t1r=angles_t1r.sin().mul_(spec.amplitude).to(dtype),
         interleaved=spec.interleaved,
+        query_scale_t11=_query_scale(spec, positions_t, dtype) if spec.query_growth else None,
     )
+
+
+def _query_scale(spec: RopeSpec, positions_t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor that keeps attention sharp among many keys: Llama 4's, by steps."""
+    steps_t = positions_t.float().div(spec.query_growth_step).floor()
+    return (1 + spec.query_growth * torch.log1p(steps_t)).to(dtype)[:, None, None]
 
 
 def rotate(x_thd: Tensor, rotary: Rotary, out_thd: Tensor) -> None:
@@ -106,30 +122,37 @@ def read_rope(
     *,
     head_dim: int,
     max_positions: int,
+    theta: float = 10_000.0,
     partial: float = 1.0,
     interleaved: bool = False,
+    growing_queries: bool = False,
 ) -> RopeSpec:
     """Return the rotation that `config` describes.
 
     Args:
+        theta: the family's base of frequencies if config.json gives none.
         partial: the family's fraction of rotated dims if config.json gives none.
+        growing_queries: the family scales queries by their position.
 
     Raises:
         UnsupportedModelError: a rope type not listed above.
         CheckpointError: a parameter that is missing or makes no sense.
     """
-    source = _source(config, head_dim, max_positions, partial)
+    source = _source(config, head_dim, max_positions, theta, partial)
     rope_type = _rope_type(source.parameters)
-    if rope_type not in _SCALINGS:
-        known = ", ".join(sorted(_SCALINGS))
+    if rope_type not in SCALINGS:
+        known = ", ".join(sorted(SCALINGS))
         raise UnsupportedModelError(
             f"{config.path}: rope type {rope_type!r} is not supported; supported: {known}"
         )
-    frequencies_r, amplitude = _SCALINGS[rope_type](source)
+    frequencies_r, amplitude = SCALINGS[rope_type](source)
+    beta = source.parameters.number("llama_4_scaling_beta", 0.0) if growing_queries else 0.0
     return RopeSpec(
         inverse_frequencies=tuple(frequencies_r.tolist()),
         amplitude=amplitude,
         interleaved=interleaved,
+        query_growth=beta,
+        query_growth_step=source.original_positions if beta else 1,
     )
 
 
@@ -153,11 +176,13 @@ def _parameters(config: CheckpointJson) -> CheckpointJson:
 
 
 def _rope_type(parameters: CheckpointJson) -> str:
-    return parameters.text("rope_type", parameters.text("type", "default"))
+    named = parameters.text("rope_type", parameters.text("type", "default"))
+    # Phi-3's first files call it by its first name, or yarn.
+    return "longrope" if named == "su" or parameters.has("long_factor") else named
 
 
 def _source(
-    config: CheckpointJson, head_dim: int, max_positions: int, partial: float
+    config: CheckpointJson, head_dim: int, max_positions: int, theta: float, partial: float
 ) -> RopeSource:
     parameters = _parameters(config)
     partial = config.number("partial_rotary_factor", partial)
@@ -167,7 +192,7 @@ def _source(
             f"{config.path}: RoPE rotates {dims} of {head_dim} dims of a head; "
             "it must be an even number of them"
         )
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = parameters.number("rope_theta", config.number("rope_theta", theta))
     if theta <= 1 or parameters.number("factor", 1.0) <= 0:
         raise CheckpointError(f"{config.path}: RoPE needs a theta above 1 and a factor above 0")
     return RopeSource(
@@ -257,10 +282,30 @@ def _yarn_amplitude(parameters: CheckpointJson, factor: float) -> float:
     return temperature(1.0)
 
 
-_SCALINGS: Mapping[str, Callable[[RopeSource], tuple[Tensor, float]]] = {
+def _longrope(source: RopeSource) -> tuple[Tensor, float]:
+    """Divide each frequency by a factor of its own (arXiv 2402.13753): the long factors if the
+    context is longer than the original one."""
+    # transformers takes the short factors for a sequence as long as it is short. Its cached keys
+    # would have to be rotated anew once it grows beyond, so one set serves all, as in vLLM.
+    parameters, original = source.parameters, source.original_positions
+    key = "long_factor" if source.max_positions > original else "short_factor"
+    factors_r = parameters.numbers(key)
+    if len(factors_r) != source.dims // 2:
+        raise CheckpointError(
+            f"{parameters.path}: {key} must have {source.dims // 2} numbers, not {len(factors_r)}"
+        )
+    stretch = parameters.number("factor", source.max_positions / original)
+    temperature = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    amplitude = parameters.number("attention_factor", temperature)
+    return _unscaled(source) / torch.tensor(factors_r), amplitude
+
+
+SCALINGS: Mapping[str, Callable[[RopeSource], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
+"""Frequencies and amplitude by rope type."""

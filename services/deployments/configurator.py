@@ -104,7 +104,7 @@ def attention_shape(settings: Settings) -> AttentionShape:
     from csps.models.network.spec import read_spec
     from csps.services.measured.measured_groups import shape_of
 
-    return shape_of(read_spec(settings.model_dir), settings)
+    return shape_of(read_spec(settings.model_dir, settings.model_overrides), settings)
 
 
 class ConfiguratorClient:

@@ -107,6 +107,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
     check_gpus(settings)
     return RankConfig(
         model_dir=str(settings.model_dir),
+        model_overrides=settings.model_overrides,
         role=role,
         rank=gang.rank,
         world_size=gang.world_size,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -54,13 +55,17 @@ class LocalModel:
         self.stop_ids = stop_ids
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> LocalModel:
-        """Load a checkpoint folder."""
+    def load(
+        cls,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> LocalModel:
+        """Load a checkpoint folder; `overrides` replace values of its config.json."""
         # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return cls(
-            load_network(folder, dtype=dtype), tokenizer, frozenset(read_eos_token_ids(folder))
-        )
+        network = load_network(folder, overrides=overrides, dtype=dtype)
+        return cls(network, tokenizer, frozenset(read_eos_token_ids(folder)))
 
     @torch.inference_mode()
     def read(self, text: str) -> Context:

@@ -51,7 +51,7 @@ class RequestParser:
 
     def __init__(self, settings: Settings) -> None:
         model_dir: Path = settings.model_dir
-        spec: ModelSpec = read_spec(model_dir)
+        spec: ModelSpec = read_spec(model_dir, settings.model_overrides)
         self.model = settings.model_name
         self.max_positions = min(spec.max_positions, settings.max_positions or spec.max_positions)
         self.body_parser = BodyParser(

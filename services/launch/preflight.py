@@ -37,10 +37,10 @@ def check_model(settings: Settings) -> None:
             of another shape, the model cannot be split over `tp` ranks, or a file is damaged.
     """
     with _one_line("model"):
-        read_spec(settings.model_dir)
+        read_spec(settings.model_dir, settings.model_overrides)
         Tokenizer(settings.model_dir)
         read_chat_template(settings.model_dir)
-        count_parameters(settings.model_dir)
+        count_parameters(settings.model_dir, settings.model_overrides)
     for role in settings.gangs:
         rank_parameters(role, settings)
     if len(settings.gangs) > 1:
@@ -50,7 +50,8 @@ def check_model(settings: Settings) -> None:
 def _check_in_flight(settings: Settings) -> None:
     """Raise ConfigError if a rank has no room in flight for one token to each rank of the other
     gang."""
-    spec, dtype = read_spec(settings.model_dir), getattr(torch, settings.dtype)
+    spec = read_spec(settings.model_dir, settings.model_overrides)
+    dtype = getattr(torch, settings.dtype)
     heads = min(len(tp_shard_of(spec, 0, gang.tp).kv_heads) for gang in settings.gangs.values())
     token_bytes = heads * entry_bytes(dtype, spec.head_dim)
     peers = max(gang.ranks for gang in settings.gangs.values())
@@ -68,7 +69,9 @@ def rank_parameters(role: GangRole, settings: Settings) -> int:
         ConfigError: the rank cannot load the model; see `check_model`.
     """
     with _one_line(f"{role}.tp"):
-        return count_parameters(settings.model_dir, tp_size=settings.gangs[role].tp)
+        return count_parameters(
+            settings.model_dir, settings.model_overrides, tp_size=settings.gangs[role].tp
+        )
 
 
 @contextmanager
@@ -162,7 +165,7 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
         return MemoryNeed(ranks=section.ranks, kv_transfer=kv_transfer)
     element_bytes = DTYPE_BYTES[settings.dtype]
     slots_bytes = section.ranks * section.kv_slots * element_bytes
-    spec = read_spec(settings.model_dir)
+    spec = read_spec(settings.model_dir, settings.model_overrides)
     return MemoryNeed(
         ranks=section.ranks,
         weights=section.ranks * rank_parameters(role, settings) * element_bytes,

@@ -86,7 +86,8 @@ def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
         raise ConfigError(f"{path} does not exist: run `csps profile` on this machine first")
     with base:
         groups = MeasuredGroups.read(base, settings)
-    folder, layers = regressors_folder(path), read_spec(settings.model_dir).layers
+    folder = regressors_folder(path)
+    layers = read_spec(settings.model_dir, settings.model_overrides).layers
     space = answered_space(layers)
     machine = of_machine(identity)
     models = {

@@ -28,7 +28,7 @@ def identity_of(settings: Settings) -> Identity:
     threads = sum(gang.ranks * gang.threads for gang in settings.gangs.values())
     on_gpu = resolve_device(settings.device, settings.prefilling.num_gpus) == "cuda"
     return Identity(
-        weights=weights_digest(settings.model_dir),
+        weights=weights_digest(settings.model_dir, settings.model_overrides),
         dtype=settings.dtype,
         device=_gpu() if on_gpu else _processor(),
         cores=cores,

@@ -119,7 +119,7 @@ class MeasuredGroups:
         Raises:
             ConfigError: phases or links were not profiled.
         """
-        tp, spec = settings.prefilling.tp, read_spec(settings.model_dir)
+        tp, spec = settings.prefilling.tp, read_spec(settings.model_dir, settings.model_overrides)
         rows = base.rows(PhaseRow)
         times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
         links = MeasuredLinks.read(base, settings)

@@ -57,7 +57,7 @@ def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
     Raises:
         ConfigError: the scaling information base is of another model or machine, or damaged.
     """
-    spec = read_spec(settings.model_dir)
+    spec = read_spec(settings.model_dir, settings.model_overrides)
     path = Path(settings.scaling_information_base)
     base = ScalingInformationBase.read(path, identity_of(settings)) if path.is_file() else None
     fitted: tuple[FittedRule, ...] = ()

@@ -243,7 +243,9 @@ def _accuracy(
         points = replace(points, lengths=tuple(sorted(arguments.lengths)))
     _say(f"the model in this process; measurements are stored in {base.path}")
     limit_s = math.inf if arguments.limit is None else arguments.limit
-    model = LocalModel.load(settings.model_dir, getattr(torch, settings.dtype))
+    model = LocalModel.load(
+        settings.model_dir, getattr(torch, settings.dtype), settings.model_overrides
+    )
     AccuracyProfile(base, model, points, _say, limit_s=limit_s).run()
 
 
@@ -268,7 +270,7 @@ def _show(
     elif section == "phases":
         lines = list(phase_lines(base, settings))
     elif section == "accuracy":
-        layers = read_spec(settings.model_dir).layers
+        layers = read_spec(settings.model_dir, settings.model_overrides).layers
         lines = list(accuracy_lines(base.rows(AccuracyRow), layers=layers))
     elif section == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))

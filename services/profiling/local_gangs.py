@@ -275,6 +275,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
     return [
         RankConfig(
             model_dir=str(settings.model_dir),
+            model_overrides=settings.model_overrides,
             role=role,
             rank=rank,
             world_size=section.ranks,

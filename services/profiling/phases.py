@@ -47,7 +47,7 @@ async def measure_phases(base: ScalingInformationBase, settings: Settings, *, qu
         DeadlineExceeded: the rank does not end in time.
     """
     gang, load = settings.prefilling, os.getloadavg()[0]
-    longest = read_spec(settings.model_dir).max_positions
+    longest = read_spec(settings.model_dir, settings.model_overrides).max_positions
     sizes = [size for size in (QUICK_TOKENS if quick else TOKENS) if size <= longest]
     arguments = (
         str(settings.model_dir),
@@ -57,6 +57,7 @@ async def measure_phases(base: ScalingInformationBase, settings: Settings, *, qu
         str(gang.tp),
         ",".join(map(str, sizes)),
         str(QUICK_ROUNDS if quick else ROUNDS),
+        json.dumps(settings.model_overrides),
     )
     date = datetime.now(UTC).isoformat(timespec="seconds")
     for phase, tokens, keys, size, seconds in await _probed(arguments, gang.threads):
@@ -99,7 +100,7 @@ async def _probed(arguments: Iterable[str], threads: int) -> list[PhaseTime]:
 
 def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[str]:
     """Yield lines with the fit to all measurements."""
-    spec, tp = read_spec(settings.model_dir), settings.prefilling.tp
+    spec, tp = read_spec(settings.model_dir, settings.model_overrides), settings.prefilling.tp
     try:
         times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
     except ConfigError as error:
@@ -152,7 +153,8 @@ async def measure_overheads(
     if gang.instances < 2 or resolve_device(settings.device, gang.num_gpus) != "cpu":
         return
     longest = min(
-        settings.max_positions or read_spec(settings.model_dir).max_positions,
+        settings.max_positions
+        or read_spec(settings.model_dir, settings.model_overrides).max_positions,
         gang.instances * (gang.kv_slots - 1),
     )
     candidates = QUICK_OVERHEAD_TOKENS if quick else OVERHEAD_TOKENS

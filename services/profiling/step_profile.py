@@ -119,7 +119,7 @@ class StepProfile:
         ]
 
     def _limits(self, gang: AnyGang) -> GangLimits:
-        longest = read_spec(self._settings.model_dir).max_positions
+        longest = read_spec(self._settings.model_dir, self._settings.model_overrides).max_positions
         return GangLimits(
             instances=gang.instances,
             kv_slots=gang.kv_slots,
@@ -231,7 +231,7 @@ class RingProfile:
     def _open_runs(self) -> list[RingRun]:
         """Return all runs once, then again for the next round, as `StepProfile` does."""
         settings = self._settings
-        longest = read_spec(settings.model_dir).max_positions
+        longest = read_spec(settings.model_dir, settings.model_overrides).max_positions
         limits = GangLimits(
             instances=settings.prefilling.instances,
             kv_slots=settings.prefilling.kv_slots,

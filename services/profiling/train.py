@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> None:
     base = ScalingInformationBase.read(path, identity)
     if base is None:
         raise ConfigError(f"{path} does not exist: run `csps profile` first")
-    spec, out = read_spec(settings.model_dir), arguments.out or regressors_folder(path)
+    spec = read_spec(settings.model_dir, settings.model_overrides)
+    out = arguments.out or regressors_folder(path)
     with base:
         accuracy = _accuracy(base, identity, spec, accuracy_folder(out))
         try:

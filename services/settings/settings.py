@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
@@ -41,6 +42,14 @@ class SettingsSection(BaseModel):
                     hint = nearest(str(key), cls.model_fields)
                     raise ValueError(f"unknown setting {abridged(key)}{hint}")
         return data
+
+
+def _known_overrides(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in overrides:
+        if key not in OVERRIDABLE:
+            hint = nearest(str(key), OVERRIDABLE)
+            raise ValueError(f"{abridged(key)} cannot be overridden{hint}")
+    return overrides
 
 
 class GangSettings(SettingsSection):
@@ -318,6 +327,9 @@ class Settings(SettingsSection):
     """Hugging Face checkpoint directory, or the name of a model shipped in `models/`."""
     served_model_name: str | None = None
     """Name in the API; None means the directory's name."""
+    model_overrides: Annotated[Mapping[str, Any], AfterValidator(_known_overrides)] = {}
+    """Values that replace those of the checkpoint's config.json: its RoPE parameters, its longest
+    context and its sliding window."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a

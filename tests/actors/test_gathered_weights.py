@@ -13,7 +13,7 @@ from csps.actors.attention.sp_tp.gathered_weights import GatheredLayers, Gathere
 from csps.actors.comm.transfers import Transfers
 from csps.actors.timing.timeline import PhaseTimeline, StepClock
 
-MODELS = ("gqa", "mqa", "biased", "qk-norm")
+MODELS = ("gqa", "mqa", "biased", "qk-norm", "experts")
 ATTENTION = ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm")
 
 

@@ -22,7 +22,7 @@ from csps.models.network.checkpoint_json import (
     MissingTensorError,
     UnsupportedModelError,
 )
-from csps.models.network.spec import read_spec, tp_shard_of
+from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
 
 
 class CountingFile:
@@ -75,6 +75,17 @@ def rewrite(model_dir: Path, change: Any) -> None:
     save_file(tensors, path)
 
 
+UNREAD = ("vision_tower.", "multi_modal_projector.")
+"""Parts of a wrapped model other than its text part."""
+
+
+def mlp_columns(spec: ModelSpec, shard: TpShard, layer: int) -> int:
+    """Count the columns of all of a layer's MLPs that a rank owns."""
+    if (experts := spec.experts_of(layer)) is None:
+        return len(shard.intermediate)
+    return experts.count * len(shard.expert_intermediate) + len(shard.shared_intermediate)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_reads_its_shard_and_nothing_else(
@@ -86,25 +97,49 @@ def test_a_rank_reads_its_shard_and_nothing_else(
     network = load_network(tmp_path, tp_rank=0, tp_size=tp_size, all_reduce=lambda part: part)
     held_heads = len(shard.query_heads) + 2 * len(shard.kv_heads)
     all_heads = spec.heads + 2 * spec.kv_heads
-    matrices = spec.hidden * (
-        (held_heads + len(shard.query_heads)) * spec.head_dim + 3 * len(shard.intermediate)
-    )
+    attention = spec.hidden * (held_heads + len(shard.query_heads)) * spec.head_dim
     biases = held_heads * spec.head_dim if spec.qkv_bias else 0
-    split = ("proj", "wqkv", "wo.", "feed_forward")
+    mlps = sum(3 * spec.hidden * mlp_columns(spec, shard, layer) for layer in range(spec.layers))
+    split = ("proj", "wqkv", "wo.", "feed_forward", "experts")
+    text = {name: tensor for name, tensor in stored.items() if not name.startswith(UNREAD)}
     shared = sum(
-        tensor.numel() for name, tensor in stored.items() if not any(part in name for part in split)
+        tensor.numel() for name, tensor in text.items() if not any(part in name for part in split)
     )
-    assert counts.total() == spec.layers * (matrices + biases) + shared
+    assert counts.total() == spec.layers * (attention + biases) + mlps + shared
     assert network.layers[0].weights.qkv.shape == (held_heads * spec.head_dim, spec.hidden)
     if tp_size == 1:
         assert held_heads == all_heads
-        assert counts == {name: tensor.numel() for name, tensor in stored.items()}
+        assert counts == {name: tensor.numel() for name, tensor in text.items()}
 
 
 def test_the_head_of_a_tied_checkpoint_is_not_read(tmp_path: Path, counts: Counter[str]) -> None:
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     load_network(tmp_path)
     assert "lm_head.weight" not in counts
+
+
+def test_a_wrapped_model_has_a_head_of_its_own_if_the_files_do(tmp_path: Path) -> None:
+    """Its config.json may say that it is tied all the same."""
+    path = make_checkpoint(tmp_path, "mistral3", tie_word_embeddings=False) / "config.json"
+    config = json.loads(path.read_text())
+    for tied in ({}, {"tie_word_embeddings": True}):
+        path.write_text(json.dumps({k: v for k, v in config.items() if k[:3] != "tie"} | tied))
+        network = load_network(tmp_path)
+        assert not torch.equal(network.head_vd, network.embedding_vd)
+
+
+def test_new_names_of_a_wrapped_model(tmp_path: Path) -> None:
+    old = load_network(make_checkpoint(tmp_path, "mistral3"))
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            new = name.replace("language_model.lm_head", "lm_head")
+            tensors[new.replace("language_model.model", "model.language_model")] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    new = load_network(tmp_path)
+    assert torch.equal(new.head_vd, old.head_vd)
+    assert torch.equal(new.layers[1].weights.qkv, old.layers[1].weights.qkv)
 
 
 def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
@@ -132,7 +167,15 @@ def test_weights_are_converted_while_they_are_read(tmp_path: Path) -> None:
         ("qwen2", "model.layers.0.self_attn.v_proj.bias"),
         ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
         ("glm", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("glm4", "model.layers.0.post_mlp_layernorm.weight"),
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("mistral3", "language_model.model.layers.1.mlp.up_proj.weight"),
+        ("mistral3", "language_model.lm_head.weight"),
         ("internlm2", "model.layers.1.attention.wqkv.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.7.up_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.down_proj.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path: Path, family: str, tensor: str) -> None:

@@ -87,9 +87,23 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Pat
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"rope_scaling": {"type": "longrope"}}, "longrope.*supported: default"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding"),
+        ({"rope_scaling": {"type": "ntk"}}, "'ntk'.*supported: default"),
+        (
+            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32_768},
+            r"sliding.*model_overrides: \{sliding_window: null\}",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, "sliding"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 1024}, "sliding"),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 1024}, "sliding"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {**LLAMA, "model_type": "mistral4"},
+            },
+            "'mistral4' is not supported; supported: mistral, ministral3",
+        ),
+        ({"architectures": ["GptOssForCausalLM"]}, "half of its layers have a sliding window"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "attends within chunks"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -119,13 +133,82 @@ def test_unsupported_features_are_named(
     "fields",
     [
         {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 2048},
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 262_144},
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
         {"architectures": ["Qwen2ForCausalLM"], "sliding_window": None, "use_sliding_window": True},
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
     ],
 )
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
-    read_spec(write_config(tmp_path, num_key_value_heads=4, **fields))
+    read_spec(
+        write_config(tmp_path, num_key_value_heads=4, **{"max_position_embeddings": 2048, **fields})
+    )
+
+
+def test_dual_chunk_attention_ends_with_its_first_chunk(tmp_path: Path) -> None:
+    """Plain attention is Qwen2.5-1M's own there and nowhere else."""
+    chunks = {
+        "chunk_size": 262_144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262_144,
+    }
+    fields = {"num_key_value_heads": 4, "max_position_embeddings": 1_010_000}
+    for architecture in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        write_config(
+            tmp_path, architectures=[architecture], dual_chunk_attention_config=chunks, **fields
+        )
+        assert read_spec(tmp_path).max_positions == 253_952
+    write_config(tmp_path, architectures=["Qwen2ForCausalLM"], **fields)
+    assert read_spec(tmp_path).max_positions == 1_010_000
+
+
+# --- overrides ------------------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    ],
+    ids=["plain", "old", "new"],
+)
+def test_overridden_rope_keeps_its_base(tmp_path: Path, name: str, stored: dict[str, Any]) -> None:
+    edited = read_spec(write_config(tmp_path, rope_theta=5e5, rope_scaling=YARN))
+    assert edited.max_positions == 8192
+    write_config(tmp_path, **stored)
+    assert read_spec(tmp_path) != edited
+    assert read_spec(tmp_path, {name: YARN}) == edited
+    assert read_spec(tmp_path, {name: {**YARN, "rope_theta": 1e4}}) != edited
+
+
+def test_overrides_of_a_wrapped_model_are_those_of_its_text_part(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 4, "eos_token_id": 7}
+    fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    write_config(tmp_path, **fields)
+    with pytest.raises(UnsupportedModelError, match="sliding"):
+        read_spec(tmp_path)
+    spec = read_spec(tmp_path, {"sliding_window": None, "max_position_embeddings": 99})
+    assert (spec.max_positions, spec.wrapped, spec.eos_token_ids) == (99, True, (7,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 3}, "hidden_size cannot be overridden; possible: max_position_embeddings"),
+        ({"rope_scaling": 4}, "rope_scaling must be an object"),
+        ({"rope_scaling": YARN, "rope_parameters": YARN}, "override one of them"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings must be an integer"),
+    ],
+)
+def test_wrong_overrides_are_named(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_spec(write_config(tmp_path), overrides)
 
 
 @pytest.mark.parametrize(

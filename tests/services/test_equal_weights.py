@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ async def test_one_different_weight_makes_another_model(
     async with (
         thread_gang(plan(tiny_llama, "prefill")) as prefill,
         thread_gang(plan(other, "decode")) as decode,
+    ):
+        trouble = await linked(prefill, decode, tmp_path)
+    assert trouble.startswith("prefill and decode serve different models: model_fingerprint ")
+
+
+async def test_overrides_make_another_model(tiny_llama: Path, tmp_path: Path) -> None:
+    other = replace(plan(tiny_llama, "decode"), model_overrides={"rope_theta": 20_000.0})
+    async with (
+        thread_gang(plan(tiny_llama, "prefill")) as prefill,
+        thread_gang(other) as decode,
     ):
         trouble = await linked(prefill, decode, tmp_path)
     assert trouble.startswith("prefill and decode serve different models: model_fingerprint ")

@@ -19,6 +19,7 @@ def test_a_rank_is_told_what_the_settings_say(tiny_llama: Path, role: GangRole) 
     settings = Settings.model_validate(
         {
             "model": str(tiny_llama),
+            "model_overrides": {"rope_theta": 5e6},
             "max_positions": 99,
             "quantum_ms": 12.5,
             "kv_transfer": {"in_flight_mib": 3, "receiving_backends": 5, "checksum": 0.25},
@@ -35,4 +36,5 @@ def test_a_rank_is_told_what_the_settings_say(tiny_llama: Path, role: GangRole) 
     assert (got.kv_slots, got.threads, got.max_positions) == (77, 4, 99)
     assert (got.quantum_ms, got.kv_checksum, got.kv_in_flight_bytes) == (12.5, 0.25, 3 * 2**20)
     assert got.kv_receiving_backends == 5
+    assert got.model_overrides == {"rope_theta": 5e6}
     assert (got.host, got.location) == ("127.0.0.9", "0-2-5")

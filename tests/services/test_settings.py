@@ -25,6 +25,11 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ),
         ({"decode": {"instances": 0}}, "decode.instances: must be greater than or equal"),
         ({"dtype": "f32"}, "dtype: must be 'float32'"),
+        (
+            {"model_overrides": {"rope_scalling": {}}},
+            "model_overrides: 'rope_scalling' cannot be overridden; did you mean 'rope_scaling'?",
+        ),
+        ({"model_overrides": ["rope_theta"]}, "model_overrides: must be a valid dictionary"),
         ({"quantum_ms": 0}, "quantum_ms: must be greater than 0, got 0"),
         ({"telemetry": {"sample": 2}}, "telemetry.sample: must be less than or equal"),
         (

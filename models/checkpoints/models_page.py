@@ -1,0 +1,138 @@
+"""Write the page of served models: `python -m csps.models.checkpoints.models_page >docs/models.md`.
+
+Everything that the page lists is read from the code that serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from csps.models.network.checkpoint_json import OVERRIDABLE, CheckpointJson
+from csps.models.network.rope import SCALINGS
+from csps.models.network.spec import ARCHITECTURES, REFUSED, ModelSpec
+
+_CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "vocab_size": 8,
+    "max_position_embeddings": 8,
+    "sliding_window": None,
+    "use_qk_norm": True,
+    "rope_parameters": {"llama_4_scaling_beta": 0.1},
+}
+"""The least that any architecture asks for."""
+
+INTRODUCTION = """\
+# Models
+
+csps serves Hugging Face checkpoints of the classes below, from `config.json`, `*.safetensors` and
+`tokenizer.json`. `csps check-config` says in a second whether a directory can be served. This page
+is generated from the code that reads checkpoints
+(`python -m csps.models.checkpoints.models_page`).
+
+**Exact** means: in fp32, logits are within 3e-6 of the largest one of those of transformers,
+computed whole, in chunks behind cached KV, and split over tensor-parallel ranks. Tests hold this
+for tiny random checkpoints of every class, made by transformers.
+
+**Features.** All of these models may use all strategies, policies and features: their attention
+sees every earlier token, and everything else is computed token by token. Attention stays exact
+until you have [measured your model](profiling.md).
+
+## Served
+"""
+
+LONGER = """\
+## Longer contexts
+
+`model_overrides:` replaces values of `config.json`, such as those that Qwen2.5 and Qwen3 need
+beyond 32,768 tokens:
+
+```yaml
+model_overrides:
+  rope_scaling: {{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
+```
+
+The base of the frequencies and the fraction of rotated dimensions stay unless they are given. Of
+wrapped models, the values are those of the text part. `sliding_window: null` attends to the whole
+context where a model was trained with a window; its answers then differ from those of transformers.
+
+- Possible keys: {keys}.
+- RoPE scalings: {scalings}.
+- **YaRN** and linear scaling change short prompts as well, as in transformers. The context is the
+  original one times the factor.
+- **Dynamic NTK** is the identity inside `max_position_embeddings`, where the context ends.
+- **LongRoPE** has two sets of factors. transformers chooses by the length of each sequence; here
+  one set serves all, as in vLLM: the long one, or the short one where the context is no longer than
+  the original one (`max_position_embeddings`). Prompts beyond the original context are exact with
+  the long one.
+- **Dual chunk attention** (Qwen2.5-1M) is plain attention inside its first chunk, 253,952 tokens.
+  The context ends there.
+"""
+
+REFUSED_TEXT = """\
+## Refused
+
+Besides every class that this page does not name:
+"""
+
+
+def models_page() -> str:
+    """Return the page."""
+    served = [
+        (
+            f"`{name}`",
+            architecture.models,
+            _layers(architecture.read(_config(name))),
+            architecture.limits or "none",
+        )
+        for name, architecture in ARCHITECTURES.items()
+    ]
+    sections = [
+        INTRODUCTION,
+        _table(("class", "such as", "layers", "limits"), served),
+        LONGER.format(scalings=_listed(SCALINGS), keys=_listed(OVERRIDABLE)),
+        REFUSED_TEXT,
+        _table(("class", "because"), [(f"`{name}`", why) for name, why in REFUSED.items()]),
+    ]
+    return "\n".join(sections)
+
+
+def _config(architecture: str) -> CheckpointJson:
+    # No such folder, so there is no generation_config.json in it.
+    values = {**_CONFIG, "architectures": [architecture], "text_config": _CONFIG}
+    return CheckpointJson(path=Path("no checkpoint", "config.json"), values=values)
+
+
+def _layers(spec: ModelSpec) -> str:
+    """Describe how a model's layers differ from Llama's."""
+    experts = spec.experts
+    rotated = 2 * len(spec.rope.inverse_frequencies)
+    found = [
+        (experts is not None, "experts" if experts is None else f"experts by {experts.scores}"),
+        (experts is not None and experts.shared_intermediate, "shared experts"),
+        (spec.qkv_bias, "biases of queries, keys and values"),
+        (spec.qk_norm, "norm of queries and keys"),
+        (spec.post_norms, "norms before and after"),
+        (rotated < spec.head_dim, "partial RoPE"),
+        (spec.rope.query_growth, "queries scaled by position"),
+        (spec.wrapped, "text part of a larger model"),
+    ]
+    return ", ".join(words for differs, words in found if differs) or "as Llama's"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n".replace("| --- ", "|---") for line in lines)
+
+
+if __name__ == "__main__":
+    print(models_page(), end="")
