@@ -2,7 +2,7 @@
 
 A row costs a few passes over the vocabulary and one sort of its values, whatever its filters are.
 No loop runs over rows, and the host does not wait for the device once per row. The token of a row
-depends on that row alone, to the last bit, and not on the rest of the batch.
+depends on that row's logits alone, to the last bit, and not on the rest of the batch.
 
 Shape suffixes: b rows; v vocabulary; c candidates, the tokens of one row that may be sampled.
 """

@@ -33,6 +33,8 @@ from csps.kernels.triton_blocks import (
     padded_dim,
     seen_blocks,
     sequence_of,
+    shared_by,
+    shared_memory,
     slots,
 )
 from csps.kernels.triton_merge import merge_stacked
@@ -43,6 +45,11 @@ MIN_SPLIT_BLOCKS = 4  # fewer key blocks than this are not worth a program and a
 WAVES = 2  # programs per processor to aim at when splitting the keys
 SHORTEST_SPLIT, LONGEST_SPLIT = 128, 4096  # slots of a run in decode
 DECODE_WAVES = 4  # programs per processor to aim at when splitting the runs in decode
+TOKEN_ROWS, SHORT_ROWS, LONG_ROWS = 16, 64, 128
+"""Rows (tokens x group) of a tile: of one token in decode, of a call with few rows, of any other.
+Each size is a variant of its kernel, and takes seconds to compile: a size for each power of two
+would be compiled at the first riding piece, the first short end of a prompt, and so on."""
+FEWEST_KEYS = 16  # tensor cores take no fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +196,8 @@ def attention(
     group = heads // kv_heads
     cu_q, cu_k = (offsets_tensor(cu, q_thd.device) for cu in (cu_seqlens_q, cu_seqlens_k))
     sequences = 1 if cu_q is None else len(cu_q) - 1
-    tiling = choose_tiling(q_thd.dtype, dim, group, triton.cdiv(q_tokens, sequences))
+    rows = SHORT_ROWS if triton.cdiv(q_tokens, sequences) * group <= SHORT_ROWS else LONG_ROWS
+    tiling = choose_tiling(q_thd.dtype, dim, group, rows, shared_memory(q_thd.device))
     least = most = None
     if q_positions is not None and k_positions is not None:
         q_positions = as_tensor(q_positions, q_thd.device)
@@ -211,19 +219,23 @@ def attention(
     return merge_stacked(out_sthd, lse_sht) if splits > 1 else (out_sthd[0], lse_sht[0])
 
 
-def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, q_tokens: int) -> Tiling:
-    """Choose a tiling that fits Hopper's 227 KiB of shared memory."""
+def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, rows: int, shared: int) -> Tiling:
+    """Choose the tiling of a call with this many rows a tile, for a card with so many bytes of
+    shared memory."""
     # A table, not autotuning, which would stall the first requests.
-    fewest = max(16, int(triton.next_power_of_2(group)))  # a token's group stays together
-    rows = max(fewest, min(128, int(triton.next_power_of_2(q_tokens * group))))
+    fewest = int(triton.next_power_of_2(group))  # a token's group stays together
     wide = padded_dim(head_dim)
     if dtype == torch.float32:  # no tensor cores at full precision: for tests and small models
-        keys = 32 if wide <= 128 else 16
-        return Tiling(block_m=max(fewest, min(rows, 32)), block_n=keys, warps=4, stages=2)
-    if wide <= 64:
-        return Tiling(block_m=rows, block_n=64, warps=4, stages=3)
-    keys = 128 if wide == 128 and rows >= 128 else 64
-    return Tiling(block_m=rows, block_n=keys, warps=8 if rows >= 128 else 4, stages=2)
+        rows, keys, warps, stages = min(rows, 32), 32 if wide <= 128 else 16, 4, 2
+    else:
+        keys = 128 if wide == 128 and rows == LONG_ROWS else 64
+        warps, stages = 8 if wide > 64 and rows == LONG_ROWS else 4, 3 if wide <= 64 else 2
+    rows = max(rows, fewest)
+    while keys > FEWEST_KEYS and shared_by(dtype, wide, rows, 2 * stages * keys) > shared:
+        keys //= 2
+    if shared_by(dtype, wide, rows, 2 * stages * keys) > shared:
+        stages = 1
+    return Tiling(block_m=rows, block_n=keys, warps=warps, stages=stages)
 
 
 def _splits(programs: int, k_blocks: int, device: torch.device) -> int:
@@ -287,7 +299,7 @@ def decode_attention(
     rows, heads, dim = q_rhd.shape
     kv_heads = k_shd.shape[1]
     group = heads // kv_heads
-    tiling = choose_tiling(q_rhd.dtype, dim, group, 1)
+    tiling = choose_tiling(q_rhd.dtype, dim, group, TOKEN_ROWS, shared_memory(q_rhd.device))
     splits_n3, row_n = runs.split(
         q_rhd.device, split_length(runs.tokens * kv_heads, processors(q_rhd.device))
     )

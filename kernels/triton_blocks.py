@@ -14,15 +14,20 @@ order of positions; with ascending positions exactly the staircase remains.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import max_shared_mem
 
 from csps.kernels.arguments import Offsets
 
 LAST_POSITION = tl.constexpr(2**31 - 1)
 SCAN = tl.constexpr(256)  # block extremes that a program reads at a time
+HOPPER_SHARED = 227 * 1024
+BARRIERS = 1024  # shared memory besides tiles
 
 
 @triton.jit
@@ -154,6 +159,19 @@ def kernel_input(x_thd: Tensor) -> Tensor:
     if not x_thd.is_cuda and x_thd.dtype in (torch.bfloat16, torch.float16):
         x_thd = x_thd.float()
     return x_thd if x_thd.stride(-1) == 1 else x_thd.contiguous()
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; a Hopper's on a CPU."""
+    # What Triton compares a compiled kernel with: 227 KiB on H100, 163 on A100, 99 on L40.
+    return int(max_shared_mem(device.index)) if device.type == "cuda" else HOPPER_SHARED
+
+
+def shared_by(dtype: torch.dtype, wide: int, *rows: int) -> int:
+    """Return the most bytes of shared memory that tiles with so many rows take."""
+    # What compiling for Hopper takes, to the byte; Ampere takes less.
+    return wide * sum(rows) * dtype.itemsize + BARRIERS
 
 
 def padded_dim(head_dim: int) -> int:

@@ -28,12 +28,15 @@ from csps.kernels.triton_blocks import (
     padded_dim,
     seeing_blocks,
     sequence_of,
+    shared_by,
+    shared_memory,
     slots,
 )
 
 LOG2_E = 1.4426950408889634
 BLOCK_M = 64  # rows: tokens x query heads of the KV head
 BLOCK_N = 128  # keys
+FEWEST = 16  # rows or keys that tensor cores take
 BLOCK = 4096  # tokens that a program of `top_tokens` reads at a time
 
 
@@ -146,7 +149,7 @@ def column_sums(
     q_tokens, heads, dim = q_thd.shape
     k_tokens, kv_heads, _ = k_thd.shape
     group = heads // kv_heads
-    block_m = max(BLOCK_M, triton.next_power_of_2(group))
+    block_m, block_n = choose_blocks(q_thd.dtype, dim, group, shared_memory(q_thd.device))
     cu_q, cu_k = (offsets_tensor(cu, q_thd.device) for cu in (cu_seqlens_q, cu_seqlens_k))
     sequences = 1 if cu_q is None else len(cu_q) - 1
     least = most = None
@@ -155,13 +158,25 @@ def column_sums(
         k_positions = as_tensor(k_positions, q_thd.device)
         least, most = extremes(q_positions, cu_q, sequences, block_m // group)
     sums_gt = torch.empty(kv_heads, k_tokens, dtype=torch.float32, device=q_thd.device)
-    _column_sums_kernel[(slots(k_tokens, sequences, BLOCK_N), kv_heads)](
+    _column_sums_kernel[(slots(k_tokens, sequences, block_n), kv_heads)](
         q_thd, k_thd, lse_ht, q_positions, k_positions, least, most, cu_q, cu_k, sums_gt,
         q_tokens, k_tokens, sequences, scale * LOG2_E, *q_thd.stride()[:2], *k_thd.stride()[:2],
         GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, VARLEN=cu_q is not None,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=padded_dim(dim), num_warps=8, num_stages=2,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), num_warps=8, num_stages=2,
     )  # fmt: skip
     return sums_gt
+
+
+def choose_blocks(dtype: torch.dtype, head_dim: int, group: int, shared: int) -> tuple[int, int]:
+    """Choose the rows and the keys of a tile of `column_sums`, for a card with so many bytes of
+    shared memory."""
+    wide, fewest = padded_dim(head_dim), max(FEWEST, int(triton.next_power_of_2(group)))
+    block_m, block_n = max(BLOCK_M, fewest), BLOCK_N
+    while block_n > FEWEST and shared_by(dtype, wide, 2 * block_m, block_n) > shared:
+        block_n //= 2
+    while block_m > fewest and shared_by(dtype, wide, 2 * block_m, block_n) > shared:
+        block_m //= 2
+    return block_m, block_n
 
 
 @triton.jit

@@ -46,7 +46,15 @@ def _merge_stacked_kernel(outs, lses, out, lse, parts, tokens, HEAD_DIM: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["rows", "stride_lh", "stride_lt", "stride_qh", "stride_qt", "stride_kh"],
+    do_not_specialize=[
+        "rows",
+        "group",
+        "stride_lh",
+        "stride_lt",
+        "stride_qh",
+        "stride_qt",
+        "stride_kh",
+    ],
     do_not_specialize_on_alignment=["lse", "other_lse", "kept"],
 )
 def _merge_into_kernel(out, lse, other, other_lse, kept, rows, group,

@@ -7,7 +7,9 @@ transformers, except that vLLM applies min-p before top-k.
 A sample depends on nothing but the logits, the request's parameters, its earlier tokens where there
 are penalties, and the token's index: the random number is a hash of seed and index, not the state
 of a generator. The rank that finishes a prefill samples token 0 and decode ranks sample the others.
-Neither the batch, nor the rank, nor a retry changes the answer.
+Neither the batch, nor the rank, nor a retry changes what is drawn from the same logits. The logits
+may differ in their last bits, because sums over the KV are cut by group and placement, and on a GPU
+by what else is in the batch (`triton_attention.split_length`) and by the card.
 
 Shape suffixes: b = batch, e = rows that are edited, v = vocabulary.
 """

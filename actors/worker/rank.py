@@ -34,7 +34,7 @@ from csps.actors.worker.kv_link import KvLinkEnd
 from csps.actors.worker.rank_commands import RankCommands
 from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment, RpcThread
-from csps.actors.worker.startup import load_engine, open_log
+from csps.actors.worker.startup import load_engine, open_log, warm_up
 from csps.protocols.core.errors import FaultError
 from csps.protocols.gang.messages import Attach, ConnectKv, RankDescription, RankStats
 from csps.protocols.rpc import schema
@@ -113,6 +113,8 @@ class Rank:
         self._groups.append(mesh)
         self.engine, self._fingerprint = load_engine(config, mesh, instance)
         self._log = open_log(config, store, self._store_address.host, self._secret)
+        # After the gang has met, which has a deadline, and before anybody can reach this rank.
+        warm_up(self.engine)
         in_place = config.may_prefill and config.may_decode
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
         self._link = KvLinkEnd(config, self.engine, self._loop, self._notify, self._break)

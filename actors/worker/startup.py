@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import query_groups
 from csps.actors.comm.layout import GangLayout
 from csps.actors.comm.mesh import Mesh
 from csps.actors.comm.process_group import JOIN_DEADLINE, InstanceGroup
 from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.kv_cache.kv_pool import KvPool
+from csps.actors.timing.device_pace import wait_for_device
 from csps.actors.worker.rank_config import RankConfig
 from csps.kernels.attention import prepare_attention
 from csps.models.checkpoints.checkpoint import Checkpoint, config_bytes, open_checkpoint
 from csps.models.checkpoints.loading import read_network, weights_checksum
 from csps.protocols.sequencer.log_connection import LogListener, join_log
 from csps.protocols.sequencer.sequencer import Sequencer
+
+_log = logging.getLogger(__name__)
 
 DECODE_BATCH = 0
 """Id of the one decode batch of a gang that may decode."""
@@ -70,6 +76,36 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         device=engine.device,
     )
     return engine, fingerprint
+
+
+def warm_up(engine: Engine) -> None:
+    """Compile all kernels that the rank can need; a CPU has none to compile."""
+    if engine.device.type != "cuda":
+        return
+    began = time.monotonic()
+    with torch.inference_mode():
+        compile_kernels(engine)
+    wait_for_device(engine.device)
+    _log.info("rank %d: kernels are compiled, %.1f s", engine.rank, time.monotonic() - began)
+
+
+def compile_kernels(engine: Engine) -> None:
+    """Launch every variant of the kernels that steps and iterations on a GPU can need."""
+    # Imported on use: a machine without a GPU needs no Triton.
+    from csps.kernels.warm_up import launch_variants
+
+    spec, layout, kv_heads = engine.spec, engine.layout, len(engine.kv_heads)
+    # Heads are split over the instances of a group, or over all of its ranks.
+    groups = query_groups(engine.heads, kv_heads, layout.instances)
+    groups |= query_groups(spec.heads, spec.kv_heads, layout.world_size)
+    launch_variants(
+        engine.device,
+        engine.pool.k.dtype,
+        heads=engine.heads,
+        kv_heads=kv_heads,
+        head_dim=spec.head_dim,
+        groups=groups,
+    )
 
 
 def model_fingerprint(

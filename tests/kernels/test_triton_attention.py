@@ -14,8 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from csps.kernels import triton_attention
+from csps.kernels import triton_attention, triton_importance
 from csps.kernels.arguments import Positions
+from csps.kernels.triton_blocks import padded_dim
 
 
 def on_device(device: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -101,14 +102,36 @@ def test_fp64_is_refused(triton_device: str) -> None:
         on_device(triton_device, *random_qkv(9, 3, 3), q_positions=None, k_positions=None)
 
 
+CARDS = {"L40": 99 * 1024, "A100": 163 * 1024, "H100": 227 * 1024}
+"""Bytes of shared memory that a program may have."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("group", [1, 7, 128])
-@pytest.mark.parametrize("q_tokens", [1, 100_000])
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_a_tile_holds_whole_groups_and_fits_shared_memory(
-    dtype: torch.dtype, group: int, q_tokens: int, head_dim: int
+@pytest.mark.parametrize("group", [1, 7, 32])
+@pytest.mark.parametrize(
+    "rows",
+    [triton_attention.TOKEN_ROWS, triton_attention.SHORT_ROWS, triton_attention.LONG_ROWS],
+)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("card", CARDS)
+def test_a_tile_holds_whole_groups_and_fits_the_cards_shared_memory(
+    dtype: torch.dtype, group: int, rows: int, head_dim: int, card: str
 ) -> None:
-    tiling = triton_attention.choose_tiling(dtype, head_dim, group, q_tokens)
-    assert tiling.block_m >= max(16, group)
-    elements = head_dim * (tiling.block_m + 2 * tiling.stages * tiling.block_n)
-    assert elements * dtype.itemsize <= 227 * 1024
+    tiling = triton_attention.choose_tiling(dtype, head_dim, group, rows, CARDS[card])
+    assert tiling.block_m >= group
+    assert tiling.block_n >= 16
+    elements = padded_dim(head_dim) * (tiling.block_m + 2 * tiling.stages * tiling.block_n)
+    assert elements * dtype.itemsize < CARDS[card]
+    block_m, block_n = triton_importance.choose_blocks(dtype, head_dim, group, CARDS[card])
+    assert min(block_m, block_n) >= max(16, group // 4)
+    assert padded_dim(head_dim) * (2 * block_m + block_n) * dtype.itemsize < CARDS[card]
+
+
+def test_a_larger_card_gets_the_larger_tile() -> None:
+    """What is tuned for Hopper stays."""
+    half, rows = torch.bfloat16, triton_attention.LONG_ROWS
+    choose = triton_attention.choose_tiling
+    assert choose(half, 128, 4, rows, CARDS["H100"]).block_n == 128
+    assert choose(half, 128, 4, rows, CARDS["L40"]).block_n == 64
+    assert choose(half, 256, 4, rows, CARDS["H100"]).block_n == 64
+    assert choose(half, 256, 4, rows, CARDS["A100"]).block_n == 32

@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for Hopper, fits it, and is not recompiled for a length; no GPU."""
+"""Every Triton kernel compiles for several cards, fits them, and is not recompiled for a length; no
+GPU."""
 
 from __future__ import annotations
 
@@ -10,45 +11,50 @@ from pathlib import Path
 
 import pytest
 
-SHARED_MEMORY = 227 * 1024  # bytes a block may have on sm_90
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes that a program may have on A100, L40 and H100."""
 COMPILE, COUNT = (
-    Path(__file__).with_name(f"{name}.py") for name in ("compile_for_hopper", "count_variants")
+    Path(__file__).with_name(f"{name}.py") for name in ("compile_kernels", "count_variants")
 )
 
 
-def printed(program: Path, cache: Path) -> str:
+def printed(program: Path, cache: Path, *arguments: int) -> str:
     """Return what a program prints outside of the interpreter."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, program, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_no_kernel_is_compiled_anew_for_a_length(tmp_path: Path) -> None:
-    variants = json.loads(printed(COUNT, tmp_path))
-    assert variants == dict.fromkeys(
-        (
-            "_attention_kernel",
-            "_column_sums_kernel",
-            "_decode_kernel",
-            "_extremes_kernel",
-            "_merge_into_kernel",
-            "_merge_rows_kernel",
-            "_merge_stacked_kernel",
-            "_top_tokens_kernel",
-        ),
-        1,
-    )
+    """Of any length from 1 on, and wherever a slice begins."""
+    assert json.loads(printed(COUNT, tmp_path)) == {
+        "_attention_kernel": 4,  # few rows or many, with positions or without
+        "_column_sums_kernel": 2,  # with positions or without
+        "_decode_kernel": 1,
+        "_extremes_kernel": 2,  # of keys, and of queries
+        "_merge_into_kernel": 1,
+        "_merge_rows_kernel": 1,
+        "_merge_stacked_kernel": 1,
+        "_top_tokens_kernel": 1,
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    kernels = [json.loads(line) for line in printed(COMPILE, tmp_path).splitlines()]
+@pytest.mark.parametrize("sm", SHARED_MEMORY)
+def test_kernels_compile_for_a_card_and_fit_it(sm: int, tmp_path: Path) -> None:
+    shared = SHARED_MEMORY[sm]
+    kernels = [json.loads(line) for line in printed(COMPILE, tmp_path, sm, shared).splitlines()]
     assert {k["kernel"] for k in kernels} == {
         "_attention_kernel",
         "_column_sums_kernel",
@@ -59,8 +65,12 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         "_top_tokens_kernel",
         "_extremes_kernel",
     }
-    assert all(k["shared"] <= SHARED_MEMORY for k in kernels)
+    assert all(k["shared"] <= shared for k in kernels)
+    if sm != 90:
+        return
     for kernel in kernels:
-        if kernel.get("BLOCK_M", 0) >= 64:  # large tiles use Hopper's own tensor core instruction
+        if (
+            kernel["half"] and kernel.get("BLOCK_M", 0) >= 64
+        ):  # large tiles use Hopper's own tensor core instruction
             assert kernel["wgmma"], kernel
             assert kernel["async_copy"], kernel

@@ -204,6 +204,18 @@ class HeadSplit:
         ]
 
 
+def query_groups(heads: int, kv_heads: int, most: int) -> set[int]:
+    """Return how many query heads of a KV head a call may have, if up to `most` members split the
+    heads."""
+    splits = (HeadSplit(heads=heads, kv_heads=kv_heads, parts=parts + 1) for parts in range(most))
+    return {
+        (queries.stop - queries.start) // (keys.stop - keys.start)
+        for split in splits
+        for part in range(split.parts)
+        for queries, keys in split.uniform_runs(part)
+    }
+
+
 def uniform_heads(heads: range, group: int) -> list[tuple[range, range]]:
     """Split query heads into (query heads, KV heads) with equally many queries per KV head.
 

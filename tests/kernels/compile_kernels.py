@@ -1,6 +1,7 @@
-"""Compile every Triton kernel for an sm_90 GPU, which needs the compiler but no GPU.
+"""Compile every Triton kernel for a card, which needs the compiler but no GPU.
 
-Run as a program by test_triton_compiles.py, outside of the interpreter. The interpreter checks
+Run as a program by test_triton_compiles.py, outside of the interpreter: SM (80, 89, 90) SHARED (its
+bytes of shared memory). The interpreter checks
 what kernels compute; this checks that they are programs the compiler accepts, which tensor cores
 they use and whether they fit the machine. Prints one JSON line a kernel.
 """
@@ -8,6 +9,7 @@ they use and whether they fit the machine. Prints one JSON line a kernel.
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ POINTERS = {
     "runs": "*i32",
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+SM, SHARED = map(int, sys.argv[1:])
 OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q", "cu_seqlens_k")
 ALIGNED = ("q", "k", "v", "out", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt",
            "stride_vh")  # fmt: skip
@@ -47,12 +50,16 @@ def report(kernel: Any, dtype: torch.dtype, warps: int = 4, stages: int = 2, **c
     source = ASTSource(kernel, {n: type_of(n) for n in names}, const, aligned)
     built = compile(
         source,
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", SM, 32),
         options={"num_warps": warps, "num_stages": stages},
     )
     ptx = built.asm["ptx"]
     result = {"kernel": kernel.__name__, "shared": built.metadata.shared, **const}
-    result |= {"wgmma": "wgmma.mma_async" in ptx, "async_copy": "cp.async" in ptx}
+    result |= {
+        "half": dtype == torch.bfloat16,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "async_copy": "cp.async" in ptx,
+    }
     print(json.dumps(result), flush=True)
 
 
@@ -60,8 +67,8 @@ def absent(*names: str, unless: bool) -> dict[str, Any]:
     return {} if unless else dict.fromkeys(names)
 
 
-def attention(dtype: torch.dtype, dim: int, group: int, tokens: int, *, simple: bool) -> None:
-    tiling = triton_attention.choose_tiling(dtype, dim, group, tokens)
+def attention(dtype: torch.dtype, dim: int, group: int, rows: int, *, simple: bool) -> None:
+    tiling = triton_attention.choose_tiling(dtype, dim, group, rows, SHARED)
     kernel = triton_attention._attention_kernel
     report(
         kernel, dtype, tiling.warps, tiling.stages, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple,
@@ -72,23 +79,27 @@ def attention(dtype: torch.dtype, dim: int, group: int, tokens: int, *, simple: 
 
 def column_sums(dtype: torch.dtype, dim: int, group: int, *, simple: bool) -> None:
     kernel = triton_importance._column_sums_kernel
+    block_m, block_n = triton_importance.choose_blocks(dtype, dim, group, SHARED)
     report(
         kernel, dtype, 8, 2, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple, VARLEN=not simple,
-        BLOCK_M=triton_importance.BLOCK_M, BLOCK_N=triton_importance.BLOCK_N,
+        BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple),
     )  # fmt: skip
 
 
 def main() -> None:
     half, full = torch.bfloat16, torch.float32
-    attention(half, 128, 4, 100_000, simple=False)
-    attention(half, 128, 4, 1, simple=True)
-    attention(half, 80, 7, 1000, simple=False)
-    attention(half, 64, 4, 100_000, simple=False)
-    attention(half, 256, 1, 1000, simple=False)
-    attention(full, 256, 2, 1000, simple=True)
+    short, long = triton_attention.SHORT_ROWS, triton_attention.LONG_ROWS
+    attention(half, 128, 4, long, simple=False)
+    attention(half, 128, 4, short, simple=True)
+    attention(half, 80, 7, long, simple=False)
+    attention(half, 64, 4, long, simple=False)
+    attention(half, 256, 1, long, simple=False)
+    attention(half, 256, 4, short, simple=True)
+    attention(full, 256, 2, long, simple=True)
     column_sums(half, 128, 4, simple=False)
     column_sums(half, 256, 7, simple=True)
+    column_sums(full, 256, 2, simple=True)
     report(triton_merge._merge_stacked_kernel, full, HEAD_DIM=128, ROWS=4, BLOCK_D=128)
     for kept in (True, False):
         report(
@@ -97,7 +108,9 @@ def main() -> None:
         )  # fmt: skip
     report(triton_merge._merge_rows_kernel, full, HEAD_DIM=96, PARTS=16, BLOCK_D=128)
     for dtype, dim, group in ((half, 128, 4), (full, 64, 7)):
-        tiling = triton_attention.choose_tiling(dtype, dim, group, 1)
+        tiling = triton_attention.choose_tiling(
+            dtype, dim, group, triton_attention.TOKEN_ROWS, SHARED
+        )
         report(
             triton_attention._decode_kernel, dtype, tiling.warps, tiling.stages, GROUP=group,
             HEAD_DIM=dim, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
