@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -222,6 +224,36 @@ def test_narrower_vectors_of_other_processors(lanes: int, monkeypatch: pytest.Mo
             tensors = case.tensors()
             got = kernel(heads, dtype).attend_runs(*tensors, SlotRuns(5, runs), scale_of(case))
             check(got, by_definition(case, tensors))
+
+
+READ_TO_THE_END = """
+import ctypes, mmap, torch
+from csps.kernels import cpu_decode
+from csps.kernels.arguments import SlotRuns
+
+def before_forbidden_page(slots, dtype):
+    \"\"\"Return a cache whose last byte is the last before a page that nobody may read.\"\"\"
+    pages = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    behind = memory.data_ptr() + 2 * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    size = slots * 2 * 32 * dtype.itemsize
+    return memory[2 * mmap.PAGESIZE - size : 2 * mmap.PAGESIZE].view(dtype).view(slots, 2, 32)
+
+for dtype in (torch.float32, torch.bfloat16):
+    assert cpu_decode.prepare(heads=4, kv_heads=2, dim=32, dtype=dtype)
+    for slots in range(1, 10):
+        k, v = before_forbidden_page(slots, dtype), before_forbidden_page(slots, dtype)
+        kernel = cpu_decode.prepared(torch.ones(1, 4, 32), k, v)
+        out, _ = kernel.attend_runs(torch.ones(1, 4, 32), k, v, SlotRuns(1, [(0, 0, slots)]), 0.2)
+        assert out.isfinite().all()
+"""
+
+
+def test_nothing_behind_the_last_slot_is_read() -> None:
+    """A read behind a pool would end the process, so another one tries."""
+    subprocess.run([sys.executable, "-c", READ_TO_THE_END], check=True, timeout=60)
 
 
 # --- infinity, NaN and large numbers ---------------------------------------------------------
