@@ -35,7 +35,7 @@ from csps.services.telemetry import tracing
 
 if TYPE_CHECKING:
     # `services.app` imports this module where torch is not needed.
-    from csps.actors.comm.process_group import HostedStore, StoreAddress
+    from csps.actors.comm.rendezvous import HostedStore, StoreAddress
     from csps.actors.worker.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class GangRank:
         self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
         config = rank_config(role, settings, gang, host=listen_host(settings))
-        store = await _rendezvous_store(gang, config.host, registry)
+        store = await _rendezvous_store(gang, config.host, secret, registry)
         self._rank = _make_rank(config, secret, store)
         self._address = await asyncio.to_thread(self._rank.start)
         member = await self._member(role, gang)
@@ -144,14 +144,14 @@ def _gang_context() -> GangContext:
 
 
 async def _rendezvous_store(
-    gang: GangContext, host: str, registry: DeploymentHandle[Registry]
+    gang: GangContext, host: str, secret: ClusterSecret, registry: DeploymentHandle[Registry]
 ) -> HostedStore | StoreAddress:
     """Host the gang's rendezvous store on rank 0; find it on the other ranks."""
-    from csps.actors.comm.process_group import StoreAddress, host_store
+    from csps.actors.comm.rendezvous import StoreAddress, host_store
 
     if gang.rank > 0:
         return StoreAddress(*await wait_for_store(registry, gang.gang_id))
-    hosted = host_store(host)
+    hosted = await asyncio.to_thread(host_store, host, secret.value)
     await registry.publish_store.remote(gang.gang_id, hosted.address.host, hosted.address.port)
     return hosted
 
