@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from csps.actors.comm.process_group import HostedStore, StoreAddress, host_store
+from csps.actors.comm.rendezvous import HostedStore, StoreAddress, host_store
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
 
@@ -24,8 +24,9 @@ def main(arguments: list[str]) -> None:
     fields = json.loads(arguments[0])
     address = fields.pop("store", None)
     config = RankConfig(**fields)
-    store = _announced_store(config.host) if address is None else StoreAddress(*address)
-    rank = Rank(config, secret=os.environ["CSPS_CLUSTER_SECRET"].encode(), store=store)
+    secret = os.environ["CSPS_CLUSTER_SECRET"].encode()
+    store = _announced_store(config.host, secret) if address is None else StoreAddress(*address)
+    rank = Rank(config, secret=secret, store=store)
     _say(rpc=rank.start())
     try:
         sys.stdin.read()
@@ -33,8 +34,8 @@ def main(arguments: list[str]) -> None:
         rank.close()
 
 
-def _announced_store(host: str) -> HostedStore:
-    hosted = host_store(host)
+def _announced_store(host: str, secret: bytes) -> HostedStore:
+    hosted = host_store(host, secret)
     _say(store=[hosted.address.host, hosted.address.port])
     return hosted
 

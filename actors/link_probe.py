@@ -5,12 +5,13 @@ Messages go through the engine's own `Mesh`. Rank 0 hosts the rendezvous store a
 address, HOST:PORT; STORE is that address for the others and `-` for rank 0. SIZES are bytes,
 separated by commas. Pairs are measured one after another, in the order of `itertools.combinations`,
 so that none shares a wire. A pair's lower rank sends a block. Its higher rank prints the seconds of
-each round trip, a list for each size.
+each round trip, a list for each size. CSPS_CLUSTER_SECRET is the same for all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from csps.actors.comm.mesh import Mesh, Tag
-from csps.actors.comm.process_group import StoreAddress, host_store, join_store
+from csps.actors.comm.rendezvous import StoreAddress, host_store, join_store
 
 PAIR_TIMEOUT = timedelta(minutes=10)
 """Deadline for the measurement of another pair."""
@@ -44,10 +45,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _store(host: str, store_at: str) -> Store:
+    secret = os.environ["CSPS_CLUSTER_SECRET"].encode()
     if store_at != "-":
         address, port = store_at.rsplit(":", 1)
-        return join_store(StoreAddress(address, int(port)))
-    hosted = host_store(host)
+        return join_store(StoreAddress(address, int(port)), secret)
+    hosted = host_store(host, secret)
     print(json.dumps(f"{hosted.address.host}:{hosted.address.port}"), flush=True)
     return hosted.store
 

@@ -20,6 +20,7 @@ import argparse
 import itertools
 import multiprocessing
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     from csps.actors.attention.base.engine import Engine
     from csps.actors.comm.layout import GangLayout
     from csps.actors.comm.mesh import Mesh
-    from csps.actors.comm.process_group import StoreAddress, join_store
+    from csps.actors.comm.rendezvous import StoreAddress, join_store
     from csps.actors.engine.decode_batch import DecodeBatch
     from csps.actors.kv_cache.kv_pool import KvPool
     from csps.kernels import cpu_attention, cpu_decode
@@ -74,7 +75,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
         device="cpu",
     )
     mesh = Mesh(
-        join_store(StoreAddress("127.0.0.1", args["port"])),
+        join_store(StoreAddress("127.0.0.1", args["port"]), args["secret"]),
         name="benchmark",
         rank=rank,
         world_size=ranks,
@@ -161,9 +162,10 @@ rank: all of them, and those of attention to resident KV."""
 
 def measured(args: argparse.Namespace) -> Iterator[Measured]:
     """Measure a gang."""
-    from csps.actors.comm.process_group import host_store
+    from csps.actors.comm.rendezvous import host_store
 
-    store = host_store("127.0.0.1")
+    secret = secrets.token_bytes(32)
+    store = host_store("127.0.0.1", secret)
     most = max(c * b for c in args.context for b in args.batch)
     slots = most // args.ranks + max(args.batch) * (args.steps + 8) + 64
     spawn = multiprocessing.get_context("spawn")
@@ -171,6 +173,7 @@ def measured(args: argparse.Namespace) -> Iterator[Measured]:
         "ranks": args.ranks,
         "slots": slots,
         "port": store.address.port,
+        "secret": secret,
         "model": Path(args.model),
         "dtype": args.dtype,
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 from gang_driver import SECRET, Cell, GangPlan, in_threads, members_of
 
-from csps.actors.comm.process_group import StoreAddress
+from csps.actors.comm.rendezvous import StoreAddress
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers
 

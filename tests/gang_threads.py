@@ -18,7 +18,8 @@ from launch_log import LaunchLog
 from rank_world import STRICT
 
 from csps.actors.comm.layout import GangLayout
-from csps.actors.comm.process_group import GroupMaker, host_store
+from csps.actors.comm.process_group import GroupMaker
+from csps.actors.comm.rendezvous import host_store
 from csps.actors.engine.log_end import SequencerEnd
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
@@ -53,7 +54,7 @@ class ThreadGang:
         # Processes are bound to plain gloo, and so is who works with them.
         self._data_group = None if in_processes else data_group
         self._log = log
-        self.hosted = host_store("127.0.0.1")
+        self.hosted = host_store("127.0.0.1", SECRET)
         self.hosts: list[Rank | RankProcess] = [
             RankProcess(plan.rank_fields(rank), self.hosted.address)
             if rank in in_processes

@@ -1,4 +1,4 @@
-"""Torch's process groups as ranks make, use and close them, and the stores at which ranks meet.
+"""Torch's process groups as ranks make, use and close them.
 
 Groups are made directly from a store instead of through `torch.distributed.init_process_group`,
 because a rank lives in several worlds at once (its gang, the KV connection to another gang) and
@@ -7,25 +7,26 @@ must leave one without touching the others.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
-import socket
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, Store, Work
+
+from csps.actors.comm.rendezvous import JOIN_DEADLINE
+from csps.protocols.core.errors import AuthenticationFailed
 
 _log = logging.getLogger(__name__)
 
-JOIN_DEADLINE = timedelta(seconds=60)
-"""Time limit for every rank of a group to arrive."""
 PEER_DEADLINE = timedelta(minutes=30)
 """Time limit for a peer to join an exchange: longer than all that its log may have before it. A
 dead peer is noticed at once, so this ends only true hangs."""
@@ -45,50 +46,9 @@ _CLOSE_PROBE = timedelta(milliseconds=1)
 """Timeout of a receive that never completes, which closes a gloo group."""
 _CLOSE_PROBE_TAG = 16
 """Tag of that receive, which no message has (`Tag`)."""
-
-
-@dataclass(frozen=True)
-class StoreAddress:
-    """Address of a gang's rendezvous store."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
-class HostedStore:
-    """A rendezvous store that this process serves as long as the object lives."""
-
-    address: StoreAddress
-    store: Store
-
-
-def host_store(host: str) -> HostedStore:
-    """Serve a rendezvous store on a free port of `host`, and on no other address.
-
-    The socket is ours because a store that makes its own listens on all interfaces, and, where that
-    is IPv6 with mapped addresses, asks the DNS for the name of everyone who connects.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=JOIN_DEADLINE,
-        use_libuv=True,
-        master_listen_fd=listener.detach(),
-    )
-    return HostedStore(StoreAddress(host, port), store)
-
-
-def join_store(address: StoreAddress) -> Store:
-    """Connect to a store that another rank serves."""
-    return TCPStore(
-        address.host, address.port, is_master=False, wait_for_workers=False, timeout=JOIN_DEADLINE
-    )
+_PROOF_TAG = 15
+"""Tag of what peers prove to each other before any other message."""
+_PROOF_BYTES = 32
 
 
 def indexed_device(name: str) -> torch.device:
@@ -255,7 +215,14 @@ class Pending:
 
 
 def gloo_group(store: Store, rank: int, size: int, host: str) -> TorchGroup:
-    """Join a gloo group that listens on `host`; return when all ranks have joined."""
+    """Join a gloo group that listens on `host`; return when all ranks have joined, and have proved
+    that they met at the store.
+
+    Raises:
+        AuthenticationFailed: a stranger has connected in the place of a rank.
+    """
+    if rank == 0:
+        store.set("proof", secrets.token_hex(_PROOF_BYTES))
     group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
     options = group_of._Options()
     options._devices = [group_of.create_device(hostname=host)]
@@ -263,7 +230,49 @@ def gloo_group(store: Store, rank: int, size: int, host: str) -> TorchGroup:
     group = group_of(store, rank, size, options)
     # Collectives take their deadline from the group, not from `wait`.
     group._set_default_timeout(PEER_DEADLINE)
-    return cast(TorchGroup, group)
+    joined = cast(TorchGroup, group)
+    try:
+        _prove(joined, rank, size, store.get("proof"))
+    except BaseException:
+        close_gloo(joined, rank, size)
+        raise
+    return joined
+
+
+def _prove(group: TorchGroup, rank: int, size: int, key: bytes) -> None:
+    """Prove to all peers that this rank knows the key, and check that they do. gloo itself takes
+    whoever connects first and names the number of a pair, which is easy to guess.
+
+    Raises:
+        AuthenticationFailed: a peer does not know the key.
+    """
+    peers = [peer for peer in range(size) if peer != rank]
+    ours = {peer: secrets.token_bytes(_PROOF_BYTES) for peer in peers}
+    theirs = _swapped(group, ours)
+    proofs = {peer: _proof(key, rank, peer, theirs[peer] + ours[peer]) for peer in peers}
+    for peer, proof in _swapped(group, proofs).items():
+        expected = _proof(key, peer, rank, ours[peer] + theirs[peer])
+        if not hmac.compare_digest(proof, expected):
+            raise AuthenticationFailed(f"whoever is connected as rank {peer} is a stranger")
+
+
+def _proof(key: bytes, sender: int, receiver: int, nonces: bytes) -> bytes:
+    return hmac.digest(key, f"{sender} to {receiver} ".encode() + nonces, "sha256")
+
+
+def _swapped(group: TorchGroup, messages: dict[int, bytes]) -> dict[int, bytes]:
+    """Send a message to each peer and return theirs, of the same length."""
+    sent = {
+        peer: torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        for peer, message in messages.items()
+    }
+    received = {peer: torch.empty(_PROOF_BYTES, dtype=torch.uint8) for peer in messages}
+    with with_peer():
+        works = [group.recv([received[peer]], peer, _PROOF_TAG) for peer in messages]
+        works += [group.send([sent[peer]], peer, _PROOF_TAG) for peer in messages]
+        for work in works:
+            work.wait(JOIN_DEADLINE)
+    return {peer: bytes(received[peer].tolist()) for peer in messages}
 
 
 def _nccl(store: Store, rank: int, size: int, host: str) -> TorchGroup:
@@ -275,6 +284,9 @@ def _nccl(store: Store, rank: int, size: int, host: str) -> TorchGroup:
         wanted = ".".join(map(str, LAUNCH_ORDER_SINCE))
         raise RuntimeError(f"NCCL {'.'.join(map(str, version))} is older than {wanted}")
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # Otherwise a thread of torch's asks the store every second whether another rank wants a dump;
+    # the store answers in Python, which may have ended by then.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = DEVICE_DEADLINE
     return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))

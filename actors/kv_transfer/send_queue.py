@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from csps.actors.comm.process_group import IDLE, JOIN_DEADLINE, PeerLost, Pending
+from csps.actors.comm.process_group import IDLE, PeerLost, Pending
+from csps.actors.comm.rendezvous import JOIN_DEADLINE
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import HEARTBEAT_S, MESSAGE_DEADLINE, Credit, KvConnection
 from csps.actors.kv_transfer.message import Staging

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from csps.actors.attention.base.engine import Engine
-from csps.actors.comm.process_group import StoreAddress, join_store
+from csps.actors.comm.rendezvous import StoreAddress, join_store
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
@@ -26,15 +26,17 @@ class KvLinkEnd:
     def __init__(
         self,
         config: RankConfig,
+        secret: bytes,
         engine: Engine,
         loop: EngineLoop,
         notify: Notify,
         on_broken: Callable[[BaseException], None],
     ) -> None:
         """Args:
+        secret: the cluster secret.
         on_broken: called when this rank can no longer send or receive through its own fault.
         """
-        self._config, self._engine, self._loop = config, engine, loop
+        self._config, self._secret, self._engine, self._loop = config, secret, engine, loop
         self._notify, self._on_broken = notify, on_broken
         self._epoch = ""
         self._sender: KvSender | None = None
@@ -53,13 +55,17 @@ class KvLinkEnd:
 
     def join(self, message: ConnectKv) -> KvConnection:
         """Open the connection; blocks until all ranks of both gangs have joined."""
-        return KvConnection(
-            join_store(StoreAddress(message.store_host, message.store_port)),
-            message,
-            rank=self._config.rank,
-            is_decode=self._config.may_decode,
-            host=self._config.host,
-        )
+        store = join_store(StoreAddress(message.store_host, message.store_port), self._secret)
+        try:
+            return KvConnection(
+                store,
+                message,
+                rank=self._config.rank,
+                is_decode=self._config.may_decode,
+                host=self._config.host,
+            )
+        finally:
+            store.close()
 
     def use(self, connection: KvConnection, epoch: str) -> None:
         """Send or receive over a connection from now on.

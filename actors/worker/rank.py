@@ -19,14 +19,8 @@ import torch
 
 from csps.actors.comm.layout import GangLayout
 from csps.actors.comm.mesh import Mesh
-from csps.actors.comm.process_group import (
-    GroupMaker,
-    HostedStore,
-    InstanceGroup,
-    LaunchOrder,
-    StoreAddress,
-    join_store,
-)
+from csps.actors.comm.process_group import GroupMaker, InstanceGroup, LaunchOrder
+from csps.actors.comm.rendezvous import HostedStore, RendezvousStore, StoreAddress, join_store
 from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.kv_transfer.connection import KvConnection
@@ -64,6 +58,7 @@ class Rank:
         """
         self.config = config
         self._hosted = store
+        self._store: RendezvousStore | None = None
         self._data_group = data_group
         self._launches = LaunchOrder()
         self._secret = secret
@@ -88,7 +83,9 @@ class Rank:
         config = self.config
         torch.set_num_threads(config.threads)
         hosted = self._hosted
-        store = hosted.store if isinstance(hosted, HostedStore) else join_store(hosted)
+        store = self._store = (
+            hosted.store if isinstance(hosted, HostedStore) else join_store(hosted, self._secret)
+        )
         instance = InstanceGroup(
             store,
             name=f"{config.gang_id}/instance{self._layout.instance_of(config.rank)}",
@@ -117,7 +114,9 @@ class Rank:
         warm_up(self.engine)
         in_place = config.may_prefill and config.may_decode
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
-        self._link = KvLinkEnd(config, self.engine, self._loop, self._notify, self._break)
+        self._link = KvLinkEnd(
+            config, self._secret, self.engine, self._loop, self._notify, self._break
+        )
         if isinstance(self._log, SequencerEnd):
             self._spawn("sequencer", self._log.run)
         self._spawn("engine", self._loop.run)
@@ -148,6 +147,10 @@ class Rank:
         # process.
         _join([*self._threads, *kv_threads], THREADS_END_S)
         self._rpc.close()
+        if isinstance(self._hosted, HostedStore):
+            self._hosted.close()
+        elif self._store is not None:
+            self._store.close()
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
         def run() -> None:

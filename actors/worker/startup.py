@@ -14,7 +14,8 @@ from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import query_groups
 from csps.actors.comm.layout import GangLayout
 from csps.actors.comm.mesh import Mesh
-from csps.actors.comm.process_group import JOIN_DEADLINE, InstanceGroup
+from csps.actors.comm.process_group import InstanceGroup
+from csps.actors.comm.rendezvous import JOIN_DEADLINE
 from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.timing.device_pace import wait_for_device

@@ -7,11 +7,13 @@ rest of 0.1 is TCP/IP headers).
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 
+from csps.services.settings.credentials import SECRET_VARIABLE
 from testbed.network import Server, Testbed
 
 PROBE = "csps.actors.link_probe"
@@ -80,4 +82,5 @@ def _probe(source: Server, sink: Server, megabytes: float, rounds: int) -> list[
 
 def _start(server: Server, *arguments: str) -> subprocess.Popen[str]:
     command = server.command(sys.executable, "-m", PROBE, *arguments)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, SECRET_VARIABLE: "only for this measurement"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

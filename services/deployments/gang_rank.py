@@ -37,7 +37,7 @@ from csps.services.telemetry import tracing
 
 if TYPE_CHECKING:
     # `services.app` imports this module where torch is not needed.
-    from csps.actors.comm.process_group import HostedStore, StoreAddress
+    from csps.actors.comm.rendezvous import HostedStore, StoreAddress
     from csps.actors.worker.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class GangRank:
         self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
         config = rank_config(role, settings, gang, host=listen_host(settings))
-        store, publishing = await _rendezvous_store(gang, config.host, registry)
+        store, publishing = await _rendezvous_store(gang, config.host, secret, registry)
         try:
             self._rank = _make_rank(config, secret, store)
             self._address = await asyncio.to_thread(self._rank.start)
@@ -152,7 +152,7 @@ def _gang_context() -> GangContext:
 
 
 async def _rendezvous_store(
-    gang: GangContext, host: str, registry: DeploymentHandle[Registry]
+    gang: GangContext, host: str, secret: ClusterSecret, registry: DeploymentHandle[Registry]
 ) -> tuple[HostedStore | StoreAddress, Registration | None]:
     """Host the gang's rendezvous store on rank 0, and find it on the other ranks.
 
@@ -160,11 +160,11 @@ async def _rendezvous_store(
         The store, and on rank 0 its publication, to be ended when all ranks have come: until then
         the registry may be restarted.
     """
-    from csps.actors.comm.process_group import StoreAddress, host_store
+    from csps.actors.comm.rendezvous import StoreAddress, host_store
 
     if gang.rank > 0:
         return StoreAddress(*await wait_for_store(registry, gang.gang_id)), None
-    hosted = host_store(host)
+    hosted = await asyncio.to_thread(host_store, host, secret.value)
     address = hosted.address
     publish = partial(registry.publish_store.remote, gang.gang_id, address.host, address.port)
     return hosted, Registration(gang.rank, publish)

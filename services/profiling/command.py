@@ -58,6 +58,7 @@ from csps.services.profiling.links import (
 )
 from csps.services.profiling.phases import measure_overheads, measure_phases, phase_lines
 from csps.services.profiling.step_profile import Effort, RingProfile, StepProfile
+from csps.services.settings.credentials import cluster_secret
 from csps.services.settings.settings import Settings
 
 HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers"}
@@ -216,7 +217,7 @@ async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: b
 async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[LinkProbe]]:
     """Return location, interface and probe of each rank that computes prompts."""
     settings = config.settings
-    device = settings.device, settings.prefilling.num_gpus
+    device = settings.device, settings.prefilling.num_gpus, cluster_secret()
     if CLUSTER not in os.environ:
         locations = ranks_here(settings)
         return (

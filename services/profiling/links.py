@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Protocol
 
 from csps.protocols.core.errors import DeadlineExceeded, FaultError
+from csps.services.settings.credentials import SECRET_VARIABLE, ClusterSecret
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
@@ -51,13 +52,14 @@ class LinkProbe(Protocol):
 class LocalLinkProbe:
     """Probe on this machine."""
 
-    def __init__(self, device: str, num_gpus: float) -> None:
+    def __init__(self, device: str, num_gpus: float, secret: ClusterSecret) -> None:
         """Create a probe that has not started.
 
         Args:
             device, num_gpus: as in the settings; this machine resolves `auto`.
+            secret: the same for all probes that measure together.
         """
-        self._device, self._num_gpus = device, num_gpus
+        self._device, self._num_gpus, self._secret = device, num_gpus, secret
         self._process: Process | None = None
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:
@@ -65,7 +67,12 @@ class LocalLinkProbe:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "csps.actors.link_probe", *arguments, device),
             stdout=PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(gpu)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": str(gpu),
+                SECRET_VARIABLE: self._secret.value.hex(),
+            },
             start_new_session=True,
         )
 

@@ -24,6 +24,7 @@ from csps.services.cluster.ray_context import labelled_location
 from csps.services.launch.deploy_config import DeployConfig
 from csps.services.launch.serve_command import last_line
 from csps.services.profiling.links import LocalLinkProbe
+from csps.services.settings.credentials import ClusterSecret
 from csps.services.settings.settings import Settings
 
 GANG_S = 60.0
@@ -42,11 +43,11 @@ class ServerRank:
 class RemoteLinkProbe:
     """Probe on the machine of one of Ray's nodes."""
 
-    def __init__(self, node_id: str, device: str, num_gpus: float) -> None:
+    def __init__(self, node_id: str, device: str, num_gpus: float, secret: ClusterSecret) -> None:
         # No CPUs of its own: it runs beside a rank that has reserved them.
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         probe = ray.remote(num_cpus=0)(LocalLinkProbe).options(scheduling_strategy=there)
-        self._probe: Any = probe.remote(device, num_gpus)
+        self._probe: Any = probe.remote(device, num_gpus, secret)
 
     async def start(self, gpu: int, arguments: Sequence[str]) -> None:
         await _answer(self._probe.start.remote(gpu, arguments))

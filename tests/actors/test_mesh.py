@@ -16,14 +16,12 @@ from csps.actors.comm import process_group
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import (
     IDLE,
-    JOIN_DEADLINE,
     PEER_DEADLINE,
     InstanceGroup,
     Pending,
     TorchGroup,
-    host_store,
-    join_store,
 )
+from csps.actors.comm.rendezvous import JOIN_DEADLINE
 
 JOIN_S = 60.0
 
@@ -161,24 +159,3 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
         group.close()
     with pytest.raises(RuntimeError):
         groups[0].all_reduce(total)
-
-
-def test_a_store_listens_on_its_host_only() -> None:
-    hosted = host_store("127.0.0.1")
-    joined = join_store(hosted.address)
-    joined.set("key", "value")
-    assert hosted.store.get("key") == b"value"
-    assert bound_addresses(hosted.address.port) == {"0100007F"}  # 127.0.0.1
-
-
-def bound_addresses(port: int) -> set[str]:
-    """Return the addresses, in hexadecimal, on which a local port listens, by the kernel's own
-    list."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}") as lines:
-            for line in list(lines)[1:]:
-                address, bound = line.split()[1].rsplit(":", 1)
-                if int(bound, 16) == port and line.split()[3] == "0A":
-                    found.add(address)
-    return found

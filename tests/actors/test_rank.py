@@ -25,7 +25,7 @@ from gang_driver import (
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
-from csps.actors.comm.process_group import host_store
+from csps.actors.comm.rendezvous import host_store
 from csps.actors.engine import decode_batch as stream_module
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
@@ -39,7 +39,7 @@ from csps.protocols.rpc.schema import pack
 def alone(model: Path, **fields: object) -> Rank:
     plan = GangPlan(model_dir=str(model), role="prefill", instances=1)
     config = RankConfig(**{**plan.rank_fields(0), **fields})
-    return Rank(config, secret=SECRET, store=host_store("127.0.0.1"))
+    return Rank(config, secret=SECRET, store=host_store("127.0.0.1", SECRET))
 
 
 def test_a_rank_with_an_unloadable_checkpoint_raises_and_closes(

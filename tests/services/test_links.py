@@ -19,6 +19,7 @@ from csps.services.measured.identity import identity_of
 from csps.services.measured.measured_groups import MeasuredLinks, gang_places, kind_of, link_ratio
 from csps.services.profiling.links import LOOPBACK, LocalLinkProbe, measure_links, ranks_here
 from csps.services.profiling.server_links import _placed
+from csps.services.settings.credentials import ClusterSecret
 from csps.services.settings.settings import Settings
 
 PLACES = ["0-0-0", "0-0-1", "0-1-2", "0-1-3"]
@@ -104,7 +105,8 @@ async def test_real_ranks_measure_all_their_pairs() -> None:
     def record_pair(sender: int, receiver: int, seconds: dict[int, float]) -> None:
         found[sender, receiver] = seconds
 
-    probes = [LocalLinkProbe("cpu", 0.0) for _ in range(4)]
+    secret = ClusterSecret(b"of these probes")
+    probes = [LocalLinkProbe("cpu", 0.0, secret) for _ in range(4)]
     await measure_links(probes, [LOOPBACK] * 4, SIZES, record_pair)
     assert list(found) == list(combinations(range(4), 2))
     assert all(seconds[8] > 0 for seconds in found.values())

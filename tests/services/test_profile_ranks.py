@@ -12,7 +12,7 @@ import pytest
 import yaml
 from gang_driver import in_threads
 
-from csps.actors.comm.process_group import host_store
+from csps.actors.comm.rendezvous import host_store
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
 from csps.configurator.costs.latency_tables import SHIPPED
@@ -69,7 +69,7 @@ class RankThreads:
         self._ranks: list[Rank] = []
 
     async def start(self, configs: Sequence[RankConfig], secret: bytes) -> GangMembers:
-        hosted = host_store(configs[0].host)
+        hosted = host_store(configs[0].host, secret)
         for config in configs:
             store = hosted.address if config.rank else hosted
             self._ranks.append(Rank(config, secret=secret, store=store))
