@@ -1,11 +1,12 @@
-"""Attention of a decode iteration: compiled code against torch's flash kernel, on one core.
+"""Attention of a decode iteration: compiled code against torch's flash kernel.
 
-    python benchmarks/decode_attention.py [--rounds 15] [--json FILE]
+    python benchmarks/decode_attention.py [--rounds 15] [--threads 1] [--json FILE]
 
 Rows have one query each, over a token-major KV cache of several layers, more than fits into a
 processor's caches. In each round every contender takes its turn, and so does a dot product of two
-long vectors, which reads memory as fast as torch can. Times are processor times of the thread,
-medians of rounds: on a shared machine only ratios mean anything.
+long vectors, which reads memory as fast as torch can. Times are medians of rounds, of one thread in
+its processor time, of several by the clock. On a shared machine only ratios mean anything, and of
+several threads nothing does.
 
 - gb_s: KV read, of compiled code in the row's dtype. read: that over the dot product's.
 - flash: time of torch's kernel on the same KV over ours.
@@ -15,11 +16,9 @@ medians of rounds: on a shared machine only ratios mean anything.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import report
@@ -41,14 +40,14 @@ def main() -> None:
     """Print a table and the figures."""
     parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     rows = [row for shape in SHAPES for batch in BATCHES for row in measured(shape, batch, args)]
     long = [row for row in rows if row["keys"] >= 8192]
     figures = {
         "benchmark": "decode_attention",
-        "cpu": _cpu(),
-        "load": os.getloadavg()[0],
+        "threads": args.threads,
         "least_read_fp32": min(row["read"] for row in long if row["dtype"] == "float32"),
         "least_read_bf16": min(row["read"] for row in long if row["dtype"] == "bfloat16"),
         "most_over_fp32": max(row["over_fp32"] for row in long),
@@ -77,14 +76,15 @@ def measured(
             ("flash", cpu_attention.decode_by_flash),
         ):
             contenders[f"{name} {dtype}"] = _all_layers(attend, q, caches, runs, dim**-0.5)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
         run()
     for _ in range(args.rounds):
         for name, run in contenders.items():
-            begin = time.thread_time()
+            begin = clock()
             run()
-            times[name].append(time.thread_time() - begin)
+            times[name].append(clock() - begin)
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     read_gb_s = 8e-9 * READ_NUMBERS / medians["read"]
     rows = []
@@ -116,11 +116,6 @@ def _all_layers(
     scale: float,
 ) -> Callable[[], object]:
     return lambda: [attend(q, cache[0], cache[1], runs, scale) for cache in caches]
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
 if __name__ == "__main__":
