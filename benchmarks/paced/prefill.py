@@ -60,7 +60,7 @@ class PacedPrefill:
     @property
     def steps(self) -> int:
         """Return the number of steps that are not done."""
-        return self._gang.steps
+        return len(self._gang.steps)
 
     def _prefill(self, payload: Any, _: Peer) -> None:
         job = unpack(PrefillStep, payload)

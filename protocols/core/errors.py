@@ -108,13 +108,13 @@ class ContextLengthExceeded(RequestError):
         )
 
     def wire_data(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "limit": self.limit,
-            "at_least": self.at_least,
             "param": self.param,
         }
+        return data | {"at_least": True} if self.at_least else data
 
 
 class Unauthorized(RequestError):

@@ -15,7 +15,7 @@ from http_over_ranks import Served, served
 
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
-KEYS = ("one key", "another key")
+KEYS = ("one-key", "another-key")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from csps.protocols.core.errors import QueueFull
 from csps.protocols.rpc.trace_context import wants_timeline
 from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.credentials import ApiKeys, TimelineClients
 from csps.services.settings.settings import Settings, TelemetrySettings
@@ -41,6 +42,7 @@ class Server:
         self.service = FakeService(parser.tokenizer, "Yes.")
         self.options: dict[str, Any] = {
             "parser": parser,
+            "parser_pool": ParserPool(parser.body_parser),
             "service": self.service,
             "keys": ApiKeys([]),
             "metrics": Metrics("tiny"),
