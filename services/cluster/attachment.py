@@ -156,6 +156,13 @@ class Cluster:
         return f"{self._awaited}: {self._obstacle}" if self._obstacle else self._awaited
 
     @property
+    def fault(self) -> BaseException | None:
+        """Return the error with which a background task ended: a bug, after which gangs are no
+        longer attached, or leases no longer renewed."""
+        ended = (task for task in self._tasks if task.done() and not task.cancelled())
+        return next(filter(None, (task.exception() for task in ended)), None)
+
+    @property
     def generation(self) -> int:
         """Return the generation by which ranks tell this router from older ones; 0 until granted.
 

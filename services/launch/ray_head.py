@@ -48,9 +48,13 @@ PORTS = range(20_000, 25_000)
 port found free here stays free for the seconds until Ray listens on it."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small, because tensors never go through Ray; its default is a third of the machine's memory."""
-FORCE_STOP = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
-"""Serve kills a router that fails its health checks. A frozen one cannot drain: its clients would
-wait for `drain_s` to learn that their requests are lost."""
+FORCE_STOP = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_kill_worker_timeout_milliseconds": "500",
+}
+"""Serve kills a router that fails its health checks, and Ray waits half a second and not five for a
+process to end before it sends SIGKILL. A frozen router cannot drain: its clients would wait for
+`drain_s` to learn that their requests are lost. A frozen rank holds its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

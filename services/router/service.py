@@ -151,7 +151,7 @@ class RequestService:
         await self._cluster.close()
 
     def check_health(self) -> None:
-        """Raise the error with which a scheduling round, a background command or a report failed.
+        """Raise the error with which a scheduling round, a report or a background task failed.
 
         Live requests fail at once: nobody knows which of them will ever go on.
         """
@@ -165,7 +165,9 @@ class RequestService:
 
     @property
     def _fault(self) -> BaseException | None:
-        return self._driver.fault or self._executor.fault or self._report_fault
+        return (
+            self._driver.fault or self._executor.fault or self._report_fault or self._cluster.fault
+        )
 
     def check_integrity(self) -> None:
         """Assert that no slot and no request was lost track of."""

@@ -8,6 +8,8 @@ it.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from deployed_server import MODEL, Deployed, commands_in, replaced
+from deployed_server import MODEL, Deployed, commands_in, replaced, slowdown
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.cli import main
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 120.0
 EXACT = {"ignore_eos": True}
 POSITIONS = 65_536
+FROZEN_S = 15.0
+"""Longest pause of a stream whose rank is frozen, on an idle machine (`slowdown`)."""
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +321,38 @@ def test_a_rank_killed_during_prefill_goes_unnoticed(
     asking.join(DEADLINE_S)
     assert answers == [expected(prompt, 2)]
     server.assert_all_slots_free()
+
+
+def test_a_frozen_rank_is_replaced_and_a_stream_goes_on(
+    server: Deployed, client: openai.OpenAI, expected: Expected
+) -> None:
+    """Its connections stand and its kernel acknowledges everything. The other processes and faults
+    are in test_frozen_processes.py."""
+    prompt, count, factor = random_tokens(300, seed=1), 1_000, slowdown()
+    pid = server.replicas("DecodeGang")[0]["pid"]
+    chunks, texts = stream(client, prompt, count), []
+    texts.append(next(chunks).choices[0].text)
+    os.kill(pid, signal.SIGSTOP)
+    red, longest_s, last = threading.Event(), 0.0, time.monotonic()
+    watching = threading.Thread(target=until_red, args=(server, red))
+    watching.start()
+    for chunk in chunks:
+        texts.append(chunk.choices[0].text)
+        longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
+    assert "".join(texts) == expected(prompt, count)
+    assert longest_s <= FROZEN_S * factor
+    watching.join(DEADLINE_S)
+    assert red.is_set(), "/health was green all the time"
+    check_recovers(server, client, expected)
+
+
+def until_red(server: Deployed, red: threading.Event) -> None:
+    """Note that `/health` becomes red."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline and not red.is_set():
+        if httpx.get(f"{server.url}/health", timeout=DEADLINE_S).status_code != httpx.codes.OK:
+            red.set()
+        time.sleep(0.1)
 
 
 STREAMS = [

@@ -14,6 +14,7 @@ from fake_gangs import FakeCell, fake_cell, until
 from csps.configurator.costs.cost_table import CostTable
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.core.errors import Cancelled, QueueFull
+from csps.protocols.gang.client import GangClient
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.router import cost_table_service
 from csps.services.router.service import BROKEN
@@ -126,3 +127,19 @@ async def test_live_requests_end_when_a_scheduling_round_fails() -> None:
             cell.service.check_health()
         with pytest.raises(Cancelled, match=BROKEN):
             await read(handle)
+
+
+async def test_a_background_task_of_the_cluster_that_ends_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frozen ranks would not be noticed any more."""
+
+    def fail(gang: GangClient, *, renew: bool = True) -> None:
+        raise KeyError("a bug")
+
+    async with fake_cell() as cell:
+        cell.service.check_health()
+        monkeypatch.setattr(GangClient, "keep_alive", fail)
+        await until(lambda: not cell.service.ready)
+        with pytest.raises(KeyError, match="a bug"):
+            cell.service.check_health()

@@ -105,6 +105,8 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
   value: "0.5"
 - name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS # a frozen router cannot drain
   value: "1"
+- name: RAY_kill_worker_timeout_milliseconds # a frozen rank holds its GPU
+  value: "500"
 - name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
   value: "2147483647"
 - name: HOME # the user has no entry in /etc/passwd
