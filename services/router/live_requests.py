@@ -136,7 +136,11 @@ class LiveRequests:
         sequence.handle.handed_over()
 
     def decoded_on(self, gang: GangClient, *, beside: LiveSequence | None = None) -> set[Members]:
-        """Return the members of the sequences that a gang decodes, `beside` one of them or all."""
+        """Return the members of the sequences that a gang decodes.
+
+        Args:
+            beside: a sequence to leave out.
+        """
         return {
             sequence.members
             for sequence in self.sequences.values()
