@@ -246,10 +246,16 @@ class RequestHandle:
             last_token=marks.last_token,
         )
 
-    def launched_at(self, now: float) -> None:
+    def placed(self) -> None:
+        """Record that the scheduler placed the request; decode slots are being reserved."""
+        self.state = "reserving"
+        self.timings.attempts += 1
+        self.marks.placed = time.monotonic()
+
+    def launched(self) -> None:
         """Record that the attempt's first step was sent."""
         self.state = "prefill"
-        marks = self.marks
+        now, marks = time.monotonic(), self.marks
         marks.launched = now
         placed = marks.placed or now
         self.timings.queue_s = placed - marks.queued
@@ -269,24 +275,15 @@ class RequestHandle:
             )
             self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
 
-    def first_token_at(self, now: float) -> None:
-        """Record the answer's first token; its KV may still be in transfer."""
-        self.marks.first_token = now
-        self.timings.ttft_s = now - self.marks.submitted
-
-    def prefilled_at(self, now: float) -> None:
-        """Record that prefill sampled a token: the first, or the next one after a fault."""
-        self.state = "receiving"
-        self.marks.prefilled = now
-        self.timings.prefill_s = now - (self.marks.launched or now)
-
     def kv_received_after(self, waited_s: float) -> None:
         """Record that a decode rank received its KV, some of which waited `waited_s` seconds for a
         transfer slot."""
         self.timings.transfer_wait_s = max(waited_s, self.timings.transfer_wait_s or 0.0)
 
-    def handed_over_at(self, now: float) -> None:
+    def handed_over(self) -> None:
         """Record that all KV was received and the decode gang was told to decode."""
+        self.state = "decoding"
+        now = time.monotonic()
         self.marks.joined = now
         self.timings.transfer_s = now - (self.marks.prefilled or now)
 
@@ -298,12 +295,22 @@ class RequestHandle:
         if marks.joined is not None:
             self.timings.decode_s = max(0.0, (marks.last_token or now) - marks.joined)
 
-    def deliver(self, token: SampledToken) -> None:
-        """Append a token for the reader."""
+    def deliver(self, token: SampledToken) -> float | None:
+        """Append a token for the reader; return the seconds since the answer's token before."""
+        now, marks = time.monotonic(), self.marks
+        last, marks.last_token = marks.last_token, now
+        if self.state == "prefill":  # the first token, or the next one after a fault
+            self.state = "receiving"
+            marks.prefilled = now
+            self.timings.prefill_s = now - (marks.launched or now)
+        if last is None:  # its KV may still be in transfer
+            marks.first_token = now
+            self.timings.ttft_s = now - marks.submitted
         self.timings.tokens += 1
         self._generated.append(token.token)
         self._tokens.append(token)
         self._wake()
+        return None if last is None else now - last
 
     def finish(self, reason: FinishReason) -> None:
         """End the iteration: the answer is complete or was cancelled."""

@@ -25,13 +25,7 @@ from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import AttemptPlacement
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.live_requests import LiveRequests
-from csps.services.router.live_sequences import (
-    ElasticEventRecorder,
-    LiveSequence,
-    LiveSequences,
-    decode_members,
-    live_sequence,
-)
+from csps.services.router.live_sequences import LiveSequence, decode_members
 from csps.services.router.lowering import (
     explained_plan,
     first_token_samplers,
@@ -56,6 +50,7 @@ from csps.services.scheduling.events.events import (
     StepDone,
     gang_of,
     index_of,
+    instance_id,
 )
 from csps.services.scheduling.state.ledger import decode_slots
 
@@ -79,14 +74,12 @@ class Executor:
         launcher: StepLauncher,
         costs: CostTableService,
         requests: LiveRequests,
-        sequences: LiveSequences,
         notifications: RankNotifications,
-        elastic: ElasticEventRecorder,
         post_event: Callable[[AnyEvent], None],
     ) -> None:
         self._gangs, self._launcher, self._costs = gangs, launcher, costs
-        self._requests, self._sequences = requests, sequences
-        self._notifications, self._elastic, self._post_event = notifications, elastic, post_event
+        self._requests, self._notifications = requests, notifications
+        self._post_event = post_event
         self._tasks: set[asyncio.Task[None]] = set()
         self.fault: BaseException | None = None
         """Error of a background command: a bug, for health checks."""
@@ -129,18 +122,9 @@ class Executor:
     # --- reserving -----------------------------------------------------------------------------
 
     def _reserve(self, command: commands.Reserve) -> None:
-        handle = self._requests.get(command.request_id)
         decode = self._gangs.get(gang_of(command.master))
-        assert handle is not None, f"Reserve for the finished request_id {command.request_id}"
         assert decode is not None, f"Reserve on the lost gang {gang_of(command.master)}"
-        known = handle.spec.prompt.size + handle.generated_tokens.size
-        assert command.prompt_tokens == known, (
-            f"Reserve for {command.prompt_tokens} tokens of a request with {known}"
-        )
-        sequence = live_sequence(command, handle, decode)
-        self._sequences.add(sequence)
-        handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
-        self._requests.placed(handle)
+        sequence = self._requests.reserve(command, decode)
         if command.slices:
             sequence.reserving = self._in_background(self._ask_for_slots(sequence))
 
@@ -161,18 +145,19 @@ class Executor:
         }
         for rank, error in errors.items():
             if not isinstance(error, DeadlineExceeded | ConnectionLost):
-                self._notifications.free(sequence, gang_of(command.master), rank)
+                instance = instance_id(gang_of(command.master), decode.instance_of(rank))
+                self._requests.free(sequence, instance, rank)
         if errors and not sequence.over:
             rank, error = next(iter(errors.items()))
             _log.debug("sequence_id %d: rank %d did not reserve: %s", sequence.id, rank, error)
-            self._notifications.fail(sequence, error)
+            self._requests.fail_sequence(sequence, error)
         if sequence.cancel_when_reserved:
             _notify_cancel(decode, sequence.id)
 
     # --- steps ---------------------------------------------------------------------------------
 
     def _run_step(self, command: commands.RunStep) -> None:
-        sequences = [self._sequences.by_id[chunk.sequence_id] for chunk in command.step.chunks]
+        sequences = [self._requests.sequences[chunk.sequence_id] for chunk in command.step.chunks]
         reserving = [sequence.reserving for sequence in sequences if sequence.reserving is not None]
         if reserving:
             self._in_background(self._launch_when_reserved(command, sequences, reserving))
@@ -196,22 +181,19 @@ class Executor:
         if (gang := self._gangs.get(command.gang)) is None:
             return
         for sequence_id in command.joined:
-            if (sequence := self._sequences.serving(sequence_id)) is not None:
-                if gang.role == "elastic":
-                    self._elastic.joins(sequence)
-                self._sequences.join(sequence)
+            if (sequence := self._requests.serving(sequence_id)) is not None:
+                self._requests.join(sequence)
                 message = JoinBatch(
                     sequence_id=sequence_id,
                     first_token=sequence.last_token,
                     instances=_decode_instances(sequence),
                 )
                 gang.notify(0, "join", pack(message))
-                self._requests.handed_over(sequence.handle)
 
     def _to_gang(self, command: commands.ToGang) -> None:
         message, gang = command.message, self._gangs.get(command.gang)
         if isinstance(message, JoinBatch):
-            sequence = self._sequences.by_id[message.sequence_id]
+            sequence = self._requests.sequences[message.sequence_id]
             self._in_background(self._piggyback_when_reserved(message, sequence))
         elif gang is None:
             return
@@ -242,7 +224,7 @@ class Executor:
         self._requests.launched(handle)
 
     def _move(self, gang: GangClient, move: MoveSequence) -> None:
-        sequence = self._sequences.serving(move.sequence_id)
+        sequence = self._requests.serving(move.sequence_id)
         if sequence is None:
             return
         _log.debug("move sequence_id %d within gang %s", move.sequence_id, gang.gang_id)
@@ -259,18 +241,18 @@ class Executor:
     def _retain_or_evict(
         self, gang_number: GangId, gang: GangClient, message: RetainKv | EvictKv
     ) -> None:
-        self._notifications.retain_acks.expect_ack(gang_number, message.sequence_id)
+        self._notifications.expect_acks(gang_number, gang, message.sequence_id)
         retain = isinstance(message, RetainKv)
         gang.notify(0, "retain" if retain else "evict", pack(message))
-        sequence = self._sequences.by_id.get(message.sequence_id)
+        sequence = self._requests.sequences.get(message.sequence_id)
         if retain and sequence is not None:
             sequence.pending_free.clear()  # retain acks replace `freed` from here on
-            self._sequences.end(sequence)
+            self._requests.end(sequence)
 
     # --- ending --------------------------------------------------------------------------------
 
     def _cancel(self, command: commands.Cancel) -> None:
-        sequence = self._sequences.by_id.get(command.sequence_id)
+        sequence = self._requests.sequences.get(command.sequence_id)
         for gang_number in command.gangs:
             if (gang := self._gangs.get(gang_number)) is None:
                 continue
@@ -282,8 +264,8 @@ class Executor:
 
     def _end_sequence(self, sequence_id: SequenceId) -> None:
         """End a sequence, unless its decode gang is gone or nothing of it is left."""
-        if (sequence := self._sequences.by_id.get(sequence_id)) is not None:
-            self._sequences.end(sequence)
+        if (sequence := self._requests.sequences.get(sequence_id)) is not None:
+            self._requests.end(sequence)
 
     def _restart(self, command: commands.Restart) -> None:
         self._end_sequence(command.sequence_id)
@@ -342,12 +324,10 @@ class StepLauncher:
         costs: CostTableService,
         requests: LiveRequests,
         steps: RunningSteps,
-        notifications: RankNotifications,
         post_event: Callable[[AnyEvent], None],
     ) -> None:
         self._gangs, self._costs = gangs, costs
-        self._requests, self._steps = requests, steps
-        self._notifications, self._post_event = notifications, post_event
+        self._requests, self._steps, self._post_event = requests, steps, post_event
 
     def launch(self, command: RunStep, sequences: list[LiveSequence]) -> None:
         """Send a step without its cancelled sequences; send nothing if its gang is lost."""
@@ -394,7 +374,7 @@ class StepLauncher:
         for sequence in strict:
             ttft_ms = (ends_s - sequence.handle.marks.submitted) * 1e3
             if sequence.handle.spec.objective.met(ttft_ms, loss) is False:
-                self._notifications.fail(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
+                self._requests.fail_sequence(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
 
     def _send_or_fail(
         self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
@@ -416,7 +396,7 @@ class StepLauncher:
         except Exception as error:
             _log.exception("step_id %d cannot be sent; failing its requests", step.step_id)
             for sequence in sequences:
-                self._notifications.fail(sequence, error)
+                self._requests.fail_sequence(sequence, error)
             self._report_done(step, step.group)
             return
         self._sent(command, gang, sequences, csa)

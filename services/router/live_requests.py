@@ -1,26 +1,51 @@
-"""Live requests, from submission to the last token."""
+"""Live requests, from submission to the last token, and the sequences that serve them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from csps.protocols.core.errors import CspsError, Unauthorized
+from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
+from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import FinishReason, SampledToken
 from csps.services.requests.elastic_event import ElasticEvent
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
 from csps.services.router.key_limits import KeyLimiter
-from csps.services.router.live_sequences import LiveSequence
-from csps.services.scheduling.events.events import AnyEvent, RequestCancelled, RequestId, Submitted
+from csps.services.router.live_sequences import (
+    LiveSequence,
+    Members,
+    decode_members,
+    join_events,
+    live_sequence,
+)
+from csps.services.scheduling.events.commands import Reserve
+from csps.services.scheduling.events.events import (
+    AnyEvent,
+    Failed,
+    Finished,
+    FirstToken,
+    Freed,
+    InstanceId,
+    RequestCancelled,
+    RequestId,
+    SequenceId,
+    Submitted,
+)
+from csps.services.scheduling.state.state import wire_error
 from csps.services.telemetry.observer import RequestObserver
 from csps.services.telemetry.request_trace import record_spans
 
+_log = logging.getLogger(__name__)
+
 
 class LiveRequests:
-    """Owns every `RequestHandle` from `submit` until the request ends, however it ends.
+    """Owns every request from `submit` until it ends, and every sequence until its slots are free.
+
+    A `RequestHandle` ends however the request does; a `LiveSequence` may outlive it.
 
     Args:
         observer: receives what happens to requests, for metrics.
@@ -40,6 +65,7 @@ class LiveRequests:
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
         self._request_ids = itertools.count(1)
+        self.sequences: dict[SequenceId, LiveSequence] = {}
         self.none_left = asyncio.Event()
         """Set while no request is live."""
         self.none_left.set()
@@ -80,51 +106,139 @@ class LiveRequests:
         )
         return handle
 
-    # --- progress ------------------------------------------------------------------------------
+    # --- sequences -----------------------------------------------------------------------------
 
-    def placed(self, handle: RequestHandle) -> None:
-        """Record that the scheduler placed the request; decode slots are being reserved."""
-        handle.state = "reserving"
-        handle.timings.attempts += 1
-        handle.marks.placed = time.monotonic()
+    def reserve(self, command: Reserve, decode: GangClient) -> LiveSequence:
+        """Begin the sequence of a request that the scheduler placed; no rank was asked anything."""
+        handle = self._live.get(command.request_id)
+        assert handle is not None, f"Reserve for the finished request_id {command.request_id}"
+        known = handle.spec.prompt.size + handle.generated_tokens.size
+        assert command.prompt_tokens == known, (
+            f"Reserve for {command.prompt_tokens} tokens of a request with {known}"
+        )
+        sequence = live_sequence(command, handle, decode)
+        assert sequence.id not in self.sequences, f"sequence_id {sequence.id} was used before"
+        self.sequences[sequence.id] = sequence
+        handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
+        handle.placed()
+        return sequence
+
+    def serving(self, sequence_id: SequenceId) -> LiveSequence | None:
+        """Return the sequence, or None if it is over or unknown."""
+        sequence = self.sequences.get(sequence_id)
+        return None if sequence is None or sequence.over else sequence
 
     def launched(self, handle: RequestHandle) -> None:
         """Record that the request's first step was sent."""
-        handle.launched_at(time.monotonic())
+        handle.launched()
         self._observer.started(handle)
 
-    def deliver(self, handle: RequestHandle, token: SampledToken) -> None:
-        """Append a token to the answer; one with a `finish_reason` ends it."""
-        now, marks = time.monotonic(), handle.marks
-        last, marks.last_token = marks.last_token, now
-        if handle.state == "prefill":
-            handle.prefilled_at(now)
-        handle.deliver(token)
-        if last is None:
-            handle.first_token_at(now)
+    def join(self, sequence: LiveSequence) -> None:
+        """Record that the gang is told to decode the sequence."""
+        sequence.members = decode_members(sequence.placement)
+        if sequence.decode.role == "elastic":
+            others = self.decoded_on(sequence.decode, beside=sequence)
+            self.note(sequence, join_events(sequence, others))
+        sequence.handle.handed_over()
+
+    def decoded_on(self, gang: GangClient, *, beside: LiveSequence | None = None) -> set[Members]:
+        """Return the members of the sequences that a gang decodes.
+
+        Args:
+            beside: a sequence to leave out.
+        """
+        return {
+            sequence.members
+            for sequence in self.sequences.values()
+            if sequence.decode is gang and not sequence.over and sequence is not beside
+            if sequence.members
+        }
+
+    def note(self, sequence: LiveSequence, events: Iterable[ElasticEvent]) -> None:
+        """Record elastic events of the group that computes or decodes a request."""
+        for event in events:
+            sequence.handle.elastic.append(event)
+            self._observer.elastic(event)
+
+    def deliver(self, token: SampledToken) -> None:
+        """Append a token to its answer; one with a `finish_reason` ends it."""
+        sequence = self.serving(token.sequence_id)
+        if sequence is None or sequence.handle.ended:
+            return
+        if sequence.move is not None and token.index > sequence.next_index:
+            sequence.move.early[token.index] = token
+            return
+        if token.index != sequence.next_index:
+            error = f"token {token.index} arrived, expected token {sequence.next_index}"
+            self.fail_sequence(sequence, ProtocolError(error))
+            return
+        first = sequence.next_index == sequence.first_index
+        sequence.next_index += 1
+        sequence.last_token = token.token
+        handle = sequence.handle
+        if (gap_s := handle.deliver(token)) is None:
             self._observer.first_token(handle)
             self._on_first_token(handle)
         else:
-            self._observer.token(handle, now - last)
+            self._observer.token(handle, gap_s)
         if token.finish_reason is not None:
             self._finish(handle, token.finish_reason)
+            hashes = handle.answer_hashes if sequence.command.retain else ()
+            self._post_event(
+                Finished(
+                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
+                )
+            )
+            self.end(sequence)
+            return
+        if first:
+            self._post_event(FirstToken(sequence_id=sequence.id))
+            if sequence.command.piggybacked:
+                handle.handed_over()
+        if sequence.move is not None and sequence.next_index in sequence.move.early:
+            self.deliver(sequence.move.early.pop(sequence.next_index))
 
-    def handed_over(self, handle: RequestHandle) -> None:
-        """Record that all KV was received and the decode gang was told to decode."""
-        handle.state = "decoding"
-        handle.handed_over_at(time.monotonic())
+    def fail_sequence(self, sequence: LiveSequence, error: Exception) -> None:
+        """End a sequence with an error; the scheduler retries or fails its request."""
+        _log.debug("sequence_id %d failed: %s", sequence.id, error)
+        self._post_event(
+            Failed(
+                sequence_id=sequence.id,
+                generated_tokens=sequence.next_index,
+                error=wire_error(error),
+                retryable=isinstance(error, FaultError),
+            )
+        )
+        self.end(sequence)
 
-    def elastic_changed(self, sequence: LiveSequence, event: ElasticEvent) -> None:
-        """Record an elastic event of the group that computes or decodes a request."""
-        sequence.handle.elastic.append(event)
-        self._observer.elastic(event)
+    def end(self, sequence: LiveSequence) -> None:
+        """End the sequence's service to its request. Idempotent."""
+        sequence.over = True
+        self._forget_freed(sequence)
+
+    def free(self, sequence: LiveSequence, instance: InstanceId, rank: int) -> None:
+        """Record that a decode rank freed its slots of the sequence."""
+        sequence.decode_ended = True
+        if sequence.pending_free.reported(instance, rank):
+            self._post_event(Freed(sequence_id=sequence.id, instance=instance))
+        self._forget_freed(sequence)
+
+    def drop(self, gang: GangClient) -> None:
+        """End all sequences of a lost decode gang; nothing of them is left on its ranks."""
+        for sequence in [known for known in self.sequences.values() if known.decode is gang]:
+            sequence.pending_free.clear()
+            self.end(sequence)
+
+    def _forget_freed(self, sequence: LiveSequence) -> None:
+        if sequence.over and not sequence.pending_free:
+            self.sequences.pop(sequence.id, None)
+
+    # --- ends of requests ----------------------------------------------------------------------
 
     def restart(self, handle: RequestHandle, error: CspsError) -> None:
         """Queue a request again after its attempt was lost."""
         handle.begin_attempt()
         self._observer.retried(handle, error)
-
-    # --- ends ----------------------------------------------------------------------------------
 
     def refuse(self, handle: RequestHandle, error: CspsError) -> None:
         """End a request that was not admitted: the queue filled up in the same scheduling round."""

@@ -1,23 +1,21 @@
 """Sequences on the ranks: attempts at requests, as the router keeps track of them.
 
 A `LiveSequence` exists from its reservation until every decode rank has freed its slots. It may
-move to other instances of an elastic gang (`LiveMove`). `DecodeGroups` knows which instances of an
-elastic gang iterate together; `ElasticEventRecorder` records when these groups change.
+move to other instances of an elastic gang (`LiveMove`). `PendingRanks` waits for the reports of all
+ranks of an instance: about KV, slots, moves and steps. The last functions return the elastic events
+of a sequence that joins or moves, and of a step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     PrefillDone,
@@ -25,11 +23,11 @@ from csps.protocols.gang.messages import (
     SampledToken,
     SamplerInputs,
 )
-from csps.protocols.gang.step_messages import MoveSequence, SequenceMoved
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import encode
 from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.scheduling.events.commands import Reserve, RunStep
+from csps.services.scheduling.events.commands import Reserve
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
@@ -49,8 +47,8 @@ class LiveSequence:
     """Placement on the decode gang: as reserved, or as moved since."""
     handle: RequestHandle
     decode: GangClient
-    pending_kv: InstanceRanks
-    pending_free: InstanceRanks
+    pending_kv: PendingRanks
+    pending_free: PendingRanks
     first_index: int
     """Index of the first token that this sequence samples: the tokens of former attempts."""
     next_index: int
@@ -62,8 +60,8 @@ class LiveSequence:
     over: bool = False
     """The sequence no longer serves its request; late tokens are dropped."""
     last_token: int = -1
-    joined: bool = False
-    """The gang was told to decode the sequence."""
+    members: Members = frozenset()
+    """Instances that decode the sequence; none before the gang was told to decode it."""
     decode_ended: bool = False
     """The gang decodes the sequence no more: a rank reported that it freed its slots."""
     move: LiveMove | None = None
@@ -90,6 +88,14 @@ class LiveSequence:
             self.packed_sampler = encode(inputs)
         return self.packed_sampler
 
+    def end_move(self, move: LiveMove) -> None:
+        """Continue where the sequence was moved to."""
+        before, after = decode_slots(self.placement, 0), decode_slots(move.message.after, 0)
+        self.move, self.placement = None, move.message.after
+        self.members = decode_members(self.placement)
+        # Ranks there may already have reported that the sequence ended: no `expect` here.
+        self.pending_free.discard(instance for instance in before if instance not in after)
+
     @property
     def reservation_pending(self) -> bool:
         """Return whether some decode rank has not answered the reservation."""
@@ -109,8 +115,8 @@ def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -
         placement=command,
         handle=handle,
         decode=decode,
-        pending_kv=InstanceRanks(decode, [kv_slice.instance for kv_slice in own(command.slices)]),
-        pending_free=InstanceRanks(decode, holders),
+        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(command.slices)]),
+        pending_free=PendingRanks(decode, holders),
         first_index=handle.timings.tokens,
         next_index=handle.timings.tokens,
     )
@@ -125,7 +131,7 @@ class LiveMove:
     """
 
     message: MoveSequence
-    pending_acks: InstanceRanks
+    pending_acks: PendingRanks
     began: float = field(default_factory=time.monotonic)
     acks: list[SequenceMoved] = field(default_factory=list)
     early: dict[int, SampledToken] = field(default_factory=dict)
@@ -148,17 +154,8 @@ class LiveMove:
         return max((ack.seconds for ack in self.acks), default=0.0)
 
 
-def end_move(sequence: LiveSequence, move: LiveMove) -> None:
-    """Let the sequence continue where it was moved to."""
-    before, after = decode_slots(sequence.placement, 0), decode_slots(move.message.after, 0)
-    sequence.move = None
-    sequence.placement = move.message.after
-    # Ranks there may already have reported that the sequence ended: no `expect` here.
-    sequence.pending_free.discard(instance for instance in before if instance not in after)
-
-
-class InstanceRanks:
-    """Ranks that have not reported yet, by instance.
+class PendingRanks:
+    """Ranks that have not reported yet, by instance: each reports once.
 
     The scheduler's events name instances; all `tp` ranks of an instance store the same tokens, each
     with its own heads.
@@ -173,6 +170,10 @@ class InstanceRanks:
 
     def __contains__(self, instance: InstanceId) -> bool:
         return instance in self._missing
+
+    def awaits(self, instance: InstanceId, rank: int) -> bool:
+        """Return whether this rank has not reported yet."""
+        return rank in self._missing.get(instance, ())
 
     def reported(self, instance: InstanceId, rank: int) -> bool:
         """Record a rank's report; return whether it was the last one of its instance."""
@@ -206,192 +207,104 @@ def decode_members(placement: HasPlacement) -> Members:
     return frozenset((placement.master, *named))
 
 
-class Regrouped(NamedTuple):
-    """Changes of decode groups after a sequence moved."""
-
-    left: Members
-    """Instances of the former group on which nothing decodes any more."""
-    new: Members
-    """Instances on which nothing decoded before."""
-    merged: bool
-    """Sequences of another group iterate with the moved one."""
+# --- elastic events ----------------------------------------------------------------------------
 
 
-class DecodeGroups:
-    """Decode groups of all elastic gangs: instances whose sequences iterate together.
-
-    Sequences on the same instances are counted together. There are few such sets of instances, so a
-    query walks the sets and not the sequences.
-    """
-
-    def __init__(self) -> None:
-        self._sequence_counts: dict[GangClient, Counter[Members]] = {}
-
-    def add(self, gang: GangClient, members: Members) -> None:
-        """Count a sequence that decodes on these instances from now on."""
-        self._sequence_counts.setdefault(gang, Counter())[members] += 1
-
-    def remove(self, gang: GangClient, members: Members) -> None:
-        """Discount a sequence that no longer decodes on these instances."""
-        counts = self._sequence_counts[gang]
-        counts[members] -= 1
-        if not counts[members]:
-            del counts[members]
-        if not counts:
-            del self._sequence_counts[gang]
-
-    def move(self, gang: GangClient, before: Members, after: Members) -> Regrouped:
-        """Count a sequence on other instances, and return how the groups changed."""
-        was = Members().union(*self.touching(gang, before))
-        self.remove(gang, before)
-        beside = self.touching(gang, after)
-        self.add(gang, after)
-        return Regrouped(
-            left=was.difference(*self.touching(gang, was)),
-            new=after.difference(was, *beside),
-            merged=any(group.isdisjoint(was) for group in beside),
-        )
-
-    def touching(self, gang: GangClient, instances: Collection[InstanceId]) -> list[Members]:
-        """Return the groups that contain some of these instances."""
-        groups: list[Members] = []
-        for members in self._sequence_counts.get(gang, ()):
-            apart = [group for group in groups if group.isdisjoint(members)]
-            groups = [*apart, members.union(*(group for group in groups if group not in apart))]
-        return [group for group in groups if not group.isdisjoint(instances)]
+def decode_groups(placements: Iterable[Members]) -> list[Members]:
+    """Return the instances that iterate together, from the members of all sequences of a gang."""
+    groups: list[Members] = []
+    for members in set(placements):
+        apart = [group for group in groups if group.isdisjoint(members)]
+        groups = [*apart, members.union(*(group for group in groups if group not in apart))]
+    return groups
 
 
-@dataclass(eq=False, slots=True)
-class LiveSequences:
-    """All live sequences by sequence_id."""
-
-    by_id: dict[SequenceId, LiveSequence] = field(default_factory=dict)
-    groups: DecodeGroups = field(default_factory=DecodeGroups)
-    """Decode groups of the sequences on elastic gangs that joined and are not over."""
-
-    def add(self, sequence: LiveSequence) -> None:
-        """Add a sequence whose slots are being reserved."""
-        assert sequence.id not in self.by_id, f"sequence_id {sequence.id} was used before"
-        self.by_id[sequence.id] = sequence
-
-    def serving(self, sequence_id: SequenceId) -> LiveSequence | None:
-        """Return the sequence, or None if it is over or unknown."""
-        sequence = self.by_id.get(sequence_id)
-        return None if sequence is None or sequence.over else sequence
-
-    def join(self, sequence: LiveSequence) -> None:
-        """Record that the gang was told to decode the sequence."""
-        sequence.joined = True
-        if sequence.decode.role == "elastic":
-            self.groups.add(sequence.decode, decode_members(sequence.placement))
-
-    def end(self, sequence: LiveSequence) -> None:
-        """End the sequence's service to its request. Idempotent."""
-        if not sequence.over:
-            sequence.over = True
-            if sequence.joined and sequence.decode.role == "elastic":
-                self.groups.remove(sequence.decode, decode_members(sequence.placement))
-        self.finalize(sequence)
-
-    def finalize(self, sequence: LiveSequence) -> None:
-        """Forget the sequence if it is over and no rank holds slots for it."""
-        if sequence.over and not sequence.pending_free:
-            self.by_id.pop(sequence.id, None)
-
-    def drop(self, gang: GangClient) -> None:
-        """End all sequences of a lost decode gang; nothing of them is left on its ranks."""
-        for sequence in [known for known in self.by_id.values() if known.decode is gang]:
-            sequence.pending_free.clear()
-            self.end(sequence)
-
-
-class ElasticEventRecorder:
-    """Records the elastic events of requests, for traces and metrics.
+def join_events(sequence: LiveSequence, others: Iterable[Members]) -> Iterator[ElasticEvent]:
+    """Yield the events of a sequence that begins to decode on an elastic gang.
 
     Args:
-        groups: decode groups; a finished move updates them here.
-        note: takes an event of a sequence.
+        others: the members of the gang's other sequences.
     """
-
-    def __init__(
-        self, groups: DecodeGroups, note: Callable[[LiveSequence, ElasticEvent], None]
-    ) -> None:
-        self._groups, self._note = groups, note
-
-    def joins(self, sequence: LiveSequence) -> None:
-        """Record the events of a sequence that is about to decode on an elastic gang."""
-        now, members = time.monotonic(), decode_members(sequence.placement)
-        holders = {kv_slice.instance for kv_slice in sequence.placement.slices}
-        if not members <= holders:
-            self._note(sequence, ElasticEvent(kind="scale_up", began=now, ended=now))
-        if len(self._groups.touching(sequence.decode, members)) > 1:
-            self._note(sequence, ElasticEvent(kind="merge", began=now, ended=now))
-
-    def decoded_on(self, gang: GangClient, group: Collection[InstanceId]) -> bool:
-        """Return whether some of these instances decode."""
-        return bool(self._groups.touching(gang, group))
-
-    def step_done(
-        self,
-        command: RunStep,
-        sequences: Sequence[LiveSequence],
-        ranks: Sequence[PrefillDone],
-        *,
-        took_s: float,
-        preempting: bool,
-    ) -> None:
-        """Record the events of a finished step of an elastic gang.
-
-        Args:
-            sequences: sequences of its chunks; the first one gets the events.
-            took_s: time on the slowest instance.
-            preempting: some of its instances decoded when it was launched.
-        """
-        ended = time.monotonic()
-        began = ended - took_s
-        step = command.step
-        if {kv_slice.instance for kv_slice in _kv_slices(sequences)} < set(step.group):
-            event = ElasticEvent(
-                kind="scale_down",
-                began=began,
-                ended=ended,
-                seconds=max((rank.placing_s for rank in ranks), default=0.0),
-                sent_bytes=sum(rank.placed_bytes for rank in ranks),
-                tokens=sum(chunk.length for chunk in step.chunks),
-            )
-            self._note(sequences[0], event)
-        if preempting:
-            event = ElasticEvent(kind="preempt", began=began, ended=ended, seconds=took_s)
-            self._note(sequences[0], event)
-
-    def moved(self, sequence: LiveSequence, move: LiveMove) -> None:
-        """Record the events of a finished move; each carries the whole cost of the move."""
-        ended = time.monotonic()
-        for kind in self._kinds(sequence.decode, move):
-            event = ElasticEvent(
-                kind=kind,
-                began=move.began,
-                ended=ended,
-                seconds=move.seconds,
-                sent_bytes=move.sent_bytes,
-                tokens=move.tokens,
-            )
-            self._note(sequence, event)
-
-    def _kinds(self, gang: GangClient, move: LiveMove) -> Iterator[ElasticEventKind]:
-        before, after = decode_members(move.message.before), decode_members(move.message.after)
-        regrouped = self._groups.move(gang, before, after)
-        if move.tokens:
-            yield "migrate"
-        elif move.message.before.master != move.message.after.master:
-            yield "remaster"
-        if regrouped.merged:
-            yield "merge"
-        if regrouped.left:
-            yield "scale_down"
-        if regrouped.new:
-            yield "scale_up"
+    now = time.monotonic()
+    holders = {kv_slice.instance for kv_slice in sequence.placement.slices}
+    if not sequence.members <= holders:
+        yield ElasticEvent(kind="scale_up", began=now, ended=now)
+    touched = [group for group in decode_groups(others) if not group.isdisjoint(sequence.members)]
+    if len(touched) > 1:
+        yield ElasticEvent(kind="merge", began=now, ended=now)
 
 
-def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[KvSlice]:
-    return (kv_slice for sequence in sequences for kv_slice in sequence.placement.slices)
+def step_events(
+    step: PrefillStep,
+    sequences: Sequence[LiveSequence],
+    ranks: Sequence[PrefillDone],
+    *,
+    took_s: float,
+    preempting: bool,
+) -> Iterator[ElasticEvent]:
+    """Yield the events of a finished step of an elastic gang.
+
+    Args:
+        sequences: sequences of its chunks.
+        took_s: time on the slowest instance.
+        preempting: some of its instances decoded when it was launched.
+    """
+    ended = time.monotonic()
+    began = ended - took_s
+    slices = (kv_slice for sequence in sequences for kv_slice in sequence.placement.slices)
+    if {kv_slice.instance for kv_slice in slices} < set(step.group):
+        yield ElasticEvent(
+            kind="scale_down",
+            began=began,
+            ended=ended,
+            seconds=max((rank.placing_s for rank in ranks), default=0.0),
+            sent_bytes=sum(rank.placed_bytes for rank in ranks),
+            tokens=sum(chunk.length for chunk in step.chunks),
+        )
+    if preempting:
+        yield ElasticEvent(kind="preempt", began=began, ended=ended, seconds=took_s)
+
+
+def move_events(move: LiveMove, others: Iterable[Members]) -> Iterator[ElasticEvent]:
+    """Yield the events of a finished move; each carries the whole cost of the move.
+
+    Args:
+        others: the members of the gang's other sequences.
+    """
+    ended = time.monotonic()
+    for kind in _kinds(move, others):
+        yield ElasticEvent(
+            kind=kind,
+            began=move.began,
+            ended=ended,
+            seconds=move.seconds,
+            sent_bytes=move.sent_bytes,
+            tokens=move.tokens,
+        )
+
+
+def _kinds(move: LiveMove, others: Iterable[Members]) -> Iterator[ElasticEventKind]:
+    message = move.message
+    if move.tokens:
+        yield "migrate"
+    elif message.before.master != message.after.master:
+        yield "remaster"
+    yield from regroupings(decode_members(message.before), decode_members(message.after), others)
+
+
+def regroupings(
+    before: Members, after: Members, others: Iterable[Members]
+) -> Iterator[ElasticEventKind]:
+    """Yield how decode groups change when a sequence moves from instances to others.
+
+    Args:
+        others: the members of the gang's other sequences.
+    """
+    groups = decode_groups(others)
+    busy = frozenset[InstanceId]().union(*groups)
+    if any(group.isdisjoint(before) and not group.isdisjoint(after) for group in groups):
+        yield "merge"
+    if before - after - busy:
+        yield "scale_down"
+    if after - before - busy:
+        yield "scale_up"

@@ -29,7 +29,7 @@ from csps.protocols.gang.step_messages import (
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
-from csps.services.router.live_sequences import InstanceRanks, LiveMove, LiveSequence, token_bytes
+from csps.services.router.live_sequences import LiveMove, LiveSequence, PendingRanks, token_bytes
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import bounds_of, tokens_on
@@ -273,7 +273,7 @@ def move_messages(
 ) -> list[dict[str, Any]]:
     """Record a sequence's move and return `move` for every rank of its gang, in rank order. The
     ranks of a new master get what they need to sample."""
-    sequence.move = LiveMove(move, InstanceRanks(gang, move.instances))
+    sequence.move = LiveMove(move, PendingRanks(gang, move.instances))
     # New instances report as well when they free their slots.
     known = decode_slots(move.before, 0)
     sequence.pending_free.expect(member for member in move.instances if member not in known)

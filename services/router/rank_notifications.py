@@ -2,7 +2,7 @@
 
 Tokens bypass the scheduler: a frame of them costs a look-up and an append per token. Of an answer
 the scheduler learns the first token, because its KV must be received soon after, and the end.
-`RunningSteps` and `RetainAcks` collect reports until all ranks of an instance have sent theirs.
+`RunningSteps` collects the figures of a step until all of its ranks have reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from csps.protocols.attention.plan import parse_option
-from csps.protocols.core.errors import CspsError, FaultError, ProtocolError
+from csps.protocols.core.errors import CspsError, ProtocolError
 from csps.protocols.core.errors import from_wire as error_from_wire
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
@@ -24,7 +24,6 @@ from csps.protocols.gang.messages import (
     PrefillProgress,
     RankKvReceived,
     RequestFailed,
-    SampledToken,
     SampledTokens,
     SlotsFreed,
 )
@@ -32,20 +31,15 @@ from csps.protocols.gang.step_messages import PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import unpack
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import (
-    ElasticEventRecorder,
-    InstanceRanks,
     LiveMove,
     LiveSequence,
-    LiveSequences,
-    end_move,
+    PendingRanks,
+    move_events,
+    step_events,
 )
 from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import (
     AnyEvent,
-    Failed,
-    Finished,
-    FirstToken,
-    Freed,
     GangId,
     Heartbeat,
     InstanceId,
@@ -58,7 +52,6 @@ from csps.services.scheduling.events.events import (
     WireError,
     instance_id,
 )
-from csps.services.scheduling.state.state import wire_error
 from csps.services.telemetry.observer import RequestObserver, StepFigures, guarded
 
 _log = logging.getLogger(__name__)
@@ -74,22 +67,20 @@ class RankNotifications:
     Args:
         post_event: takes events for the scheduler.
         on_received: called when all of a prompt's KV was received.
-        on_moved: called when a sequence was moved to other instances.
     """
 
     def __init__(
         self,
         requests: LiveRequests,
-        sequences: LiveSequences,
         steps: RunningSteps,
         post_event: PostEvent,
         *,
         on_received: Callable[[Sequence[RankKvReceived]], None],
-        on_moved: Callable[[LiveSequence, LiveMove], None],
     ) -> None:
-        self._requests, self._sequences, self._steps = requests, sequences, steps
-        self._post_event, self._on_received, self._on_moved = post_event, on_received, on_moved
-        self.retain_acks = RetainAcks(post_event)
+        self._requests, self._steps = requests, steps
+        self._post_event, self._on_received = post_event, on_received
+        self._pending_acks: dict[tuple[GangId, SequenceId], list[PendingRanks]] = {}
+        """Answers to Retain and Evict: one record for each message, in their order."""
         self._last_heartbeat: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
             "prefill_progress": self._prefill_progress,
@@ -112,7 +103,7 @@ class RankNotifications:
         if method == "tokens":  # thousands a second: checked first
             self._note_heartbeat(gang_number, gang.instance_of(rank))
             for token in unpack(SampledTokens, payload).each():
-                self._token(token)
+                self._requests.deliver(token)
         elif (reader := self._readers.get(method)) is not None:
             reader(gang_number, gang, rank, payload)
         else:
@@ -120,7 +111,9 @@ class RankNotifications:
 
     def discard(self, gang_number: GangId) -> None:
         """Forget a lost gang."""
-        self.retain_acks.discard(gang_number)
+        self._pending_acks = {
+            key: pending for key, pending in self._pending_acks.items() if key[0] != gang_number
+        }
         self._last_heartbeat = {
             key: at for key, at in self._last_heartbeat.items() if key[0] != gang_number
         }
@@ -130,54 +123,6 @@ class RankNotifications:
         if now - self._last_heartbeat.get((gang_number, instance), 0.0) >= HEARTBEAT_PERIOD_S:
             self._last_heartbeat[gang_number, instance] = now
             self._post_event(Heartbeat(instances=(instance_id(gang_number, instance),)))
-
-    # --- tokens --------------------------------------------------------------------------------
-
-    def _token(self, token: SampledToken) -> None:
-        sequence = self._sequences.serving(token.sequence_id)
-        if sequence is None or sequence.handle.ended:
-            return
-        if sequence.move is not None and token.index > sequence.next_index:
-            sequence.move.early[token.index] = token
-            return
-        if token.index != sequence.next_index:
-            error = f"token {token.index} arrived, expected token {sequence.next_index}"
-            self.fail(sequence, ProtocolError(error))
-            return
-        first = sequence.next_index == sequence.first_index
-        sequence.next_index += 1
-        sequence.last_token = token.token
-        self._requests.deliver(sequence.handle, token)
-        if token.finish_reason is not None:
-            hashes = sequence.handle.answer_hashes if sequence.command.retain else ()
-            self._post_event(
-                Finished(
-                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
-                )
-            )
-            self._sequences.end(sequence)
-            return
-        if first:
-            self._post_event(FirstToken(sequence_id=sequence.id))
-            if sequence.command.piggybacked:
-                self._requests.handed_over(sequence.handle)
-        if sequence.move is not None and sequence.next_index in sequence.move.early:
-            self._token(sequence.move.early.pop(sequence.next_index))
-
-    def fail(self, sequence: LiveSequence, error: Exception) -> None:
-        """End a sequence with an error; the scheduler retries or fails its request."""
-        _log.debug("sequence_id %d failed: %s", sequence.id, error)
-        self._post_event(
-            Failed(
-                sequence_id=sequence.id,
-                generated_tokens=sequence.next_index,
-                error=wire_error(error),
-                retryable=isinstance(error, FaultError),
-            )
-        )
-        self._sequences.end(sequence)
-
-    # --- everything else -----------------------------------------------------------------------
 
     def _prefill_progress(
         self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
@@ -195,7 +140,7 @@ class RankNotifications:
 
     def _kv_received(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         received = unpack(RankKvReceived, payload)
-        sequence = self._sequences.serving(received.sequence_id)
+        sequence = self._requests.serving(received.sequence_id)
         instance = instance_id(gang_number, gang.instance_of(rank))
         if sequence is None:
             return
@@ -211,98 +156,68 @@ class RankNotifications:
 
     def _freed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         freed = unpack(SlotsFreed, payload)
-        if self.retain_acks.record_ack(gang_number, gang, rank, freed.sequence_id, 0):
+        if self._acknowledged(gang_number, gang, rank, freed.sequence_id, 0):
             return
-        if (sequence := self._sequences.by_id.get(freed.sequence_id)) is not None:
-            self.free(sequence, gang_number, rank)
+        if (sequence := self._requests.sequences.get(freed.sequence_id)) is not None:
+            instance = instance_id(gang_number, gang.instance_of(rank))
+            self._requests.free(sequence, instance, rank)
 
     def _retained(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         retained = unpack(KvRetained, payload)
-        self.retain_acks.record_ack(gang_number, gang, rank, retained.sequence_id, retained.tokens)
+        self._acknowledged(gang_number, gang, rank, retained.sequence_id, retained.tokens)
+
+    def expect_acks(self, gang_number: GangId, gang: GangClient, sequence_id: SequenceId) -> None:
+        """Expect every rank of a gang to answer a Retain or Evict that it is sent."""
+        instances = (instance_id(gang_number, index) for index in range(gang.instances))
+        pending = self._pending_acks.setdefault((gang_number, sequence_id), [])
+        pending.append(PendingRanks(gang, instances))
+
+    def _acknowledged(
+        self, gang_number: GangId, gang: GangClient, rank: int, sequence_id: SequenceId, tokens: int
+    ) -> bool:
+        """Record that a rank retains `tokens` tokens of a sequence.
+
+        The scheduler is told of an instance once all its ranks have answered.
+
+        Returns:
+            Whether an answer was expected.
+        """
+        pending = self._pending_acks.get((gang_number, sequence_id))
+        if pending is None:
+            return False
+        instance = instance_id(gang_number, gang.instance_of(rank))
+        # A rank answers all messages, in their order.
+        answered = next((ranks for ranks in pending if ranks.awaits(instance, rank)), None)
+        if answered is not None:
+            if answered.reported(instance, rank):
+                self._post_event(
+                    Retained(sequence_id=sequence_id, instance=instance, tokens=tokens)
+                )
+            if not any(pending):
+                del self._pending_acks[gang_number, sequence_id]
+        return True
 
     def _moved(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         moved = unpack(SequenceMoved, payload)
-        sequence = self._sequences.serving(moved.sequence_id)
+        sequence = self._requests.serving(moved.sequence_id)
         if sequence is None or (move := sequence.move) is None:
             return
         move.acks.append(moved)
         move.pending_acks.reported(instance_id(gang_number, gang.instance_of(rank)), rank)
         if not move.pending_acks:
             _log.debug("sequence_id %d moved: %d tokens", sequence.id, move.tokens)
-            end_move(sequence, move)
+            sequence.end_move(move)
             self._post_event(Moved(sequence_id=sequence.id))
-            self._on_moved(sequence, move)
+            guarded(self._note_move)(gang, sequence, move)
 
-    def free(self, sequence: LiveSequence, gang_number: GangId, rank: int) -> None:
-        """Record that a decode rank freed its slots of the sequence."""
-        sequence.decode_ended = True
-        instance = instance_id(gang_number, sequence.decode.instance_of(rank))
-        if sequence.pending_free.reported(instance, rank):
-            self._post_event(Freed(sequence_id=sequence.id, instance=instance))
-        self._sequences.finalize(sequence)
+    def _note_move(self, gang: GangClient, sequence: LiveSequence, move: LiveMove) -> None:
+        others = self._requests.decoded_on(gang, beside=sequence)
+        self._requests.note(sequence, move_events(move, others))
 
     def _failed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         failed = unpack(RequestFailed, payload)
-        if (sequence := self._sequences.serving(failed.sequence_id)) is not None:
-            self.fail(sequence, _rank_error(failed))
-
-
-@dataclass(eq=False, slots=True)
-class _PendingAcks:
-    times: int = 0
-    """Retain and Evict messages that the gang was sent for the sequence."""
-    answers: dict[int, int] = field(default_factory=dict)
-    """Answers by rank."""
-    passed_on: dict[int, int] = field(default_factory=dict)
-    """Answers that the scheduler was told of, by instance."""
-
-
-class RetainAcks:
-    """Counts the ranks' answers to Retain and Evict.
-
-    Every rank of a gang answers every message, in order. The scheduler is told of an instance once
-    all its ranks have answered.
-
-    Args:
-        post_event: takes events for the scheduler.
-    """
-
-    def __init__(self, post_event: Callable[[Retained], None]) -> None:
-        self._post_event = post_event
-        self._pending: dict[tuple[GangId, SequenceId], _PendingAcks] = {}
-
-    def expect_ack(self, gang_number: GangId, sequence_id: SequenceId) -> None:
-        """Expect an answer from every rank of a gang, which was sent a message about a sequence."""
-        self._pending.setdefault((gang_number, sequence_id), _PendingAcks()).times += 1
-
-    def record_ack(
-        self, gang_number: GangId, gang: GangClient, rank: int, sequence_id: SequenceId, tokens: int
-    ) -> bool:
-        """Record that a rank retains `tokens` tokens of a sequence.
-
-        Returns:
-            Whether an answer was expected.
-        """
-        pending = self._pending.get((gang_number, sequence_id))
-        if pending is None:
-            return False
-        pending.answers[rank] = pending.answers.get(rank, 0) + 1
-        index = gang.instance_of(rank)
-        complete = min(pending.answers.get(member, 0) for member in gang.ranks_of(index))
-        if complete > pending.passed_on.get(index, 0):
-            pending.passed_on[index] = complete
-            instance = instance_id(gang_number, index)
-            self._post_event(Retained(sequence_id=sequence_id, instance=instance, tokens=tokens))
-        answers = [pending.answers.get(member, 0) for member in range(gang.world_size)]
-        if min(answers) >= pending.times:
-            del self._pending[gang_number, sequence_id]
-        return True
-
-    def discard(self, gang_number: GangId) -> None:
-        """Expect no answers from a lost gang."""
-        self._pending = {
-            key: pending for key, pending in self._pending.items() if key[0] != gang_number
-        }
+        if (sequence := self._requests.serving(failed.sequence_id)) is not None:
+            self._requests.fail_sequence(sequence, _rank_error(failed))
 
 
 @dataclass(eq=False, slots=True)
@@ -310,7 +225,7 @@ class _RunningStep:
     command: RunStep
     shape: GroupShape
     sequences: list[LiveSequence]
-    unreported: InstanceRanks
+    unreported: PendingRanks
     preempting: bool
     """Some of its instances decoded when it was launched."""
     figures: list[PrefillDone] = field(default_factory=list)
@@ -323,7 +238,7 @@ class RunningSteps:
     Args:
         measured: takes how long a whole step took, and on which group.
         observer: takes the figures of a step.
-        elastic: takes the steps of elastic gangs.
+        requests: takes the elastic events of steps.
         post_event: takes events for the scheduler.
     """
 
@@ -331,10 +246,10 @@ class RunningSteps:
         self,
         measured: Callable[[RunStep, GroupShape, float], None],
         observer: RequestObserver,
-        elastic: ElasticEventRecorder,
+        requests: LiveRequests,
         post_event: PostEvent,
     ) -> None:
-        self._measured, self._observer, self._elastic = measured, observer, elastic
+        self._measured, self._observer, self._requests = measured, observer, requests
         self._post_event = post_event
         self._running: dict[StepId, _RunningStep] = {}
 
@@ -348,8 +263,10 @@ class RunningSteps:
         """Record that the step was sent to every rank of the gang; `shape` is its group's."""
         if command.step.high_priority:
             self._observer.preempted(self._paused_requests(command.step))
-        unreported = InstanceRanks(gang, command.step.group)
-        preempting = gang.role == "elastic" and self._elastic.decoded_on(gang, command.step.group)
+        unreported = PendingRanks(gang, command.step.group)
+        preempting = gang.role == "elastic" and not all(
+            members.isdisjoint(command.step.group) for members in self._requests.decoded_on(gang)
+        )
         self._running[command.step.step_id] = _RunningStep(
             command, shape, sequences, unreported, preempting
         )
@@ -391,13 +308,14 @@ class RunningSteps:
         took_s = max(step.took_s.values())
         self._measured(step.command, step.shape, took_s)
         if step.unreported.gang.role == "elastic":
-            self._elastic.step_done(
-                step.command,
+            events = step_events(
+                step.command.step,
                 step.sequences,
                 step.figures,
                 took_s=took_s,
                 preempting=step.preempting,
             )
+            self._requests.note(step.sequences[0], events)
 
     def discard(self, gang: GangClient) -> None:
         """Forget the steps of a lost gang."""

@@ -30,7 +30,6 @@ from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.dispatch import Executor, StepLauncher
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
-from csps.services.router.live_sequences import ElasticEventRecorder, LiveSequences
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps, error_of
 from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
 from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
@@ -86,29 +85,27 @@ class RequestService:
         self._observer = guarded_observer(observer or NullObserver())
         self._limiter = limiter or KeyLimiter()
         self._driver = SchedulerDriver(scheduler, recorder=recorder)
-        self._gangs, self._sequences = AttachedGangs(), LiveSequences()
+        self._gangs = AttachedGangs()
         self._requests = LiveRequests(
             self._observer,
             self._driver.post_event,
             guarded(costs.record_first_token),
             self._limiter,
         )
-        elastic = ElasticEventRecorder(self._sequences.groups, self._requests.elastic_changed)
-        self._steps = RunningSteps(costs.measured, self._observer, elastic, self._driver.post_event)
+        self._steps = RunningSteps(
+            costs.measured, self._observer, self._requests, self._driver.post_event
+        )
         self._notifications = RankNotifications(
             self._requests,
-            self._sequences,
             self._steps,
             self._driver.post_event,
             on_received=self._observer.kv_received,
-            on_moved=elastic.moved,
         )
         launcher = StepLauncher(
             gangs=self._gangs,
             costs=costs,
             requests=self._requests,
             steps=self._steps,
-            notifications=self._notifications,
             post_event=self._driver.post_event,
         )
         self._executor = Executor(
@@ -116,9 +113,7 @@ class RequestService:
             launcher=launcher,
             costs=costs,
             requests=self._requests,
-            sequences=self._sequences,
             notifications=self._notifications,
-            elastic=elastic,
             post_event=self._driver.post_event,
         )
         self._report_fault: Exception | None = None
@@ -172,7 +167,7 @@ class RequestService:
     def check_integrity(self) -> None:
         """Assert that no slot and no request was lost track of."""
         self._scheduler.check_invariants()
-        for sequence in self._sequences.by_id.values():
+        for sequence in self._requests.sequences.values():
             assert sequence.pending_free or not sequence.over, (
                 f"sequence {sequence.id} is over and freed but still registered"
             )
@@ -318,12 +313,12 @@ class RequestService:
         # Before `GangDown`: the scheduler restarts sequences behind the tokens that they have.
         progress = tuple(
             (sequence_id, sequence.next_index)
-            for sequence_id, sequence in sorted(self._sequences.by_id.items())
+            for sequence_id, sequence in sorted(self._requests.sequences.items())
             if not sequence.over
         )
         self._driver.post_event(Progress(generated_tokens=progress))
         self._driver.post_event(GangDown(gang=gang_number, reason=reason))
-        self._sequences.drop(gang)
+        self._requests.drop(gang)
 
     def link_up(self, link: KvLink) -> None:
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)

@@ -60,8 +60,10 @@ def test_planted_phases_are_recovered() -> None:
         assert (line.fixed, line.each) == pytest.approx((1e-4, 2e-8))
     assert (times.importance.fixed, times.importance.each) == pytest.approx((1e-5, 3e-9))
     assert (times.copy.fixed, times.copy.each) == pytest.approx((0, 2e-10))
-    it = times.attention
-    assert (it.call, it.row, it.pair) == pytest.approx((2e-5, 1e-8, 2e-9), rel=1e-4)
+    attention = times.attention
+    assert (attention.call, attention.row, attention.pair) == pytest.approx(
+        (2e-5, 1e-8, 2e-9), rel=1e-4
+    )
 
 
 def test_disturbed_measurements_do_not_count() -> None:

@@ -157,11 +157,11 @@ def sarathi(requests: list[Request], budget: int) -> list[dict[int, int]]:
                     tokens += chunk
                     computed[number] = chunk
         while waiting and waiting[0][1].arrival <= len(iterations) and tokens < budget:
-            number, it = waiting.popleft()
-            chunk = min(it.prompt, budget - tokens)
+            number, arrived = waiting.popleft()
+            chunk = min(arrived.prompt, budget - tokens)
             tokens += chunk
             computed[number] = chunk
-            batch.append((number, it))
+            batch.append((number, arrived))
         iterations.append(computed)
         for number, request in list(batch):
             if number not in computed:

@@ -1,21 +1,20 @@
-"""Decode groups of an elastic gang, against groups computed from all of its sequences."""
+"""Decode groups of an elastic gang, and how moves change them, against groups built one by one."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.gang.client import GangClient
-from csps.services.router.live_sequences import DecodeGroups, Members
+from csps.services.router.live_sequences import Members, decode_groups, regroupings
 
-GANG = cast(GangClient, object())
 members = st.frozensets(st.integers(0, 5), min_size=1, max_size=3)
+placements = st.lists(members, max_size=6)
 
 
-def connected(placements: list[Members]) -> set[Members]:
+def connected(placements: Sequence[Members]) -> set[Members]:
     """Return the sets of instances that placements connect."""
     found = set()
     for placement in placements:
@@ -26,51 +25,36 @@ def connected(placements: list[Members]) -> set[Members]:
     return found
 
 
-def groups_of(groups: DecodeGroups) -> set[Members]:
-    return set(groups.touching(GANG, range(6)))
+@given(placements)
+def test_groups_are_what_sequences_connect(placements: list[Members]) -> None:
+    assert set(decode_groups(placements)) == connected(placements)
+    assert len(decode_groups(placements)) == len(connected(placements))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "move", "remove"]), members), max_size=20))
-def test_groups_follow_sequences_that_join_move_and_end(events: list[tuple[str, Members]]) -> None:
-    groups, placements = DecodeGroups(), list[Members]()
-    for kind, placement in events:
-        if kind == "add":
-            groups.add(GANG, placement)
-            placements.append(placement)
-        elif placements:
-            before = placements.pop(0)
-            was = Members().union(*placements, before)
-            (own,) = [group for group in connected([before, *placements]) if before <= group]
-            if kind == "remove":
-                groups.remove(GANG, before)
-            else:
-                regrouped = groups.move(GANG, before, placement)
-                assert regrouped.new == placement - was
-                assert regrouped.left == own.difference(*placements, placement)
-                strangers = [other for other in placements if not other & own]
-                assert regrouped.merged == any(
-                    group & placement and any(other <= group for other in strangers)
-                    for group in connected(placements)
-                )
-                placements.append(placement)
-        assert groups_of(groups) == connected(placements)
-    assert (not placements) == (not groups._sequence_counts)
+@given(members, members, placements)
+def test_a_move_changes_groups(before: Members, after: Members, others: list[Members]) -> None:
+    busy = Members().union(*others)
+    (own,) = [group for group in connected([before, *others]) if before <= group]
+    strangers = [other for other in others if not other & own]
+    kinds = list(regroupings(before, after, others))
+    assert ("scale_up" in kinds) == bool(after - before - busy)
+    assert ("scale_down" in kinds) == bool(own.difference(*others, after))
+    assert ("merge" in kinds) == any(
+        group & after and any(other <= group for other in strangers) for group in connected(others)
+    )
+    assert len(kinds) == len(set(kinds))
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "changed"),
+    ("before", "after", "kinds"),
     [
-        ((0,), (1,), {"left": {0}, "new": set(), "merged": True}),
-        ((0,), (2,), {"left": {0}, "new": {2}, "merged": False}),
-        ((0, 1), (1,), {"left": {0}, "new": set(), "merged": False}),
-        ((0,), (0,), {"left": set(), "new": set(), "merged": False}),
+        ((0,), (1,), ["merge", "scale_down"]),
+        ((0,), (2,), ["scale_down", "scale_up"]),
+        ((0, 1), (1,), ["scale_down"]),
+        ((0,), (0,), []),
     ],
 )
-def test_a_move_beside_a_sequence_on_instance_1_changes_groups(
-    before: Any, after: Any, changed: dict[str, Any]
+def test_a_move_beside_a_sequence_on_instance_1(
+    before: tuple[int, ...], after: tuple[int, ...], kinds: list[str]
 ) -> None:
-    groups = DecodeGroups()
-    for instances in (before, (1,)):
-        groups.add(GANG, frozenset(instances))
-    regrouped = groups.move(GANG, frozenset(before), frozenset(after))
-    assert regrouped._asdict() == changed
+    assert list(regroupings(frozenset(before), frozenset(after), [frozenset((1,))])) == kinds

@@ -60,7 +60,7 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> PausedRe
     steps = PausedSteps(patch) if event == "preempt and scale down" else None
     requests.append(cell.submit(**wanted[-1]))
     answers.append(asyncio.ensure_future(answer(requests[-1])))
-    live = cell.service._sequences.by_id.values
+    live = cell.service._requests.sequences.values
     if steps is not None:
         await steps.begun()
         return PausedRequests(requests, answers, steps.go_on.set)

@@ -142,7 +142,9 @@ async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None
         assert cell.service.trouble == "waiting for an elastic gang"
         await cell.replace(FakeGang("elastic", "e2"))
         again = await joined(cell, handle)
-        (request,) = [it for rank in cell.decode.ranks if (it := rank.reserved[again]).prompt]
+        (request,) = [
+            reserved for rank in cell.decode.ranks if (reserved := rank.reserved[again]).prompt
+        ]
         tokens = np.frombuffer(request.prompt, "<i4")
         assert tokens.tolist() == [*range(50), 5, 6]
         assert (request.prompt_tokens, request.first_index) == (52, 2)

@@ -167,7 +167,7 @@ def test_pruning_by_equation_6_has_regret() -> None:
 def test_a_round_is_bounded(instances: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its input: each cost is computed once, and looked at in one pass of numpy's."""
     tables = Mock(wraps=batching._Costs.of_instances)
-    monkeypatch.setattr(batching._Costs, "of_instances", lambda *it: tables(*it))
+    monkeypatch.setattr(batching._Costs, "of_instances", lambda *inputs: tables(*inputs))
     count = most_requests(instances)
     requests = sorted((100 + 37 * n * n % 50_000 for n in range(count)), reverse=True)
     assert plain(requests, [10_000_000] * instances, LWM) is not None

@@ -1,0 +1,105 @@
+"""Reports that count once all ranks of an instance have sent theirs, against counts by rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.messages import KvRetained, SlotsFreed
+from csps.protocols.rpc.schema import pack
+from csps.services.router.live_requests import LiveRequests
+from csps.services.router.live_sequences import PendingRanks
+from csps.services.router.rank_notifications import RankNotifications, RunningSteps
+from csps.services.scheduling.events.events import AnyEvent, Retained, instance_id
+from csps.services.telemetry.observer import NullObserver
+
+GANG = 3
+SEQUENCE = 7
+
+
+class Ranks:
+    """A gang of which only the arrangement of its ranks matters."""
+
+    def __init__(self, instances: int, tp: int) -> None:
+        self.instances, self.tp = instances, tp
+
+    def ranks_of(self, instance: int) -> range:
+        return range(instance * self.tp, (instance + 1) * self.tp)
+
+    def instance_of(self, rank: int) -> int:
+        return rank // self.tp
+
+
+def gang_of(instances: int, tp: int) -> GangClient:
+    return cast(GangClient, Ranks(instances, tp))
+
+
+@given(instances=st.integers(1, 3), tp=st.integers(1, 3), data=st.data())
+def test_an_instance_has_reported_with_its_last_rank(
+    instances: int, tp: int, data: st.DataObject
+) -> None:
+    members = [instance_id(GANG, index) for index in range(instances)]
+    pending, left = PendingRanks(gang_of(instances, tp), members), Counter(members * tp)
+    for rank in data.draw(st.permutations(range(instances * tp))):
+        instance = members[rank // tp]
+        assert pending.awaits(instance, rank)
+        left[instance] -= 1
+        assert pending.reported(instance, rank) == (not left[instance])
+        assert (instance in pending) == bool(left[instance])
+        assert not pending.awaits(instance, rank)
+        assert bool(pending) == bool(+left)
+    assert not pending.reported(members[0], 0), "reported before"
+
+
+@given(
+    instances=st.integers(1, 3),
+    tp=st.integers(1, 3),
+    messages=st.integers(1, 4),
+    data=st.data(),
+)
+def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
+    instances: int, tp: int, messages: int, data: st.DataObject
+) -> None:
+    """Ranks answer Retain and Evict in order, each at its own pace, and after they were sent."""
+    gang, events = gang_of(instances, tp), list[AnyEvent]()
+    reader = notifications(events)
+    sent, answers = 0, Counter[int]()
+    while sent < messages or min(answers[rank] for rank in range(instances * tp)) < sent:
+        behind = [rank for rank in range(instances * tp) if answers[rank] < sent]
+        if not behind or (sent < messages and data.draw(st.booleans())):
+            reader.expect_acks(GANG, gang, SEQUENCE)
+            sent += 1
+            continue
+        rank = data.draw(st.sampled_from(behind))
+        instance, members = instance_id(GANG, rank // tp), gang.ranks_of(rank // tp)
+        least = min(answers[member] for member in members)
+        answers[rank] += 1
+        tokens = (messages - answers[rank]) * 10  # each message evicts ten of them
+        before = len(events)
+        answer(reader, gang, rank, tokens)
+        found = [event for event in events[before:] if isinstance(event, Retained)]
+        expected = Retained(sequence_id=SEQUENCE, instance=instance, tokens=tokens)
+        completes = min(answers[member] for member in members) > least
+        assert found == ([expected] if completes else [])
+    count = len(events)
+    answer(reader, gang, 0, 5)
+    assert not [event for event in events[count:] if isinstance(event, Retained)], "not expected"
+
+
+def notifications(events: list[AnyEvent]) -> RankNotifications:
+    requests = LiveRequests(NullObserver(), events.append, lambda handle: None)
+    no_steps = cast(RunningSteps, None)
+    return RankNotifications(requests, no_steps, events.append, on_received=lambda _: None)
+
+
+def answer(reader: RankNotifications, gang: GangClient, rank: int, tokens: int) -> None:
+    """Answer as a rank does: one that retains nothing has freed the sequence."""
+    if tokens:
+        message: Any = KvRetained(sequence_id=SEQUENCE, rank=rank, tokens=tokens)
+        reader.read(GANG, gang, rank, "retained", pack(message))
+    else:
+        reader.read(GANG, gang, rank, "freed", pack(SlotsFreed(sequence_id=SEQUENCE, rank=rank)))
