@@ -653,6 +653,182 @@ POLICIES = (
     ),
 )
 
+SERVICE = "tests/services/test_request_service.py"
+MOVED_REQUESTS = "tests/services/test_moved_requests.py"
+PIGGYBACKED = "tests/services/test_piggyback_requests.py"
+CANCELLED_WHILE_RESERVED = (
+    f"{SERVICE}::test_a_request_cancelled_while_slots_are_reserved_frees_them"
+)
+SECOND_TOKEN = (
+    f"{SERVICE}::test_a_request_continues_with_the_second_token_if_prefill_dies_after_the_first"
+)
+
+ROUTER = (
+    Fault(
+        name="A cancellation overtakes the reservation that it is about.",
+        file="services/router/dispatch.py",
+        old="gang is sequence.decode and sequence.reservation_pending:",
+        new="gang is sequence.decode and sequence.over:",
+        test=CANCELLED_WHILE_RESERVED,
+    ),
+    Fault(
+        name="Slots that a rank refused count as taken.",
+        file="services/router/dispatch.py",
+        old="if not isinstance(error, DeadlineExceeded | ConnectionLost):",
+        new="if isinstance(error, DeadlineExceeded | ConnectionLost):",
+        test=f"{SERVICE}::test_refused_slots_are_counted_as_free",
+    ),
+    Fault(
+        name="A cancelled request that was to be piggybacked joins all the same.",
+        file="services/router/dispatch.py",
+        old="        if sequence.over:\n            return\n        message = JoinBatch",
+        new="        message = JoinBatch",
+        test=f"{PIGGYBACKED}::test_a_request_cancelled_while_slots_are_reserved_never_joins",
+    ),
+    Fault(
+        name="A gang is told the id of the request instead of that of its sequence.",
+        file="services/router/dispatch.py",
+        old="sequence_id=sequence_id,\n                    first_token=",
+        new="sequence_id=sequence.handle.request_id,\n                    first_token=",
+        test=f"{SERVICE}::test_a_request_is_retried_if_prefill_dies_before_the_first_token",
+    ),
+    Fault(
+        name="A moved sequence does not wait for the instances that it comes to.",
+        file="services/router/lowering.py",
+        old="expect(member for member in members if member not in known)",
+        new="expect(member for member in members if member in ())",
+        test=(
+            f"{MOVED_REQUESTS}"
+            "::test_a_rank_may_free_a_sequence_before_another_acknowledges_its_move"
+        ),
+    ),
+    Fault(
+        name="A sequence that a rank has freed is still moved.",
+        file="services/router/rank_notifications.py",
+        old="        sequence.decode_ended = True\n",
+        new="        sequence.decode_ended = False\n",
+        test=f"{MOVED_REQUESTS}::test_a_request_whose_last_token_was_sampled_is_not_moved",
+    ),
+    Fault(
+        name="The scheduler does not learn of the first token of an attempt after a fault.",
+        file="services/router/rank_notifications.py",
+        old="first = sequence.next_index == sequence.first_index",
+        new="first = sequence.next_index == 0",
+        test=SECOND_TOKEN,
+    ),
+    Fault(
+        name="A rank that reports received KV is taken for an instance.",
+        file="services/router/rank_notifications.py",
+        old=(
+            "serving(received.sequence_id)\n"
+            "        instance = instance_id(gang_number, gang.instance_of(rank))"
+        ),
+        new=("serving(received.sequence_id)\n        instance = instance_id(gang_number, rank)"),
+        test=f"{SERVICE}::test_decode_starts_once_all_kv_is_received",
+    ),
+    Fault(
+        name="A retried request forgets when its first token was sampled.",
+        file="services/requests/request_handle.py",
+        old="            first_token=marks.first_token,\n",
+        new="",
+        test=f"{SERVICE}::test_a_sampled_first_token_is_not_predicted_again",
+    ),
+    Fault(
+        name="An attempt after a fault numbers its tokens from zero.",
+        file="services/router/live_sequences.py",
+        old="        next_index=handle.timings.tokens,\n",
+        new="        next_index=0,\n",
+        test=SECOND_TOKEN,
+    ),
+    Fault(
+        name="A sequence of a lost gang is never forgotten.",
+        file="services/router/live_sequences.py",
+        old="            sequence.pending_free.clear()\n            self.end(sequence)",
+        new="            self.end(sequence)",
+        test=f"{SERVICE}::test_a_dead_decode_gangs_sequences_are_forgotten",
+    ),
+    Fault(
+        name="Instances that only cancelled sequences of a step need are never done.",
+        file="services/router/dispatch.py",
+        old="        for instance in idle:\n",
+        new="        for instance in idle[:0]:\n",
+        test=CANCELLED_WHILE_RESERVED,
+    ),
+    Fault(
+        name="A cancelled sequence is sent in the place of one that is wanted.",
+        file="services/router/dispatch.py",
+        old="rest, gang, [sequence for sequence in sequences if not sequence.over]\n",
+        new="rest, gang, sequences[: len(rest.chunks)]\n",
+        test=(
+            f"{SERVICE}::test_a_batch_runs_without_the_request_cancelled_while_slots_were_reserved"
+        ),
+    ),
+    Fault(
+        name="The prompt of a piggybacked request goes to the rank with its master's number.",
+        file="services/router/lowering.py",
+        old="for rank in sequence.decode.ranks_of(common.master):",
+        new="for rank in (common.master,):",
+        test=f"{PIGGYBACKED}::test_the_prompt_goes_to_the_ranks_of_the_master_only",
+    ),
+    Fault(
+        name="After a fault the generated tokens are not computed again.",
+        file="services/router/lowering.py",
+        old="    if handle.generated_tokens.size:\n",
+        new="    if handle.generated_tokens.size > handle.timings.tokens:\n",
+        test=SECOND_TOKEN,
+    ),
+    Fault(
+        name="A retried sequence is reserved without its generated tokens.",
+        file="services/router/lowering.py",
+        old=(
+            "        generated_tokens=token_bytes(handle.generated_tokens),\n"
+            "        sampling=handle.spec.sampling,\n"
+            "        prompt_tokens=_penalized_tokens(handle),\n"
+            "        answer"
+        ),
+        new=(
+            '        generated_tokens=b"",\n'
+            "        sampling=handle.spec.sampling,\n"
+            "        prompt_tokens=_penalized_tokens(handle),\n"
+            "        answer"
+        ),
+        test=SECOND_TOKEN,
+    ),
+)
+
+TOKENS = "tests/protocols/test_tokens.py"
+
+WIRE = (
+    Fault(
+        name="An only token counts as one behind which something is decoded.",
+        file="protocols/gang/step_messages.py",
+        old="len(self.generated_tokens) // TOKEN_BYTES > 1",
+        new="len(self.generated_tokens) // TOKEN_BYTES > 0",
+        test=f"{SERVICE}::test_an_answer_of_one_token_reserves_no_decode_slots",
+    ),
+    Fault(
+        name="A finish reason belongs to a token's index instead of its row.",
+        file="protocols/gang/messages.py",
+        old="finish_reasons={row: token.finish_reason",
+        new="finish_reasons={token.index: token.finish_reason",
+        test=f"{TOKENS}::test_rows_come_out_as_they_went_in",
+    ),
+    Fault(
+        name="Log-probabilities of a row go to the row before it as well.",
+        file="protocols/gang/messages.py",
+        old="known = logprobs.get(row)",
+        new="known = logprobs.get(row, logprobs.get(row + 1))",
+        test=f"{TOKENS}::test_rows_come_out_as_they_went_in",
+    ),
+    Fault(
+        name="A frame may name the finish reason of a row that it does not have.",
+        file="protocols/gang/messages.py",
+        old="if not 0 <= row < rows:",
+        new="if not 0 <= row <= rows:",
+        test=f"{TOKENS}::test_incompatible_options_are_refused",
+    ),
+)
+
 KV_LIFETIME = "tests/actors/test_kv_lifetime.py"
 KV_POOL = "tests/actors/test_kv_pool.py"
 SLOT_ALLOCATOR = "tests/actors/test_slot_allocator.py"
@@ -721,5 +897,7 @@ FAULTS: tuple[Fault, ...] = (
     *WAITING,
     *REUSED_KV,
     *POLICIES,
+    *ROUTER,
+    *WIRE,
     *RANKS,
 )
