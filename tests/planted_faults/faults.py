@@ -796,6 +796,145 @@ ROUTER = (
     ),
 )
 
+EVENTS = "tests/services/test_scheduler_events.py"
+ALL_ATTEMPTS = f"{EVENTS}::test_an_end_counts_the_tokens_of_all_attempts"
+ALL_RANKS = f"{EVENTS}::test_reports_of_all_ranks_of_an_instance_are_one_event"
+NEW_MASTER = f"{MOVED_REQUESTS}::test_a_token_of_the_new_master_may_arrive_before_one_of_the_old"
+
+REPORTS = (
+    Fault(
+        name="A finished answer counts the tokens of its last attempt only.",
+        file="services/router/rank_notifications.py",
+        old="sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes",
+        new=(
+            "sequence_id=sequence.id, "
+            "generated_tokens=sequence.next_index - sequence.first_index, hashes=hashes"
+        ),
+        test=ALL_ATTEMPTS,
+    ),
+    Fault(
+        name="A failed sequence counts the tokens of former attempts only.",
+        file="services/router/rank_notifications.py",
+        old="generated_tokens=sequence.next_index,\n",
+        new="generated_tokens=sequence.first_index,\n",
+        test=ALL_ATTEMPTS,
+    ),
+    Fault(
+        name="The last chunk of a retried prompt does not sample a token.",
+        file="services/router/lowering.py",
+        old="last=stop == sequence.command.prompt_tokens,",
+        new="last=stop == handle.spec.prompt.size,",
+        test=ALL_ATTEMPTS,
+    ),
+    Fault(
+        name="A rank that frees slots is taken for an instance.",
+        file="services/router/rank_notifications.py",
+        old="instance = instance_id(gang_number, sequence.decode.instance_of(rank))",
+        new="instance = instance_id(gang_number, rank)",
+        test=ALL_RANKS,
+    ),
+    Fault(
+        name="A rank that reports a step is taken for an instance.",
+        file="services/router/rank_notifications.py",
+        old=(
+            "unpack(PrefillDone, payload)\n"
+            "        instance = instance_id(gang_number, gang.instance_of(rank))"
+        ),
+        new=("unpack(PrefillDone, payload)\n        instance = instance_id(gang_number, rank)"),
+        test=ALL_RANKS,
+    ),
+    Fault(
+        name="A heartbeat of a rank is taken for an instance's.",
+        file="services/router/rank_notifications.py",
+        old="self._note_heartbeat(gang_number, gang.instance_of(rank))",
+        new="self._note_heartbeat(gang_number, rank)",
+        test=ALL_RANKS,
+    ),
+    Fault(
+        name="A token that a new master sends early is dropped.",
+        file="services/router/rank_notifications.py",
+        old="            sequence.move.early[token.index] = token\n",
+        new="            sequence.move.early.pop(token.index, None)\n",
+        test=NEW_MASTER,
+    ),
+    Fault(
+        name="A token that a new master sent early is kept back for ever.",
+        file="services/router/rank_notifications.py",
+        old="            self._token(sequence.move.early.pop(sequence.next_index))\n",
+        new="            sequence.move.early.pop(sequence.next_index)\n",
+        test=NEW_MASTER,
+    ),
+    Fault(
+        name="A moved sequence waits for instances that it has left.",
+        file="services/router/live_sequences.py",
+        old="discard(instance for instance in before if instance not in after)",
+        new="discard(instance for instance in before if instance in ())",
+        test=NEW_MASTER,
+    ),
+    Fault(
+        name="A sequence joins an elastic gang without naming its instances.",
+        file="services/router/dispatch.py",
+        old="    return tuple(sorted(map(index_of, decode_members(sequence.placement))))\n",
+        new="    return ()\n",
+        test=NEW_MASTER,
+    ),
+    Fault(
+        name="An answer to Retain counts when the first rank of an instance has sent it.",
+        file="services/router/rank_notifications.py",
+        old="complete = min(pending.answers.get(member, 0) for member in gang.ranks_of(index))",
+        new="complete = max(pending.answers.get(member, 0) for member in gang.ranks_of(index))",
+        test=f"{EVENTS}::test_an_instance_has_answered_a_message_when_all_its_ranks_have",
+    ),
+    Fault(
+        name="Answers to Retain are expected no more when one rank has sent all of its own.",
+        file="services/router/rank_notifications.py",
+        old="if min(answers) >= pending.times:",
+        new="if max(answers) >= pending.times:",
+        test=f"{EVENTS}::test_an_instance_has_answered_a_message_when_all_its_ranks_have",
+    ),
+    Fault(
+        name="A gang has as many positions as the rank with most.",
+        file="services/router/scheduler_driver.py",
+        old="max_positions=min(",
+        new="max_positions=max(",
+        test=f"{EVENTS}::test_a_gang_has_as_many_positions_as_the_rank_with_fewest",
+    ),
+    Fault(
+        name="A high-priority step preempts requests of other high-priority steps.",
+        file="services/router/rank_notifications.py",
+        old="            if not step.command.high_priority\n            and any(",
+        new="            if any(",
+        test=f"{EVENTS}::test_only_low_priority_steps_count_as_preempted",
+    ),
+    Fault(
+        name="The hashes of an answer are of its last token as well.",
+        file="services/requests/request_handle.py",
+        old="self.generated_tokens[:-1]",
+        new="self.generated_tokens",
+        test=(
+            "tests/services/test_request_handle.py"
+            "::test_an_answers_hashes_are_of_blocks_that_have_kv"
+        ),
+    ),
+    Fault(
+        name="The ranks of a step are found by their place in its group.",
+        file="services/router/lowering.py",
+        old="        for rank in gang.ranks_of(instance):\n",
+        new="        for rank in gang.ranks_of(group.index(instance)):\n",
+        test=f"{SERVICE}::test_every_rank_gets_the_step_with_its_own_tokens",
+    ),
+    Fault(
+        name="Histories are shifted when a sequence of a step is cancelled.",
+        file="services/router/lowering.py",
+        old="history=tuple(command.history[index] for index in remaining),",
+        new="history=command.history[: len(remaining)],",
+        test=(
+            "tests/services/test_cancelled_chunks.py"
+            "::test_others_are_computed_where_they_were_with_their_own_history"
+        ),
+    ),
+)
+
 TOKENS = "tests/protocols/test_tokens.py"
 
 WIRE = (
@@ -889,6 +1028,91 @@ RANKS = (
     ),
 )
 
+RETAINED_KV = "tests/actors/test_retained_kv.py"
+
+RANK_GAPS = (
+    Fault(
+        name="A second eviction during a step replaces the first.",
+        file="actors/engine/kv_lifetime.py",
+        old="(*self._evict_later.get(sequence_id, ()), *spans)",
+        new="spans",
+        test=f"{KV_LIFETIME}::test_kv_evicted_twice_too_early_is_freed_after_the_last_step",
+    ),
+    Fault(
+        name="An eviction that was put off is done with every step.",
+        file="actors/engine/kv_lifetime.py",
+        old="self._evict_later.pop(sequence_id, ())",
+        new="self._evict_later.get(sequence_id, ())",
+        test=f"{KV_LIFETIME}::test_kv_evicted_too_early_is_freed_after_the_last_step",
+    ),
+    Fault(
+        name="A step shares history that lies on other instances.",
+        file="actors/engine/kv_lifetime.py",
+        old="if kv_slice.source is not None and kv_slice.instance == self._here:",
+        new="if kv_slice.source is not None:",
+        test=f"{RETAINED_KV}::test_a_second_turn_sends_what_the_other_gang_lacks",
+    ),
+    Fault(
+        name="A reservation shares KV that lies on other instances.",
+        file="actors/engine/reservations.py",
+        old="if kv_slice.source is not None and kv_slice.instance == self._engine.instance:",
+        new="if kv_slice.source is not None:",
+        test=f"{RETAINED_KV}::test_a_second_turn_sends_what_the_other_gang_lacks",
+    ),
+    Fault(
+        name="A sequence may be reserved after it was cancelled.",
+        file="actors/engine/reservations.py",
+        old="if sequence_id in self._left or owner in self._ended:",
+        new="if owner in self._ended:",
+        test="tests/actors/test_cancelling.py",
+    ),
+    Fault(
+        name="A router that is gone may still reserve.",
+        file="actors/engine/reservations.py",
+        old="if sequence_id in self._left or owner in self._ended:",
+        new="if sequence_id in self._left:",
+        test="tests/actors/test_attachments.py",
+    ),
+    Fault(
+        name="Slots that are shared count once, however many sequences have them.",
+        file="actors/kv_cache/slot_allocator.py",
+        old="            self._hold(sequence_id, slot_map, runs_of(new))\n",
+        new=(
+            "            slot_map.add(runs_of(new))\n"
+            "            self._slot_maps[sequence_id] = slot_map\n"
+        ),
+        test=f"{KV_POOL}::test_shared_slots_are_free_when_the_last_sequence_frees_them",
+    ),
+    Fault(
+        name="A sequence shares a span in part, where it has other slots for some of it.",
+        file="actors/kv_cache/slot_allocator.py",
+        old="if np.isin(self._positions[new], self._positions[known]).any():",
+        new="if not len(new):",
+        test=f"{SLOT_ALLOCATOR}::test_slots_that_are_not_there_are_not_shared",
+    ),
+    Fault(
+        name="Slots that are shared anew are entered twice.",
+        file="actors/kv_cache/slot_allocator.py",
+        old="new = slots[np.isin(slots, known, invert=True)]",
+        new="new = slots",
+        test=KV_POOL,
+    ),
+    Fault(
+        name="Pinned slots are free when their sequence is.",
+        file="actors/kv_cache/slot_allocator.py",
+        old="            self._ref_counts[slots] += 1\n            self._pinned",
+        new="            self._pinned",
+        test=KV_POOL,
+    ),
+    Fault(
+        name="Slots that are unpinned stay pinned.",
+        file="actors/kv_cache/slot_allocator.py",
+        old="            self._unref(np.sort(pinned.slots))\n",
+        new="            np.sort(pinned.slots)\n",
+        test=KV_POOL,
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *SCHEDULER,
     *UNSENT_STEPS,
@@ -898,6 +1122,8 @@ FAULTS: tuple[Fault, ...] = (
     *REUSED_KV,
     *POLICIES,
     *ROUTER,
+    *REPORTS,
     *WIRE,
     *RANKS,
+    *RANK_GAPS,
 )
