@@ -103,20 +103,20 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
 
 
 def _reserve(stream: Any, sequence_id: int, context: int, steps: int, ranks: int) -> None:
-    from csps.protocols.core.placement import KvSlice, Span
-    from csps.protocols.gang.messages import ReserveKv, Sampling
+    from csps.protocols.core.placement import KvSlice
+    from csps.protocols.gang.messages import ReserveKv, SamplerInputs, Sampling
+    from csps.protocols.rpc.schema import encode
 
     spans = enumerate(shares_of_prompt(context, ranks))
     stream.reservations.reserve(
         ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
-            slices=tuple(
-                KvSlice(instance=r, span=Span(start=start, stop=stop)) for r, (start, stop) in spans
-            ),
+            slices=tuple(KvSlice(r, start, stop) for r, (start, stop) in spans),
             master=sequence_id % ranks,
-            prompt_length=context,
-            sampling=Sampling(temperature=0.0, max_tokens=steps),
+            prompt_tokens=context,
+            output_tokens=steps,
+            sampler=encode(SamplerInputs(sampling=Sampling(temperature=0.0, max_tokens=steps))),
         ),
         owner=0,
     )

@@ -41,7 +41,7 @@ import report
 
 from csps.actors.worker.rank_config import RankConfig
 from csps.configurator.costs.fitting import StepMeasurement, fit_step
-from csps.protocols.core.placement import KvSlice, Span, place, striped
+from csps.protocols.core.placement import KvSlice, place, striped
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     CancelSequence,
@@ -51,6 +51,7 @@ from csps.protocols.gang.messages import (
     RequestFailed,
     ReserveKv,
     SampledTokens,
+    SamplerInputs,
     Sampling,
     SlotsFreed,
 )
@@ -61,7 +62,7 @@ from csps.protocols.gang.step_messages import (
     SequenceMoved,
     SequencePlacement,
 )
-from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.schema import encode, pack, unpack
 from csps.services.profiling.local_gangs import RankProcesses
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
@@ -353,7 +354,7 @@ class _Gang:
         answer_holder: int = 0,
     ) -> tuple[int, list[PrefillDone]]:
         """Prefill a prompt and decode its answer from then on."""
-        answer = (KvSlice(instance=answer_holder, span=Span(length, length + ANSWER)),)
+        answer = (KvSlice(answer_holder, length, length + ANSWER),)
         slices = _evenly(length, holders)
         sequence_id, done = await self._prefill(length, group, slices, master, answer)
         await self._all("received", sequence_id, len({kv_slice.instance for kv_slice in slices}))
@@ -374,14 +375,15 @@ class _Gang:
         answer: tuple[KvSlice, ...],
     ) -> tuple[int, list[PrefillDone]]:
         sequence_id, step = next(self._numbers), next(self._numbers)
-        sampling = Sampling(temperature=0, max_tokens=ANSWER)
+        sampler = encode(SamplerInputs(sampling=Sampling(temperature=0, max_tokens=ANSWER)))
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="",
             slices=slices,
             master=master,
-            prompt_length=length,
-            sampling=sampling,
+            prompt_tokens=length,
+            output_tokens=ANSWER,
+            sampler=sampler,
             answer=answer,
         )
         await self.client.call_all("reserve", pack(reserve))
@@ -392,7 +394,6 @@ class _Gang:
             length=length,
             rows=rows if len(group) > 1 else (),
             destinations=slices,
-            sampling=sampling,
         )
         counts = [
             sum(kv_slice.span.length for kv_slice in rows if kv_slice.instance == member)
@@ -412,6 +413,7 @@ class _Gang:
                 chunks=(chunk,),
                 tokens=b"".join(array.tobytes() for array in own),
                 strategy="ring_kv" if len(group) > 1 else "ulysses",
+                samplers={sequence_id: sampler},
             )
             self.client.notify(rank, "prefill", pack(job))
         return sequence_id, await self._all("prefill_done", step, len(group))
@@ -420,7 +422,7 @@ class _Gang:
         self, sequence_id: int, length: int, before: list[int], after: list[int]
     ) -> list[SequenceMoved]:
         """Move a sequence's prompt KV elsewhere; its answer stays."""
-        answer = (KvSlice(instance=0, span=Span(length, length + ANSWER)),)
+        answer = (KvSlice(0, length, length + ANSWER),)
         places = [
             SequencePlacement(slices=_evenly(length, instances), master=0, answer=answer)
             for instances in (before, after)
@@ -428,7 +430,7 @@ class _Gang:
         message = MoveSequence(
             step_id=next(self._numbers),
             sequence_id=sequence_id,
-            prompt_length=length,
+            prompt_tokens=length,
             stop=length + ANSWER - 1,
             before=places[0],
             after=places[1],

@@ -44,7 +44,6 @@ from csps.actors.timing.timeline import TRANSFERS
 from csps.protocols.core.placement import KvSlice, place, zigzag
 from csps.protocols.gang.messages import RankKvReceived, SampledToken, Sampling
 from csps.protocols.gang.step_messages import PrefillStep
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.slices import outside
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans, span_files, traces
@@ -193,7 +192,7 @@ def _chunks(
     """Return chunks in proportion to their groups, with their tokens."""
     length, sizes = len(request.prompt), [len(group) for group in GROUPS]
     stops = [length * sum(sizes[: i + 1]) // sum(sizes) for i in range(len(sizes))]
-    start, lying = 0, tuple[PlacedSlice, ...]()
+    start, lying = 0, tuple[KvSlice, ...]()
     for group, stop in zip(GROUPS, stops, strict=True):
         rows = place(group, zigzag(stop - start, len(group)), start=start)
         moves = balancing_moves(lying, group) if balanced else ()
@@ -201,19 +200,14 @@ def _chunks(
             start,
             stop,
             rows=rows,
-            history=_kv_shares(lying),
-            placement=(*rows, *_kv_shares(moves)) if moves else (),
+            history=lying,
+            placement=(*rows, *moves) if moves else (),
         )
         yield (
             job_of([chunk], group, strategy=strategy, trace=trace),
             request.prompt[start:stop],
         )
-        own = [PlacedSlice.of(row.instance, row.span) for row in rows]
-        start, lying = stop, (*outside(lying, moves), *moves, *own)
-
-
-def _kv_shares(slices: Sequence[PlacedSlice]) -> tuple[KvSlice, ...]:
-    return tuple(KvSlice(instance=kv_slice.instance, span=kv_slice.span) for kv_slice in slices)
+        start, lying = stop, (*outside(lying, moves), *moves, *rows)
 
 
 # --- out of the timelines ------------------------------------------------------------------------

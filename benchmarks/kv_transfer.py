@@ -34,7 +34,7 @@ from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.messages import ConnectKv, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk
 from csps.services.settings.settings import shipped_models
 
@@ -100,8 +100,8 @@ class Pair:
                 epoch=EPOCH,
                 slices=self.slices,
                 master=0,
-                prompt_length=self.span.length,
-                sampling=Sampling(),
+                prompt_tokens=self.span.length,
+                output_tokens=16,
             ),
             spans=(self.span,),
             heads=range(self.spec.kv_heads),
@@ -111,7 +111,7 @@ class Pair:
 
     @property
     def slices(self) -> tuple[KvSlice, ...]:
-        return (KvSlice(instance=0, span=self.span),)
+        return (KvSlice.of(0, self.span),)
 
     def send(self) -> Round:
         """Send all layers and wait until they are received."""

@@ -22,6 +22,7 @@ from typing import Any
 import report
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Decision, Policy
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
@@ -117,9 +118,9 @@ class _Timed:
         self._gate.open = True
         if round_ == "burst":
             return self._timed()
-        steps: list[RunStep] = []
+        steps: list[PrefillStep] = []
         while started := [
-            command for command in self._round(_CHANGED) if isinstance(command, RunStep)
+            command.step for command in self._round(_CHANGED) if isinstance(command, RunStep)
         ]:
             steps += started
         if round_ == "idle":

@@ -28,7 +28,7 @@ from csps.loadgen.simulator.cluster_file import load_cluster
 from csps.loadgen.simulator.simulate import simulate
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import workload
-from csps.services.scheduling.events.commands import RunStep
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.events import index_of
 
 LOADS = {"short": 4.6, "medium": 3.3, "long": 2.0}
@@ -46,7 +46,7 @@ class Mispredicted(ClusterModel):
     slow_server: float = 1.0
     """Factor of steps in which the first server takes part."""
 
-    def step_ns(self, step: RunStep) -> int:
+    def step_ns(self, step: PrefillStep) -> int:
         """Return how long a step takes."""
         (sequence,) = {chunk.sequence_id for chunk in step.chunks}
         # A mean of one, so that no more is to be computed than was predicted.

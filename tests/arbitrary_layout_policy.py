@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from csps.protocols.core.placement import LAYOUTS, Span, contiguous, round_robin
+from csps.protocols.core.placement import LAYOUTS, KvSlice, Span, contiguous, place, round_robin
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
@@ -19,9 +20,8 @@ from csps.services.scheduling.deciding.decisions import (
 )
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import commands as cmd
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, laid_out, own, tokens_on, within
+from csps.services.scheduling.events.slices import bounds_of, own, tokens_on, within
 from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 Free = dict[InstanceId, int]
@@ -144,7 +144,7 @@ class AnyLayout:
         cuts = sorted({first, request.prompt_tokens, *some})
         steps, lies = [], lies_of(cached.slices if cached else ())
         for start, stop in pairwise(cuts):
-            resident = tuple(PlacedSlice(lies[p], p, p + 1) for p in range(start))
+            resident = tuple(KvSlice(lies[p], p, p + 1) for p in range(start))
             extent = [(request, start, stop - start)]
             steps.append(
                 self._step(extent, pair, placements if in_place else (), [resident], first)
@@ -159,21 +159,21 @@ class AnyLayout:
         ids = [instance.id for instance in gang.instances]
         return self._random.sample(ids, self._random.randint(1, len(ids)))
 
-    def _laid(self, gang: Gang, start: int, length: int) -> tuple[PlacedSlice, ...]:
+    def _laid(self, gang: Gang, start: int, length: int) -> tuple[KvSlice, ...]:
         group = self._group(gang)
         layout = self._random.choice(list(LAYOUTS.values()))
-        return laid_out(group, layout(length, len(group)), start)
+        return place(group, layout(length, len(group)), start=start)
 
     def _placement(self, request: Request, gang: Gang, cached: Cached | None) -> DecodePlacement:
         master = self._random.choice(gang.instances).id
         prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
         first = cached.tokens if cached else 0
-        slices, answer = self._laid(gang, first, prompt - first), tuple[PlacedSlice, ...]()
+        slices, answer = self._laid(gang, first, prompt - first), tuple[KvSlice, ...]()
         slices = (*(cached.slices if cached else ()), *slices)
         if self._random.random() < 0.5:
             spans = round_robin(prompt, total, self._group(gang))
             answer = tuple(
-                PlacedSlice.of(instance, span) for instance, span in spans.items() if span.length
+                KvSlice.of(instance, span) for instance, span in spans.items() if span.length
             )
         return DecodePlacement(request.id, slices, master, answer)
 
@@ -182,14 +182,14 @@ class AnyLayout:
         extents: list[tuple[Request, int, int]],
         pair: GangPair,
         in_place: Sequence[DecodePlacement],
-        resident: list[tuple[PlacedSlice, ...]],
+        resident: list[tuple[KvSlice, ...]],
         first: int = 0,
     ) -> PlannedStep:
         with_rows = self._random.random() < 0.7
         chunks = []
         for request, start, length in extents:
             rows = self._laid(pair.prefill, start, length) if with_rows else ()
-            placement: tuple[PlacedSlice, ...] = ()
+            placement: tuple[KvSlice, ...] = ()
             if not in_place and self._random.random() < 0.5:
                 # The chunk's placement may include KV that is already there.
                 since = self._random.choice([first, start])
@@ -240,7 +240,7 @@ def _on_one(requests: list[Request], pair: GangPair, free: Free) -> StartPlan:
         predicted_ns=1000,
     )
     placements = (
-        DecodePlacement(request.id, (PlacedSlice(decode, 0, request.prompt_tokens),), decode)
+        DecodePlacement(request.id, (KvSlice(decode, 0, request.prompt_tokens),), decode)
         for request in requests
     )
     return StartPlan(steps=(step,), decode=tuple(placements))
@@ -250,7 +250,7 @@ def _on_one(requests: list[Request], pair: GangPair, free: Free) -> StartPlan:
 
 
 def rows_of(
-    step: PlannedStep | cmd.RunStep, chunk: PlannedChunk | cmd.Chunk
+    step: PlannedStep | PrefillStep, chunk: PlannedChunk | PrefillChunk
 ) -> Iterator[tuple[int, InstanceId]]:
     """Return (position, instance that computes it) of each row."""
     if chunk.rows:
@@ -272,8 +272,8 @@ def rows_of(
 
 def lay(
     lies: dict[int, InstanceId],
-    chunk: PlannedChunk | cmd.Chunk,
-    step: PlannedStep | cmd.RunStep,
+    chunk: PlannedChunk | PrefillChunk,
+    step: PlannedStep | PrefillStep,
     in_place: DecodePlacement | cmd.Reserve | None,
 ) -> None:
     """Record where the KV of a sequence is after a step."""
@@ -286,7 +286,7 @@ def lay(
                 lies[p] = kv_slice.instance
 
 
-def lies_of(slices: Sequence[PlacedSlice]) -> dict[int, InstanceId]:
+def lies_of(slices: Sequence[KvSlice]) -> dict[int, InstanceId]:
     """Return where each position lies."""
     return {
         p: kv_slice.instance

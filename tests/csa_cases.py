@@ -20,7 +20,7 @@ from csps.actors.attention.step_points import ModelShape, step_points
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.timing.timeline import StepClock
 from csps.protocols.attention.csa import CsaPlan, LayerGroup
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
@@ -285,7 +285,7 @@ def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvSlice, ..
     cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
     bounds = [0, *cuts, length] if length else [0]
     slices = [
-        KvSlice(instance=draw(st.integers(0, instances - 1)), span=Span(start=start, stop=stop))
+        KvSlice(draw(st.integers(0, instances - 1)), start, stop)
         for start, stop in pairwise(bounds)
     ]
     return tuple(draw(st.permutations(slices)))

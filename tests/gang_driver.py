@@ -11,15 +11,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from csps.actors.comm.layout import computed_by
-from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.core.placement import KvSlice, place, striped, zigzag
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
 from csps.protocols.gang.messages import (
@@ -38,6 +39,7 @@ from csps.protocols.gang.messages import (
     Role,
     SampledToken,
     SampledTokens,
+    SamplerInputs,
     Sampling,
     SlotsFreed,
 )
@@ -49,6 +51,7 @@ from csps.protocols.gang.step_messages import (
     SequencePlacement,
 )
 from csps.protocols.rpc import schema
+from csps.protocols.rpc.schema import encode
 
 LAYOUTS = ("zigzag", "striped")
 """Besides contiguous parts."""
@@ -240,11 +243,12 @@ class Cell:
     ) -> int:
         """Send a job to all prefill ranks (or some), each with its own kv_slice; returns its id."""
         if job.step_id == 0:
-            job = replace(job, step_id=next(self._job_ids))
+            job = msgspec.structs.replace(job, step_id=next(self._job_ids))
         self.jobs[job.step_id] = job
         for rank in range(self.prefill.world_size):
             if ranks is None or rank in ranks:
-                own = replace(job, tokens=self._own_tokens(job, tokens, rank // self.prefill.tp))
+                own_tokens = self._own_tokens(job, tokens, rank // self.prefill.tp)
+                own = msgspec.structs.replace(job, tokens=own_tokens)
                 self.prefill.notify(rank, "prefill", schema.pack(own))
         return job.step_id
 
@@ -273,7 +277,7 @@ class Cell:
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV was received, unless its first token was the last."""
         holders = {kv_slice.instance for kv_slice in request.slices}
-        receivers = {kv_slice.instance for kv_slice in request.slices if kv_slice.source is None}
+        receivers = {kv_slice.instance for kv_slice in request.slices if not kv_slice.source}
         if request.chunk().decoded:
             await self.until_received(
                 len(receivers) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id
@@ -300,10 +304,11 @@ class Cell:
         message = MoveSequence(
             step_id=number,
             sequence_id=request.sequence_id,
-            prompt_length=length,
+            prompt_tokens=length,
             stop=length + request.sampling.max_tokens - 1,
             before=before,
             after=after,
+            sampler=request.sampler,
         )
         self.decode.notify_all("move", schema.pack(message))
         return number
@@ -399,10 +404,10 @@ class Request:
             epoch=epoch,
             slices=self.slices,
             master=self.master,
-            prompt_length=len(self.prompt),
-            sampling=self.sampling,
-            prompt_tokens=self._asked.astype("<i4").tobytes(),
-            generated_tokens=np.array(self.generated_tokens, "<i4").tobytes(),
+            prompt_tokens=len(self.prompt),
+            output_tokens=self.sampling.max_tokens - len(self.generated_tokens),
+            first_index=len(self.generated_tokens),
+            sampler=self.sampler,
             answer=self.answer,
             kept_only=self.kept_only,
             retain=self.retain,
@@ -412,23 +417,42 @@ class Request:
     def chunk(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillChunk:
         """Return a chunk of the prompt; the whole prompt by default."""
         stop = len(self.prompt) if stop is None else stop
-        return PrefillChunk(
+        return SampledChunk(
             sequence_id=self.sequence_id,
             start=start,
             length=stop - start,
             last=stop == len(self.prompt),
             destinations=self.slices,
             retain=self.retain,
-            sampling=self.sampling,
-            prompt_tokens=self._asked.astype("<i4").tobytes(),
-            generated_tokens=np.array(self.generated_tokens, "<i4").tobytes(),
+            decoded=self.sampling.max_tokens - len(self.generated_tokens) > 1,
+            first_index=len(self.generated_tokens),
+            sampler=self.sampler,
             **fields,
         )
 
     @property
-    def _asked(self) -> Prompt:
-        """Return the client's part of the prompt."""
-        return self.prompt[: len(self.prompt) - len(self.generated_tokens)]
+    def sampler(self) -> bytes:
+        """Return what ranks need to sample its tokens, packed."""
+        asked = self.prompt[: len(self.prompt) - len(self.generated_tokens)]
+        return encode(
+            SamplerInputs(
+                sampling=self.sampling,
+                prompt_tokens=asked.astype("<i4").tobytes(),
+                generated_tokens=np.array(self.generated_tokens, "<i4").tobytes(),
+            )
+        )
+
+
+class SampledChunk(PrefillChunk, frozen=True):
+    """A chunk, with what the rank that samples its first token needs."""
+
+    sampler: bytes = b""
+
+    @property
+    def plain(self) -> PrefillChunk:
+        """Return the chunk as it travels."""
+        names = PrefillChunk.__struct_fields__
+        return PrefillChunk(**{name: getattr(self, name) for name in names})
 
 
 async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
@@ -451,8 +475,14 @@ def job_of(
         bounds = even_bounds(total, len(group))
     if any(chunk.rows for chunk in chunks):
         bounds = bounds_of_rows(chunks, group)
+    sampled = [chunk for chunk in chunks if isinstance(chunk, SampledChunk)]
     return PrefillStep(
-        step_id=0, group=tuple(group), bounds=tuple(bounds), chunks=tuple(chunks), **fields
+        step_id=0,
+        group=tuple(group),
+        bounds=tuple(bounds),
+        chunks=tuple(chunk.plain if isinstance(chunk, SampledChunk) else chunk for chunk in chunks),
+        samplers={chunk.sequence_id: chunk.sampler for chunk in sampled},
+        **fields,
     )
 
 
@@ -466,7 +496,7 @@ def bounds_of_rows(chunks: Sequence[PrefillChunk], group: Sequence[int]) -> list
     """Return the bounds of the members' rows, one after the other."""
     counts = (
         sum(
-            kv_slice.span.length
+            kv_slice.tokens
             for chunk in chunks
             for kv_slice in chunk.rows
             if kv_slice.instance == instance
@@ -494,7 +524,7 @@ def even_shares(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
 def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
     """Return slices of a prompt over instances, cut at the bounds, without empty ones."""
     return tuple(
-        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        KvSlice(instance, start, stop)
         for instance, (start, stop) in zip(instances, itertools.pairwise(bounds), strict=True)
         if start < stop
     )

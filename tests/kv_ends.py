@@ -26,7 +26,7 @@ from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import ConnectKv, ReserveKv, Sampling
+from csps.protocols.gang.messages import ConnectKv, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk
 
 LAYERS, HEAD_DIM, SEQUENCE_ID, EPOCH = 2, 4, 7, "epoch"
@@ -59,10 +59,10 @@ def reservation(
     request = ReserveKv(
         sequence_id=sequence_id,
         epoch=EPOCH,
-        slices=tuple(KvSlice(instance=0, span=span) for span in spans),
+        slices=tuple(KvSlice.of(0, span) for span in spans),
         master=0,
-        prompt_length=max(span.stop for span in spans),
-        sampling=Sampling(),
+        prompt_tokens=max(span.stop for span in spans),
+        output_tokens=16,
         kept_only=kept_only,
     )
     return Reservation(request=request, spans=spans, heads=heads, layers=layers, owner="router")
@@ -113,8 +113,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
     cuts = sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=3))})
     slices = [
-        KvSlice(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
-        for start, stop in pairwise(cuts)
+        KvSlice(draw(st.integers(0, decode - 1)), start, stop) for start, stop in pairwise(cuts)
     ]
     return Shape(
         prefill=prefill,
@@ -289,7 +288,7 @@ def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
 
 DECODE = 1
 """The decode rank of a pair, as a peer."""
-PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(instance=0, span=Span(start=0, stop=10)),))
+PAIR = Shape(1, 1, 1, 1, (0, 10), (KvSlice(0, 0, 10),))
 
 
 @contextmanager

@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from csps.protocols.core.placement import rest_of
+from csps.protocols.core.placement import KvSlice, rest_of
+from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequencePlacement
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -65,16 +67,16 @@ class SentSequence:
     """The decode gang frees it."""
     freed_in: int = -1
     """The turn in which an instance freed it last."""
-    move: cmd.MoveKv | None = None
+    move: SequencePlacement | None = None
     """Move under way."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slots on each instance, including those that a move takes there."""
 
-    moved: cmd.MoveKv | None = None
+    moved: SequencePlacement | None = None
     """Last completed move."""
 
     @property
-    def placed(self) -> cmd.Reserve | cmd.MoveKv:
+    def placed(self) -> cmd.Reserve | SequencePlacement:
         """Return the sequence's present placement."""
         return self.moved or self.reserve
 
@@ -111,7 +113,7 @@ class RandomCell:
         self.wake_at_ns: int | None = None
         self.requests: dict[int, SentRequest] = {}
         self.sequences: dict[int, SentSequence] = {}
-        self.steps: dict[int, tuple[cmd.RunStep, list[int]]] = {}
+        self.steps: dict[int, tuple[PrefillStep, list[int]]] = {}
         self.gangs: dict[int, ev.GangUp] = {}
         self.dead: set[int] = set()
         self.linked = False
@@ -123,10 +125,7 @@ class RandomCell:
             cmd.Reserve: self._reserve,
             cmd.RunStep: self._run_step,
             cmd.SetGroup: self._set_group,
-            cmd.Piggyback: self._piggyback,
-            cmd.MoveKv: self._move,
-            cmd.Retain: self._retain,
-            cmd.Evict: self._evict,
+            cmd.ToGang: self._to_gang,
             cmd.Cancel: self._cancel,
             cmd.Restart: self._restart,
             cmd.Refuse: self._refuse,
@@ -182,7 +181,8 @@ class RandomCell:
         for sequence in self.sequences.values():
             used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for step, undone in self.steps.values():
-            sizes = {} if self._wanted == 1 else slots_of(step, step.history)
+            histories = [chunk.history for chunk in step.chunks]
+            sizes = {} if self._wanted == 1 else slots_of(step, histories)
             used.update({instance: sizes.get(instance, 0) for instance in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
@@ -277,7 +277,7 @@ class RandomCell:
         took_ns = self.random.randint(0, 50 * MS)
         self._pending.append(ev.StepDone(step_id=number, instance=instance, took_ns=took_ns))
 
-    def _computed(self, step: cmd.RunStep) -> None:
+    def _computed(self, step: PrefillStep) -> None:
         """Report the first token, which the master does before it reports the step."""
         for chunk in step.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -452,16 +452,17 @@ class RandomCell:
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
-        gang = gang_of(command.group[0])
+        step = command.step
+        gang = gang_of(step.group[0])
         assert gang in self.gangs, "launched on a dead gang"
         assert self.gangs[gang].may_prefill
-        assert command.step_id not in self.steps
-        assert sum(_sizes(command)) == sum(chunk.length for chunk in command.chunks)
-        self.steps[command.step_id] = command, list(command.group)
-        for chunk in command.chunks:
+        assert step.step_id not in self.steps
+        assert sum(_sizes(step)) == sum(chunk.length for chunk in step.chunks)
+        self.steps[step.step_id] = step, list(step.group)
+        for chunk in step.chunks:
             sequence = self.sequences[chunk.sequence_id]
             sequence.prefill = gang
-            sequence.steps.append(command.step_id)
+            sequence.steps.append(step.step_id)
 
     def _set_group(self, command: cmd.SetGroup) -> None:
         assert command.gang in self.gangs, "joined on a dead gang"
@@ -472,37 +473,47 @@ class RandomCell:
             assert not sequence.joined, "joined twice"
             sequence.joined = True
 
-    def _piggyback(self, command: cmd.Piggyback) -> None:
-        assert command.gang in self.gangs, "piggybacked on a dead gang"
-        assert command.budget > 0
-        sequence = self.sequences[command.sequence_id]
+    def _to_gang(self, command: cmd.ToGang) -> None:
+        assert command.gang in self.gangs, "a message to a dead gang"
+        message = command.message
+        if isinstance(message, JoinBatch):
+            self._piggyback(command.gang, message)
+        elif isinstance(message, MoveSequence):
+            self._move(message)
+        else:
+            self._retain_or_evict(command.gang, message)
+
+    def _piggyback(self, gang: int, message: JoinBatch) -> None:
+        assert message.budget > 0
+        sequence = self.sequences[message.sequence_id]
         assert sequence.reserve.piggybacked, "piggybacked without being reserved for it"
-        assert gang_of(sequence.reserve.master) == command.gang
+        assert gang_of(sequence.reserve.master) == gang
         assert not sequence.joined, "joined twice"
         sequence.joined = True
 
-    def _move(self, command: cmd.MoveKv) -> None:
-        sequence = self.sequences[command.sequence_id]
-        assert command.gang in self.gangs, "moved on a dead gang"
+    def _move(self, message: MoveSequence) -> None:
+        sequence, after = self.sequences[message.sequence_id], message.after
         assert sequence.joined, "moved before it is decoded"
         assert sequence.move is None, "moved twice at a time"
         before, reserve = sequence.placed, sequence.reserve
+        assert message.before.master == before.master
+        assert (message.before.slices, message.before.answer) == (before.slices, before.answer)
         stop = reserve.prompt_tokens + reserve.output_tokens
         span = (reserve.prompt_tokens, stop)
-        assert placed_once(0, span[0], command.slices), "not the prompt's positions"
-        assert placed_once(*span, command.answer), "not the answer's positions"
+        assert placed_once(0, span[0], after.slices), "not the prompt's positions"
+        assert placed_once(*span, after.answer), "not the answer's positions"
         lies = [*before.slices, *before.answer]
         if not before.answer:
-            lies.append(cmd.PlacedSlice(before.master, *span))
-        for decode_slot in decode_slots(command, 0):
+            lies.append(KvSlice(before.master, *span))
+        for decode_slot in decode_slots(after, 0):
             if decode_slot not in sequence.slots:
                 sequence.slots[decode_slot] = 0
                 sequence.unfreed.append(decode_slot)
-        for kv_slice in (*command.slices, *command.answer):
+        for kv_slice in (*after.slices, *after.answer):
             here = [ly.span for ly in lies if ly.instance == kv_slice.instance]
             coming = sum(span.length for span in rest_of(kv_slice.span, here))
             sequence.slots[kv_slice.instance] += coming
-        sequence.move = command
+        sequence.move = after
 
     def _moved(self) -> None:
         """Report that a sequence has moved, and free what it has left."""
@@ -516,10 +527,7 @@ class RandomCell:
             ]
             self._pending.append(ev.Moved(sequence_id=number))
 
-    def _retain(self, command: cmd.Retain) -> None:
-        raise AssertionError("this executor has no prefix cache")
-
-    def _evict(self, command: cmd.Evict) -> None:
+    def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
         raise AssertionError("this executor has no prefix cache")
 
     def _cancel(self, command: cmd.Cancel) -> None:
@@ -555,5 +563,5 @@ class RandomCell:
         self._gang_dies(command.gang)
 
 
-def _sizes(step: cmd.RunStep) -> list[int]:
+def _sizes(step: PrefillStep) -> list[int]:
     return [stop - start for start, stop in zip(step.bounds, step.bounds[1:], strict=False)]

@@ -8,6 +8,7 @@ from typing import TypeVar
 from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
@@ -107,8 +108,8 @@ LINK = ev.LinkUp(prefill=1, decode=2)
 class Sent:
     """Plan of one request and one step, and the events that can follow."""
 
-    def __init__(self, reserve: cmd.Reserve, step: cmd.RunStep) -> None:
-        self.reserve, self.step = reserve, step
+    def __init__(self, reserve: cmd.Reserve, run: cmd.RunStep) -> None:
+        self.reserve, self.run, self.step = reserve, run, run.step
         self.request, self.sequence = reserve.request_id, reserve.sequence_id
 
     @property
@@ -156,8 +157,19 @@ class Sent:
 
 def sent(commands: list[cmd.AnyCommand]) -> Sent:
     """Return the only plan among commands."""
-    (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
-    return Sent(reserve, step)
+    (reserve,), (run,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+    return Sent(reserve, run)
+
+
+def steps_of(commands: list[cmd.AnyCommand]) -> list[PrefillStep]:
+    """Return the steps among commands."""
+    return [command.step for command in only(commands, cmd.RunStep)]
+
+
+def messages(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:
+    """Return the messages of a kind that commands send to gangs."""
+    sent_to_gangs = only(commands, cmd.ToGang)
+    return [command.message for command in sent_to_gangs if isinstance(command.message, kind)]
 
 
 def only(commands: list[cmd.AnyCommand], kind: type[Kind]) -> list[Kind]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
@@ -14,7 +15,6 @@ from csps.services.scheduling.deciding.decisions import (
     StartPlan,
 )
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import GangPair
 
@@ -73,8 +73,8 @@ class OneMove:
                 strategy="ulysses",
                 predicted_ns=1_000_000,
             )
-            slices = (PlacedSlice(first, 0, half), PlacedSlice(second, half, length))
-            answer = (PlacedSlice(first, length, length + request.output_tokens),)
+            slices = (KvSlice(first, 0, half), KvSlice(second, half, length))
+            answer = (KvSlice(first, length, length + request.output_tokens),)
             yield StartPlan(
                 steps=(step,), decode=(DecodePlacement(request.id, slices, first, answer),)
             )
@@ -87,6 +87,6 @@ class OneMove:
                 continue
             self._moved = True
             start, stop = sequence.answer_span
-            slices, answer = (PlacedSlice(second, 0, start),), (PlacedSlice(third, start, stop),)
+            slices, answer = (KvSlice(second, 0, start),), (KvSlice(third, start, stop),)
             placement = DecodePlacement(sequence.request_id, slices, third, answer)
             yield MovePlan(sequence_id=sequence.id, placement=placement)

@@ -400,9 +400,9 @@ def check_scattered_history(
 ) -> None:
     """Check a chunk whose earlier KV is on both of two instances, between two whole prompts."""
     slices = [
-        KvSlice(instance=1, span=Span(start=0, stop=7)),
-        KvSlice(instance=0, span=Span(start=7, stop=19)),
-        KvSlice(instance=1, span=Span(start=19, stop=20)),
+        KvSlice(1, 0, 7),
+        KvSlice(0, 7, 19),
+        KvSlice(1, 19, 20),
     ]
     job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], slices, []], **fields)
     forwards = gang.forwards(job)

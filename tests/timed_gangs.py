@@ -9,7 +9,10 @@ from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import GroupShape
+from csps.protocols.gang.messages import EvictKv, RetainKv
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -122,9 +125,9 @@ class TimedCell:
 
     def requests_of(self, step: RunningStep) -> list[int]:
         """Return the requests whose tokens a step computes, in its order."""
-        return [self._reserved[chunk.sequence_id].request_id for chunk in step.command.chunks]
+        return [self._reserved[chunk.sequence_id].request_id for chunk in step.command.step.chunks]
 
-    def predicted_ns(self, step: cmd.RunStep) -> int:
+    def predicted_ns(self, step: PrefillStep) -> int:
         """Return the time that the policy predicts."""
         shape = GroupShape((len(step.group),))
         table, history = CostTable(latencies=self.latencies), step.chunks[0].start
@@ -170,36 +173,36 @@ class TimedCell:
         if isinstance(command, cmd.Reserve):
             self._reserved[command.sequence_id] = command
         elif isinstance(command, cmd.RunStep):
-            left_ns = max(1, round(self.predicted_ns(command) * self._measured))
-            step = RunningStep(command, left_ns, list(command.group), launched_ns=self.now_ns)
-            self.steps[command.step_id] = step
+            sent = command.step
+            left_ns = max(1, round(self.predicted_ns(sent) * self._measured))
+            step = RunningStep(command, left_ns, list(sent.group), launched_ns=self.now_ns)
+            self.steps[sent.step_id] = step
         elif isinstance(command, cmd.SetGroup):
             for sequence in command.joined:
                 tokens = self._reserved[sequence].output_tokens - 1
                 self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
-        elif isinstance(command, cmd.Retain | cmd.Evict):
-            self._retain_or_evict(command)
+        elif isinstance(command, cmd.ToGang):
+            assert isinstance(command.message, RetainKv | EvictKv), command
+            self._retain_or_evict(command.gang, command.message)
         else:
             assert isinstance(command, cmd.Cancel), command  # of an answer of one token
             self._free(command.sequence_id)
 
-    def _retain_or_evict(self, command: cmd.Retain | cmd.Evict) -> None:
-        cache = self._prefix_caches[command.gang]
-        if isinstance(command, cmd.Retain):
-            reserve = self._reserved[command.sequence_id]
+    def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
+        cache = self._prefix_caches[gang]
+        if isinstance(message, RetainKv):
+            reserve = self._reserved[message.sequence_id]
             stop = reserve.prompt_tokens + reserve.output_tokens
-            answer = reserve.answer or (
-                cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, stop),
-            )
-            cache.add(command.sequence_id, (*own(reserve.slices), *answer))
-        self._events += cache.apply(command)
+            answer = reserve.answer or (KvSlice(reserve.master, reserve.prompt_tokens, stop),)
+            cache.add(message.sequence_id, (*own(reserve.slices), *answer))
+        self._events += cache.apply(gang, message)
 
     def _at_work(self) -> Iterator[RunningStep]:
         """Yield the steps that progress: those at the head of the queues of all their instances."""
         heads: dict[int, RunningStep] = {}
         for high_priority in (True, False):
             for step in self.steps.values():
-                if step.command.high_priority == high_priority:
+                if step.command.step.high_priority == high_priority:
                     for instance in step.undone:
                         heads.setdefault(instance, step)
         for step in self.steps.values():
@@ -215,7 +218,7 @@ class TimedCell:
         self.now_ns += ns
         for step in working:
             step.left_ns -= ns
-            if step.command.high_priority:
+            if step.command.step.high_priority:
                 self._delay(step, ns)
         for step in working:
             if step.left_ns == 0:
@@ -228,17 +231,17 @@ class TimedCell:
     def _delay(self, high_priority: RunningStep, ns: int) -> None:
         for other in self.steps.values():
             if (
-                not other.command.high_priority
-                and other.command.step_id < high_priority.command.step_id
+                not other.command.step.high_priority
+                and other.command.step.step_id < high_priority.command.step.step_id
             ):
                 other.delayed_ns += ns * len(set(other.undone) & set(high_priority.undone))
 
     def _end_step(self, step: RunningStep) -> None:
-        del self.steps[step.command.step_id]
+        del self.steps[step.command.step.step_id]
         self.ended_steps.append(step)
         step.ended_ns = self.now_ns
-        took_ns = round(self.predicted_ns(step.command) * self._measured)
-        for chunk, rows in zip(step.command.chunks, rows_of(step.command), strict=True):
+        took_ns = round(self.predicted_ns(step.command.step) * self._measured)
+        for chunk, rows in zip(step.command.step.chunks, rows_of(step.command.step), strict=True):
             reserve = self._reserved[chunk.sequence_id]
             if chunk.retain:
                 self._prefix_caches[1].add(chunk.sequence_id, rows)
@@ -255,7 +258,7 @@ class TimedCell:
                 self.finished[reserve.request_id] = self.now_ns
                 self._events.append(ev.Finished(sequence_id=chunk.sequence_id, generated_tokens=1))
         self._events += [
-            ev.StepDone(step_id=step.command.step_id, instance=instance, took_ns=took_ns)
+            ev.StepDone(step_id=step.command.step.step_id, instance=instance, took_ns=took_ns)
             for instance in step.undone
         ]
 

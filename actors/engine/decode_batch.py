@@ -36,7 +36,6 @@ from csps.actors.engine.step_trace import COMMUNICATION_S, EXCHANGE_S
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
 from csps.actors.sampling.notifications import Notify, request_failed, sampled_token
-from csps.actors.sampling.token_sampler import generated_before
 from csps.protocols.core.errors import CspsError, DeadlineExceeded
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import ReserveKv, SampledToken, SampledTokens
@@ -123,7 +122,7 @@ class DecodeBatch:
         request, sampler = reservation.request, self.reservations.sampler(sequence_id)
         sequence = BatchSequence(
             reservation=reservation,
-            index=generated_before(request.generated_tokens),
+            index=request.first_index,
             next=request.reused,
             token=0,
             sampler=sampler,
@@ -132,7 +131,7 @@ class DecodeBatch:
         )
         if token is not None:
             sequence.next, sequence.token, sequence.index = (
-                request.prompt_length,
+                request.prompt_tokens,
                 token,
                 sequence.index + 1,
             )

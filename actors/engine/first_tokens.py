@@ -20,13 +20,13 @@ from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
 from csps.actors.sampling.batch_sampler import sample_batch
 from csps.actors.sampling.notifications import sampled_token
-from csps.actors.sampling.token_sampler import TokenSampler, generated_before, sampler_of
+from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.kernels.arguments import SlotRun, SlotRuns
 from csps.kernels.attention import decode_attention
 from csps.kernels.merge import merge_into
 from csps.protocols.core.errors import CspsError
 from csps.protocols.gang.messages import SampledToken
-from csps.protocols.gang.step_messages import PrefillChunk
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 FailSequence = Callable[[int, CspsError], None]
 """Function (sequence id, error) that fails a sequence."""
@@ -62,7 +62,7 @@ def sample_first_tokens(
     if engine.tp_rank:
         return []
     logits_tv = engine.network.logits(x_td)
-    return _sample(engine, [group.step.chunks[index] for index, _ in sampling], logits_tv, fail)
+    return _sample(engine, group.step, [index for index, _ in sampling], logits_tv, fail)
 
 
 def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: OwnKv) -> Tensor:
@@ -107,18 +107,19 @@ def _history(
 
 
 def _sample(
-    engine: Engine, chunks: Sequence[PrefillChunk], logits_tv: Tensor, fail: FailSequence
+    engine: Engine, step: PrefillStep, indices: Sequence[int], logits_tv: Tensor, fail: FailSequence
 ) -> list[SampledToken]:
+    chunks = [step.chunks[index] for index in indices]
     samplers: dict[int, TokenSampler] = {}
     for row, chunk in enumerate(chunks):
         try:
-            samplers[row] = sampler_of(chunk, engine.spec.vocab)
+            samplers[row] = sampler_of(step.samplers[chunk.sequence_id], engine.spec.vocab)
         except CspsError as exc:
             fail(chunk.sequence_id, exc)
-    indices = [generated_before(chunks[row].generated_tokens) for row in samplers]
-    samples = sample_batch(list(samplers.values()), logits_tv[list(samplers)], indices)
+    first = [chunks[row].first_index for row in samplers]
+    samples = sample_batch(list(samplers.values()), logits_tv[list(samplers)], first)
     generated_tokens: list[SampledToken] = []
-    for row, index, sample in zip(samplers, indices, samples, strict=True):
+    for row, index, sample in zip(samplers, first, samples, strict=True):
         if isinstance(sample, CspsError):
             fail(chunks[row].sequence_id, sample)
         else:

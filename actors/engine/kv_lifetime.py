@@ -194,7 +194,7 @@ class KvReclaim:
         try:
             for chunk in step.chunks:
                 for kv_slice in chunk.history:
-                    if kv_slice.source is not None and kv_slice.instance == self._here:
+                    if kv_slice.source and kv_slice.instance == self._here:
                         self._slots.share_slots(chunk.sequence_id, kv_slice.source, kv_slice.span)
         except NotHeld as error:
             _log.debug("step %d ends before it begins: %s", step.step_id, error)

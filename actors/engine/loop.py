@@ -140,17 +140,17 @@ class EngineLoop:
             return
         with self._changing:
             find, sequence_id = self.decode_batch.reservations.find, message.sequence_id
-            if (reservation := find(sequence_id)) is None:
+            if find(sequence_id) is None:
                 return
             samples_here = message.after.master == self._engine.instance
             begins_here = samples_here and message.before.master != self._engine.instance
-            request, vocab = reservation.request, self._engine.spec.vocab
+            vocab = self._engine.spec.vocab
             run = MoveRun(
                 self._engine,
                 message,
                 sequence_of=self.decode_batch.sequence,
                 wanted=lambda: find(sequence_id) is not None,
-                sampler=sampler_of(request, vocab) if begins_here else None,
+                sampler=sampler_of(message.sampler, vocab) if begins_here else None,
                 next_run=self._next_run,
             )
             if not self._pending_steps.add(run, owner):

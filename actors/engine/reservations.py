@@ -21,7 +21,7 @@ from csps.actors.attention.query_exchange import QueryExchangeTimes
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.notifications import Notify
-from csps.actors.sampling.token_sampler import TokenSampler, generated_before, sampler_of
+from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
 from csps.protocols.gang.messages import ReserveKv
@@ -66,7 +66,7 @@ class BatchSequence:
     @property
     def prompt(self) -> int:
         """Return the number of given positions, tokens of an earlier attempt included."""
-        return self.request.prompt_length
+        return self.request.prompt_tokens
 
     @property
     def state(self) -> SequenceCursor:
@@ -112,7 +112,7 @@ class BatchSequence:
         return {
             kv_slice.instance
             for kv_slice in slices
-            if kv_slice.span.length and kv_slice.span.start <= self.next
+            if kv_slice.tokens and kv_slice.span.start <= self.next
         }
 
     @property
@@ -137,20 +137,19 @@ def instances_of(request: ReserveKv) -> frozenset[int]:
 
 def last_position(request: ReserveKv) -> int:
     """Return the end of the positions to compute: the answer's last token is never embedded."""
-    to_come = request.sampling.max_tokens - generated_before(request.generated_tokens)
-    return request.prompt_length + max(0, to_come - 1)
+    return request.prompt_tokens + max(0, request.output_tokens - 1)
 
 
 def answer_of(request: ReserveKv) -> tuple[KvSlice, ...]:
     """Return where the KV of the answer's positions is to lie."""
-    answer = Span(request.prompt_length, last_position(request))
+    answer = Span(request.prompt_tokens, last_position(request))
     if not request.answer:
-        return (KvSlice(instance=request.master, span=answer),)
+        return (KvSlice.of(request.master, answer),)
     return tuple(_within(request.answer, answer))
 
 
 def _within(slices: Sequence[KvSlice], span: Span) -> list[KvSlice]:
-    cuts = [replace(kv_slice, span=span.intersection(kv_slice.span)) for kv_slice in slices]
+    cuts = [kv_slice.cut(span.intersection(kv_slice.span)) for kv_slice in slices]
     return [cut for cut in cuts if cut.span.length]
 
 
@@ -190,19 +189,19 @@ class Reservations:
                 already.
         """
         engine = self._engine
-        answer = Span(request.prompt_length, last_position(request))
+        answer = Span(request.prompt_tokens, last_position(request))
         if request.answer and rest_of(answer, (kv_slice.span for kv_slice in request.answer)):
             raise ProtocolError(
                 f"sequence {request.sequence_id}: no instance stores some positions of the answer"
             )
         spans = spans_on(
-            [kv_slice for kv_slice in request.slices if kv_slice.source is None], engine.instance
+            [kv_slice for kv_slice in request.slices if not kv_slice.source], engine.instance
         )
         answers = spans_on(answer_of(request), engine.instance)
         # Made here and not when the sequence joins: bad parameters are refused now, and long lists
         # of tokens do not delay an iteration.
         masters = request.master == engine.instance
-        sampler = sampler_of(request, engine.spec.vocab) if masters else None
+        sampler = sampler_of(request.sampler, engine.spec.vocab) if masters else None
         with self._changing:
             self._refuse_cancelled(request.sequence_id, owner)
             self._take(request, [*spans, *answers])
@@ -221,7 +220,7 @@ class Reservations:
         slots, sequence_id = self._engine.pool.slots, request.sequence_id
         try:
             for kv_slice in request.slices:
-                if kv_slice.source is not None and kv_slice.instance == self._engine.instance:
+                if kv_slice.source and kv_slice.instance == self._engine.instance:
                     slots.share_slots(sequence_id, kv_slice.source, kv_slice.span)
             slots.allocate(sequence_id, spans)
         except FaultError:

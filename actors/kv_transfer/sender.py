@@ -31,7 +31,7 @@ def destinations_of(
     decode = connection.decode
     for kv_slice in part.chunk.destinations:
         span = kv_slice.span.intersection(part.span)
-        if not span.length or kv_slice.source is not None:
+        if not span.length or kv_slice.source:
             continue
         for receiver in decode.ranks_of(kv_slice.instance):
             wanted = kv_head_range(spec, decode.tp_rank_of(receiver), decode.tp)

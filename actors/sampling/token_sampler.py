@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from csps.kernels.sampling import Filters
 from csps.protocols.core.errors import CspsError, FaultError, InvalidRequest
-from csps.protocols.gang.messages import TOKEN_BYTES, Sampling
+from csps.protocols.gang.messages import SamplerInputs, Sampling
+from csps.protocols.rpc.schema import decode
 
 _GREEDY_BELOW = 1e-5  # as in vLLM
 
@@ -155,31 +156,17 @@ def _check(s: Sampling, vocab: int) -> None:
     assert s.max_tokens >= 1, s
 
 
-class SamplerRequest(Protocol):
-    """Messages with sampling parameters: `ReserveKv` or `PrefillChunk`."""
-
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def prompt_tokens(self) -> bytes: ...
-    @property
-    def generated_tokens(self) -> bytes: ...
-
-
-def sampler_of(request: SamplerRequest, vocab: int) -> TokenSampler:
-    """Return the sampler for a request's tokens from index `generated_before(...)` on. It has
-    counted the tokens of an earlier attempt.
+def sampler_of(packed: bytes, vocab: int) -> TokenSampler:
+    """Return the sampler for packed `SamplerInputs`. It has counted the tokens of an earlier
+    attempt.
 
     Raises:
+        ProtocolError: these are no sampler inputs.
         InvalidRequest: the sampling parameters do not fit the model.
     """
-    prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").astype(np.int64)
-    sampler = TokenSampler(request.sampling, vocab, prompt)
-    for token in np.frombuffer(request.generated_tokens, dtype="<i4").tolist():
+    inputs = decode(SamplerInputs, packed)
+    prompt = np.frombuffer(inputs.prompt_tokens, dtype="<i4").astype(np.int64)
+    sampler = TokenSampler(inputs.sampling, vocab, prompt)
+    for token in np.frombuffer(inputs.generated_tokens, dtype="<i4").tolist():
         sampler.observe(token)
     return sampler
-
-
-def generated_before(generated_tokens: bytes) -> int:
-    """Return how many tokens of the answer an earlier attempt has sampled."""
-    return len(generated_tokens) // TOKEN_BYTES

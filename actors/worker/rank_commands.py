@@ -7,7 +7,6 @@ decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from csps.actors.attention.base.engine import Engine
@@ -20,35 +19,19 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment
 from csps.actors.worker.startup import DECODE_BATCH
 from csps.protocols.core.errors import ConfigError, ProtocolError
-from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, ReserveKv, RetainKv
-from csps.protocols.gang.step_messages import MoveSequence, PrefillChunk, PrefillStep, rebalanced
+from csps.protocols.gang.messages import (
+    CancelSequence,
+    EvictKv,
+    FirstTokenSampler,
+    JoinBatch,
+    ReserveKv,
+    RetainKv,
+)
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, rebalanced, stored_in_place
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.server import Handler, Peer
 from csps.protocols.sequencer.sequencer import Sequencer
 from csps.protocols.sequencer.steps import StepSpec
-
-
-def stored_in_place(step: PrefillStep) -> PrefillStep:
-    """Return the step with nothing to send: KV computed elsewhere than it is to lie moves there."""
-    chunks = tuple(
-        replace(chunk, placement=chunk.placement or _of_chunk(chunk), destinations=(), retain=False)
-        for chunk in step.chunks
-    )
-    return replace(step, chunks=chunks)
-
-
-def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
-    """Return where the KV of a chunk is to lie. The first chunk of a sequence also places the KV
-    that other sequences have computed of the prompt, unless it lies there."""
-    start = 0 if chunk.begins else chunk.start
-    positions = Span(start=start, stop=chunk.start + chunk.length)
-    cuts = (
-        KvSlice(instance=destination.instance, span=destination.span.intersection(positions))
-        for destination in chunk.destinations
-        if destination.source is None
-    )
-    return tuple(cut for cut in cuts if cut.span.length)
 
 
 class RankCommands:
@@ -66,12 +49,15 @@ class RankCommands:
         self._attachment = attachment
         self._sequencer = log if isinstance(log, SequencerEnd) else None
         self._layout = engine.layout
+        self._samplers: dict[int, bytes] = {}
+        """Sampler inputs by sequence, until the step that samples its first token comes."""
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers by name; only the attached router may call any."""
         return {
             name: self._attached(handler)
             for name, handler in {
+                "sampler": self._sampler,
                 "prefill": self._submit,
                 "reserve": self._reserve,
                 "join": self._join,
@@ -91,6 +77,7 @@ class RankCommands:
 
     def end(self, owner: int) -> None:
         """Drop the work of a router that is gone."""
+        self._samplers.clear()
         self._loop.cancel_all()
         self._post(lambda sequencer: sequencer.end_owner(owner))
 
@@ -98,11 +85,29 @@ class RankCommands:
         if self._sequencer is not None:
             self._sequencer.post(event)
 
-    def _submit(self, payload: Any) -> None:
-        step = schema.unpack(PrefillStep, payload)
+    def _sampler(self, payload: Any) -> None:
+        self._require_prefill()
+        message = schema.unpack(FirstTokenSampler, payload)
+        self._samplers[message.sequence_id] = message.inputs
+
+    def _require_prefill(self) -> None:
         if not self._config.may_prefill:
             raise ProtocolError("a decode rank runs no prefill steps")
+
+    def _with_samplers(self, step: PrefillStep) -> PrefillStep:
+        """Return the step with the sampler inputs that have come ahead of it."""
+        ended = {chunk.sequence_id for chunk in step.chunks if chunk.last}
+        ahead = {
+            sequence_id: self._samplers.pop(sequence_id)
+            for sequence_id in ended & self._samplers.keys()
+        }
+        return step.with_samplers(ahead) if ahead else step
+
+    def _submit(self, payload: Any) -> None:
+        self._require_prefill()
+        step = self._with_samplers(schema.unpack(PrefillStep, payload))
         try:
+            step.check()
             check_step(step, self._engine.spec, in_place=self._config.may_decode)
         except ConfigError as error:
             # Steps come as notifications, which have no answer.
@@ -169,6 +174,7 @@ class RankCommands:
 
     def _cancel(self, payload: Any) -> None:
         sequence_id = schema.unpack(CancelSequence, payload).sequence_id
+        self._samplers.pop(sequence_id, None)
         self._loop.cancel(sequence_id)
         self._post(lambda sequencer: sequencer.cancel(sequence_id))
 
@@ -178,4 +184,4 @@ class RankCommands:
 
     def _evict(self, payload: Any) -> None:
         message = schema.unpack(EvictKv, payload)
-        self._post(lambda sequencer: sequencer.evict(message.sequence_id, message.spans))
+        self._post(lambda sequencer: sequencer.evict(message.sequence_id, message.released))

@@ -80,14 +80,13 @@ class PacedDecode:
         request = unpack(ReserveKv, payload)
         self._timeline.catch_up()
         slices = _tokens_on(request.slices)
-        sampled = len(request.generated_tokens) // 4
         slots = dict(slices)
-        answer = {request.master: request.sampling.max_tokens - sampled}
+        answer = {request.master: request.output_tokens}
         for holder, tokens in _tokens_on(request.answer).items() or answer.items():
             slots[holder] = slots.get(holder, 0) + tokens
         self._slots.take(request.sequence_id, slots)
         self._sequences[request.sequence_id] = _Reserved(
-            request=request, missing=dict(slices), slices=slices, index=sampled
+            request=request, missing=dict(slices), slices=slices, index=request.first_index
         )
 
     def _join(self, payload: Any, _: Peer) -> None:
@@ -99,13 +98,13 @@ class PacedDecode:
         request = sequence.request
         member = SimulatedMember(
             sequence=request.sequence_id,
-            context=request.prompt_length + 1,
-            tokens=request.sampling.max_tokens - sequence.index - 1,
+            context=request.prompt_tokens + 1,
+            tokens=request.output_tokens - 1,
             master=request.master,
             ranks=message.instances,
         )
         if message.first_token is None:
-            member.prompt = request.prompt_length
+            member.prompt = request.prompt_tokens
             self._batch.piggyback(member, message.budget)
         else:
             assert not sequence.missing, (
@@ -138,7 +137,8 @@ class PacedDecode:
         for member in batch_members:
             if (sequence := self._sequences.get(member.sequence)) is None:
                 continue
-            ends = sequence.index + 1 == sequence.request.sampling.max_tokens
+            request = sequence.request
+            ends = sequence.index + 1 == request.first_index + request.output_tokens
             sampled.setdefault(member.master, []).append(
                 SampledToken(
                     sequence_id=member.sequence,

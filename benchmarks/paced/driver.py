@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from typing import Any
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
-from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens, Sampling
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, SampledTokens
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack, unpack
 from paced.cell import SECRET
@@ -50,20 +50,17 @@ class Driver:
     async def ask(self, sequence_id: int, prompt: int, tokens: int) -> list[float]:
         """Return `time.monotonic()` of each token of an answer."""
         self._stamps, self._counts = [], Counter()
-        slices = (KvSlice(instance=0, span=Span(start=0, stop=prompt)),)
-        sampling = Sampling(max_tokens=tokens)
+        slices = (KvSlice(0, 0, prompt),)
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
             slices=slices,
             master=0,
-            prompt_length=prompt,
-            sampling=sampling,
+            prompt_tokens=prompt,
+            output_tokens=tokens,
         )
         await self._decode.call_all("reserve", pack(reserve))
-        chunk = PrefillChunk(
-            sequence_id=sequence_id, start=0, length=prompt, destinations=slices, sampling=sampling
-        )
+        chunk = PrefillChunk(sequence_id, 0, prompt, destinations=slices, decoded=tokens > 1)
         job = PrefillStep(step_id=sequence_id, group=(0,), bounds=(0, prompt), chunks=(chunk,))
         self._prefill.notify_all("prefill", pack(job))
         await self._until("tokens", 1)

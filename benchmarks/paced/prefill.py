@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import PrefillGang
@@ -14,7 +16,6 @@ from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledTok
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.protocols.rpc.schema import unpack
 from csps.protocols.rpc.server import Peer
-from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
 from csps.services.scheduling.events.events import index_of, instance_id
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
@@ -44,9 +45,8 @@ class PacedPrefill:
         self._timeline, self._cluster = timeline, cluster
         self._kv_receiver, self._words = kv_receiver, words
         self._jobs: dict[int, PrefillStep] = {}
-        self.ranks = PacedRanks(
-            "prefill", cluster, {"prefill": self._prefill, "cancel": self._cancel}, secret
-        )
+        handlers = {"sampler": _ignore, "prefill": self._prefill, "cancel": self._cancel}
+        self.ranks = PacedRanks("prefill", cluster, handlers, secret)
         self._gang = PrefillGang(
             order=StepOrder(timeline, len(cluster.prefill.instances), cluster.quantum_ns),
             slots=Slots(cluster.prefill.kv_slots),
@@ -68,7 +68,7 @@ class PacedPrefill:
         self._jobs[job.step_id] = job
         destinations = {
             chunk.sequence_id: tuple(
-                PlacedSlice.of(instance_id(DECODE, destination.instance), destination.span)
+                KvSlice.of(instance_id(DECODE, destination.instance), destination.span)
                 for destination in chunk.destinations
             )
             for chunk in job.chunks
@@ -81,18 +81,17 @@ class PacedPrefill:
 
     # --- what the model tells (PrefillListener) ---
 
-    def started(self, step: RunStep) -> None:
+    def started(self, step: PrefillStep) -> None:
         """Ignore the start of a step, which real ranks do not report either."""
 
-    def computed(self, step: RunStep) -> None:
+    def computed(self, step: PrefillStep) -> None:
         job = self._jobs[step.step_id]
         sampled = []
         for chunk in job.chunks:
             if chunk.last:
-                index = len(chunk.generated_tokens) // 4
-                ends = index + 1 == chunk.sampling.max_tokens
+                index = chunk.first_index
                 token = self._words.token(index)
-                reason = "length" if ends else None
+                reason = None if chunk.decoded else "length"
                 sampled.append(
                     SampledToken(
                         sequence_id=chunk.sequence_id,
@@ -124,31 +123,29 @@ class PacedPrefill:
         )
 
 
-def _placed(slices: tuple[KvSlice, ...]) -> tuple[PlacedSlice, ...]:
+def _ignore(payload: Any, _: Peer) -> None:
+    """Take no notice: nothing is sampled here."""
+
+
+def _placed(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     return tuple(
-        PlacedSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span)
-        for kv_slice in slices
+        KvSlice.of(instance_id(PREFILL, kv_slice.instance), kv_slice.span) for kv_slice in slices
     )
 
 
-def _step(job: PrefillStep) -> RunStep:
-    return RunStep(
-        step_id=job.step_id,
+def _step(job: PrefillStep) -> PrefillStep:
+    """Return the step with instances numbered as the scheduler does."""
+    return msgspec.structs.replace(
+        job,
         group=tuple(instance_id(PREFILL, index) for index in job.group),
-        bounds=job.bounds,
         chunks=tuple(
-            Chunk(
-                chunk.sequence_id,
-                chunk.start,
-                chunk.length,
-                _placed(chunk.rows),
-                _placed(chunk.placement),
+            msgspec.structs.replace(
+                chunk,
+                rows=_placed(chunk.rows),
+                history=_placed(chunk.history),
+                placement=_placed(chunk.placement),
+                retain=False,
             )
             for chunk in job.chunks
         ),
-        history=tuple(_placed(chunk.history) for chunk in job.chunks),
-        strategy=job.strategy,
-        cls="exact",
-        high_priority=job.high_priority,
-        ends_ns=0,
     )

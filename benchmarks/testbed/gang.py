@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from csps.actors.comm.layout import computed_by
@@ -31,6 +32,7 @@ from csps.protocols.gang.messages import (
     PrefillDone,
     RequestFailed,
     SampledTokens,
+    SamplerInputs,
     Sampling,
 )
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
@@ -52,7 +54,7 @@ _KINDS: dict[str, type] = {
     "prefill_done": PrefillDone,
     "failed": RequestFailed,
 }
-GREEDY = Sampling(temperature=0.0, max_tokens=1)
+GREEDY = schema.encode(SamplerInputs(sampling=Sampling(temperature=0.0, max_tokens=1)))
 
 
 class JobFailedError(RuntimeError):
@@ -179,12 +181,13 @@ class Gang:
         sequence_id = self._jobs + 1
         job = self._job(sequence_id, 0, cached or len(tokens), (), layout)
         if cached:
-            job = replace(job, chunks=(replace(job.chunks[0], last=False),), strategy=strategy)
+            begin = msgspec.structs.replace(job.chunks[0], last=False)
+            job = msgspec.structs.replace(job, chunks=(begin,), strategy=strategy)
             await self._cached(job, tokens[:cached].astype("<i4"))
             history = _computed(job)
             job = self._job(sequence_id, cached, len(tokens) - cached, history, layout)
         traced = {"traceparent": f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"}
-        job = replace(job, strategy=strategy, csa=csa, trace=traced)
+        job = msgspec.structs.replace(job, strategy=strategy, csa=csa, trace=traced)
         return await self._measured(job, tokens[cached:].astype("<i4"))
 
     def _job(
@@ -200,11 +203,17 @@ class Gang:
             length=length,
             rows=rows,
             history=history,
-            sampling=GREEDY,
+            decoded=False,
         )
         counts = (sum(span.length for span in spans) for spans in parts)
         bounds = tuple(itertools.accumulate(counts, initial=0))
-        return PrefillStep(step_id=self._jobs, group=group, bounds=bounds, chunks=(chunk,))
+        return PrefillStep(
+            step_id=self._jobs,
+            group=group,
+            bounds=bounds,
+            chunks=(chunk,),
+            samplers={sequence_id: GREEDY},
+        )
 
     async def _cached(self, job: PrefillStep, tokens: np.ndarray) -> None:
         self._submit(job, tokens)
@@ -236,7 +245,8 @@ class Gang:
         for member in range(self.client.world_size):
             rows = [np.array(part.span.positions) - start for part in computed_by(job, member)]
             own_tokens = tokens[np.concatenate(rows)].tobytes() if rows else b""
-            self.client.notify(member, "prefill", schema.pack(replace(job, tokens=own_tokens)))
+            own = msgspec.structs.replace(job, tokens=own_tokens)
+            self.client.notify(member, "prefill", schema.pack(own))
 
     def _free(self, job: PrefillStep) -> None:
         """Free the KV slots of a job that has ended."""
@@ -284,7 +294,7 @@ async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang
 def _computed(job: PrefillStep) -> tuple[KvSlice, ...]:
     """Return where the KV of a step is: where it was computed."""
     return tuple(
-        KvSlice(instance=instance, span=part.span)
+        KvSlice.of(instance, part.span)
         for member, instance in enumerate(job.group)
         for part in computed_by(job, member)
     )

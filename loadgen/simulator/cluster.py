@@ -7,7 +7,7 @@ from functools import cached_property
 
 from csps.configurator.costs.latency import HybridCost, LatencyTable
 from csps.protocols.gang.members import GangRole
-from csps.services.scheduling.events.commands import RunStep
+from csps.protocols.gang.step_messages import PrefillStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class ClusterModel:
     def _strategies(self) -> frozenset[str]:
         return frozenset(key.strategy for key, _ in self.table.steps if key.tp == self.prefill.tp)
 
-    def step_ns(self, step: RunStep) -> int:
+    def step_ns(self, step: PrefillStep) -> int:
         """Return how long a step takes.
 
         Unmeasured strategies are predicted as exact attention.

@@ -15,14 +15,11 @@ from csps.loadgen.simulator.requests import GangListener, IterationEnds, Simulat
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Cores, EventTimeline
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.events.commands import (
-    Evict,
-    MoveKv,
-    Piggyback,
-    PlacedSlice,
     Reserve,
-    Retain,
     SetGroup,
 )
 from csps.services.scheduling.events.events import (
@@ -161,31 +158,29 @@ class DecodeSequences:
             instance = instance_id(self.gang, index)
             self._listener.post_rank_event(Freed(sequence_id=sequence_id, instance=instance))
 
-    def retain(self, command: Retain) -> None:
+    def retain(self, message: RetainKv) -> None:
         """Free a sequence's slots after its last iteration, except for retained KV."""
-        sequence = self._sequences.pop(command.sequence_id, None)
+        sequence = self._sequences.pop(message.sequence_id, None)
         if sequence is None:
             return
-        for index in self.slots.instances_of(command.sequence_id):
-            self.slots.release(command.sequence_id, index)
+        for index in self.slots.instances_of(message.sequence_id):
+            self.slots.release(message.sequence_id, index)
         prompt = sequence.prompt_tokens
-        answer = sequence.answer or (
-            PlacedSlice(sequence.master, prompt, prompt + sequence.tokens),
-        )
-        self.prefix_cache.add(command.sequence_id, (*own(sequence.slices), *answer))
-        self._apply(command)
+        answer = sequence.answer or (KvSlice(sequence.master, prompt, prompt + sequence.tokens),)
+        self.prefix_cache.add(message.sequence_id, (*own(sequence.slices), *answer))
+        self._apply(message)
         for later in sequence.evictions:
             self._apply(later)
 
-    def evict(self, command: Evict) -> None:
+    def evict(self, message: EvictKv) -> None:
         """Evict retained KV, or note it until the sequence's last iteration has ended."""
-        if (sequence := self._sequences.get(command.sequence_id)) is not None:
-            sequence.evictions.append(command)
+        if (sequence := self._sequences.get(message.sequence_id)) is not None:
+            sequence.evictions.append(message)
         else:
-            self._apply(command)
+            self._apply(message)
 
-    def _apply(self, command: Retain | Evict) -> None:
-        for event in self.prefix_cache.apply(command):
+    def _apply(self, message: RetainKv | EvictKv) -> None:
+        for event in self.prefix_cache.apply(self.gang, message):
             self._listener.post_rank_event(event)
 
 
@@ -217,88 +212,79 @@ class SequenceMoves:
         """Drop all moves of a dead gang."""
         self._under_way.clear()
 
-    def begin(self, command: MoveKv) -> None:
+    def begin(self, move: MoveSequence) -> None:
         """Move the KV of a sequence inside of running steps; then decode it at its new place."""
-        sequence = self._sequences.get(command.sequence_id)
-        # The scheduler may command a move before it learns of the sequence's end.
+        sequence = self._sequences.get(move.sequence_id)
+        # The scheduler may order a move before it learns of the sequence's end.
         if sequence is None or sequence.member is None:
-            self._not_moved(command)
+            self._not_moved(move)
             return
-        self._under_way[command.sequence_id] = None
-        self._take_slots(command)
-        places = _members(command)
+        self._under_way[move.sequence_id] = None
+        self._take_slots(move)
+        places = tuple(sorted(map(index_of, move.after.instances)))
         task = SimulatedStep(
             members=tuple(sorted({*sequence.instances, *places})),
-            work_ns=max(1, self._move_ns(self._moving_tokens(sequence, command))),
+            work_ns=max(1, self._move_ns(self._moving_tokens(sequence, move))),
             high_priority=True,
             started=lambda: None,
-            ended=lambda: self._ended(sequence, command, task),
-            sequences=(command.sequence_id,),
+            ended=lambda: self._ended(sequence, move, task),
+            sequences=(move.sequence_id,),
             places=places,
         )
         self._ranks.submit(task)
 
-    def _take_slots(self, command: MoveKv) -> None:
-        resident = self._sequences.slots.counts(command.sequence_id)
-        there = _slots_there(command)
+    def _take_slots(self, move: MoveSequence) -> None:
+        resident = self._sequences.slots.counts(move.sequence_id)
+        there = _slots_there(move.after)
         more = {
             index: n - resident.get(index, 0)
             for index, n in there.items()
             if n > resident.get(index, 0)
         }
-        self._sequences.slots.assign(incoming(command.sequence_id), more)
+        self._sequences.slots.assign(incoming(move.sequence_id), more)
 
-    def _moving_tokens(self, sequence: SimulatedSequence, command: MoveKv) -> int:
+    def _moving_tokens(self, sequence: SimulatedSequence, move: MoveSequence) -> int:
         """Return the number of KV tokens to transfer."""
         assert sequence.member is not None, "the sequence is not decoding"
         generated = Span(0, sequence.prompt_tokens + self._ranks.generated_by(sequence.member))
         now = tokens_on(within((*sequence.slices, *sequence.answer), generated))
-        then = tokens_on(within((*command.slices, *command.answer), generated))
+        then = tokens_on(within((*move.after.slices, *move.after.answer), generated))
         return sum(max(0, n - now.get(index, 0)) for index, n in then.items())
 
-    def _ended(self, sequence: SimulatedSequence, command: MoveKv, task: SimulatedStep) -> None:
-        sequence_id, slots = command.sequence_id, self._sequences.slots
+    def _ended(self, sequence: SimulatedSequence, move: MoveSequence, task: SimulatedStep) -> None:
+        sequence_id, slots = move.sequence_id, self._sequences.slots
         if sequence_id not in self._under_way:  # the gang has died
             return
         del self._under_way[sequence_id]
         for index in slots.instances_of(incoming(sequence_id)):
             slots.release(incoming(sequence_id), index)
         if task.done_ns < task.work_ns or self._sequences.get(sequence_id) is not sequence:
-            self._not_moved(command)
+            self._not_moved(move)
             return
-        there = _slots_there(command)
+        there = _slots_there(move.after)
         left = [index for index in slots.instances_of(sequence_id) if index not in there]
         slots.change(sequence_id, there)
-        sequence.slices, sequence.answer = command.slices, command.answer
-        sequence.master = command.master
+        sequence.slices, sequence.answer = move.after.slices, move.after.answer
+        sequence.master = move.after.master
         assert sequence.member is not None, f"sequence {sequence_id} moved without a batch member"
-        sequence.member.master = index_of(command.master)
+        sequence.member.master = index_of(move.after.master)
         if sequence.over:
             self._sequences.notify_freed(sequence_id, left)
         else:
             self._listener.post_rank_event(Moved(sequence_id=sequence_id))
 
-    def _not_moved(self, command: MoveKv) -> None:
+    def _not_moved(self, move: MoveSequence) -> None:
         """Notify that instances without KV of the sequence have nothing to free."""
-        resident = self._sequences.slots.instances_of(command.sequence_id)
-        named = map(index_of, decode_slots(command, 0))
+        resident = self._sequences.slots.instances_of(move.sequence_id)
+        named = map(index_of, decode_slots(move.after, 0))
         self._sequences.notify_freed(
-            command.sequence_id, [index for index in named if index not in resident]
+            move.sequence_id, [index for index in named if index not in resident]
         )
 
 
-def _slots_there(command: MoveKv) -> dict[int, int]:
+def _slots_there(placement: SequencePlacement) -> dict[int, int]:
     """Return the slots by index of the instance after the move."""
-    return {index_of(instance): n for instance, n in decode_slots(command, 0).items()}
-
-
-def _members(command: MoveKv) -> tuple[int, ...]:
-    """Return the indices of the instances that take part in decoding after the move."""
-    named = {
-        command.master,
-        *(kv_slice.instance for kv_slice in (*command.slices, *command.answer)),
-    }
-    return tuple(sorted(map(index_of, named)))
+    return {index_of(instance): n for instance, n in decode_slots(placement, 0).items()}
 
 
 class DecodeGang:
@@ -389,29 +375,35 @@ class DecodeGang:
                 sequence.member.ranks = sequence.instances
             self._batch.join(sequence.member)
 
-    def piggyback(self, command: Piggyback) -> None:
+    def receive(self, message: JoinBatch | RetainKv | EvictKv | MoveSequence) -> None:
+        """Do what the scheduler's message says."""
+        if isinstance(message, JoinBatch):
+            self._piggyback(message)
+        elif isinstance(message, RetainKv):
+            self._retain(message)
+        elif isinstance(message, EvictKv):
+            self.sequences.evict(message)
+        elif self._moves is not None:
+            self._moves.begin(message)
+
+    def _piggyback(self, message: JoinBatch) -> None:
         """Compute the prompt of a sequence in decode iterations."""
-        sequence = self.sequences.get(command.sequence_id)
+        sequence = self.sequences.get(message.sequence_id)
         if sequence is None or sequence.over:  # the scheduler does not know yet
             return
         member = sequence.member = _member(sequence)
         member.prompt = sequence.prompt_tokens
         member.computed = member.first = sequence.cached
-        self._batch.piggyback(member, command.budget)
-
-    def move(self, command: MoveKv) -> None:
-        """Move the KV of a sequence and decode it at its new place."""
-        if self._moves is not None:
-            self._moves.begin(command)
+        self._batch.piggyback(member, message.budget)
 
     def cancel(self, sequence_id: SequenceId) -> None:
         """Stop decoding a sequence and free its slots."""
         self._batch.leave(sequence_id, partial(self.sequences.free, sequence_id))
 
-    def retain(self, command: Retain) -> None:
+    def _retain(self, message: RetainKv) -> None:
         """End a sequence and retain some of its KV."""
-        self.sequences.end_sequence(command.sequence_id)
-        self._batch.leave(command.sequence_id, partial(self.sequences.retain, command))
+        self.sequences.end_sequence(message.sequence_id)
+        self._batch.leave(message.sequence_id, partial(self.sequences.retain, message))
 
     # --- what happens in the batch -------------------------------------------------------------
 

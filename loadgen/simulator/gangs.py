@@ -13,15 +13,14 @@ from csps.loadgen.simulator.requests import GangListener, SimulatedSequence
 from csps.loadgen.simulator.step_order import StepOrder
 from csps.loadgen.simulator.timeline import EventTimeline, SimulatedNetwork
 from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.messages import EvictKv
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.commands import (
     Cancel,
-    Evict,
-    MoveKv,
-    Piggyback,
     Reserve,
-    Retain,
     RunStep,
     SetGroup,
+    ToGang,
 )
 from csps.services.scheduling.events.events import (
     GangDown,
@@ -186,27 +185,28 @@ class SimulatedGangs:
 
     def run_step(self, command: RunStep) -> None:
         """Queue a step."""
-        if prefill := self.prefilling(gang_of(command.group[0])):
-            sequences = [self.sequence(chunk.sequence_id) for chunk in command.chunks]
+        step = command.step
+        if prefill := self.prefilling(gang_of(step.group[0])):
+            sequences = [self.sequence(chunk.sequence_id) for chunk in step.chunks]
             slices = {
                 sequence.sequence: sequence.slices for sequence in sequences if sequence is not None
             }
-            prefill.run(command, slices)
+            prefill.run(step, slices)
 
     def join(self, command: SetGroup) -> None:
         """Decode sequences from the next iteration on."""
         if decode := self.decoding(command.gang):
             decode.join(command)
 
-    def piggyback(self, command: Piggyback) -> None:
-        """Compute the prompt of a sequence in decode iterations."""
-        if decode := self.decoding(command.gang):
-            decode.piggyback(command)
-
-    def move(self, command: MoveKv) -> None:
-        """Move the KV of a sequence and decode it at its new place."""
-        if decode := self.decoding(command.gang):
-            decode.move(command)
+    def receive(self, command: ToGang) -> None:
+        """Hand a message to its gang."""
+        message, decode = command.message, self.decoding(command.gang)
+        if isinstance(message, EvictKv) and decode is None:
+            if prefill := self.prefilling(command.gang):
+                for event in prefill.prefix_cache.apply(command.gang, message):
+                    self._listener.post_rank_event(event)
+        elif decode is not None:
+            decode.receive(message)
 
     def cancel(self, command: Cancel) -> None:
         """Stop computing for a sequence and free its slots."""
@@ -216,19 +216,6 @@ class SimulatedGangs:
                 prefill.cancel(command.sequence_id)
             if decode := self.decoding(gang):
                 decode.cancel(command.sequence_id)
-
-    def retain(self, command: Retain) -> None:
-        """End a decoded sequence and retain some of its KV."""
-        if decode := self.decoding(command.gang):
-            decode.retain(command)
-
-    def evict(self, command: Evict) -> None:
-        """Evict retained KV."""
-        if decode := self.decoding(command.gang):
-            decode.sequences.evict(command)
-        elif prefill := self.prefilling(command.gang):
-            for event in prefill.prefix_cache.apply(command):
-                self._listener.post_rank_event(event)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Mark a sequence as no longer serving its request."""
@@ -251,13 +238,13 @@ class _PrefillNotifications:
     def _prefill(self) -> PrefillGang | None:
         return self._gangs.prefilling(self._gang)
 
-    def started(self, step: RunStep) -> None:
+    def started(self, step: PrefillStep) -> None:
         if self._prefill is not None:
             for chunk in step.chunks:
                 if (sequence := self._gangs.sequence(chunk.sequence_id)) is not None:
                     self._listener.started(sequence.request)
 
-    def computed(self, step: RunStep) -> None:
+    def computed(self, step: PrefillStep) -> None:
         if self._prefill is None:
             return
         for chunk in step.chunks:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from csps.protocols.core.placement import Span
-from csps.services.scheduling.events.commands import Evict, PlacedSlice, Retain
-from csps.services.scheduling.events.events import Retained, SequenceId, index_of, instance_id
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import EvictKv, RetainKv
+from csps.services.scheduling.events.events import (
+    GangId,
+    Retained,
+    SequenceId,
+    index_of,
+    instance_id,
+)
 from csps.services.scheduling.events.slices import outside, tokens_on, within
 
 
@@ -81,14 +87,14 @@ class SimulatedPrefixCache:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._stored: dict[SequenceId, tuple[PlacedSlice, ...]] = {}
+        self._stored: dict[SequenceId, tuple[KvSlice, ...]] = {}
 
     @property
     def tokens(self) -> int:
         """Return the number of retained tokens."""
         return sum(kv_slice.tokens for slices in self._stored.values() for kv_slice in slices)
 
-    def has(self, slices: Iterable[PlacedSlice]) -> bool:
+    def has(self, slices: Iterable[KvSlice]) -> bool:
         """Return whether all reused slices are retained here."""
         return all(
             reused.tokens
@@ -101,36 +107,36 @@ class SimulatedPrefixCache:
             if reused.source
         )
 
-    def add(self, sequence: SequenceId, slices: tuple[PlacedSlice, ...]) -> None:
+    def add(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         """Retain more of a sequence, whose slots were freed before."""
         self._set(sequence, (*outside(self._stored.get(sequence, ()), slices), *slices))
 
-    def apply(self, command: Retain | Evict) -> list[Retained]:
-        """Apply a command; return how many tokens each instance still retains."""
-        stored = self._stored.get(command.sequence_id, ())
-        span = Span(command.start, max(command.start, command.stop))
-        if isinstance(command, Retain):
+    def apply(self, gang: GangId, message: RetainKv | EvictKv) -> list[Retained]:
+        """Apply a message to a gang; return how many tokens each instance still retains."""
+        stored = self._stored.get(message.sequence_id, ())
+        span = Span(message.start, max(message.start, message.stop))
+        if isinstance(message, RetainKv):
             left = within(stored, span)
         else:
             left = tuple(
                 kv_slice.cut(rest) for kv_slice in stored for rest in kv_slice.span.without(span)
             )
-        self._set(command.sequence_id, left)
-        instances = (instance_id(command.gang, index) for index in range(len(self._slots.free)))
+        self._set(message.sequence_id, left)
+        instances = (instance_id(gang, index) for index in range(len(self._slots.free)))
         tokens = tokens_on(left)
         return [
             Retained(
-                sequence_id=command.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
+                sequence_id=message.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
             )
             for instance in instances
         ]
 
-    def _set(self, sequence: SequenceId, slices: tuple[PlacedSlice, ...]) -> None:
+    def _set(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         self._slots.assign(("retained", sequence), _by_index(slices))
         self._stored[sequence] = slices
         if not slices:
             del self._stored[sequence]
 
 
-def _by_index(slices: Iterable[PlacedSlice]) -> dict[int, int]:
+def _by_index(slices: Iterable[KvSlice]) -> dict[int, int]:
     return {index_of(instance): count for instance, count in tokens_on(slices).items()}

@@ -13,10 +13,10 @@ from typing import Protocol
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Link
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
-from csps.services.scheduling.deciding.step_layout import rows_of, slots_of, span_of
-from csps.services.scheduling.events.commands import PlacedSlice, RunStep
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.services.scheduling.deciding.step_layout import rows_of, slots_of
 from csps.services.scheduling.events.events import InstanceId, SequenceId, StepId, index_of
 from csps.services.scheduling.events.slices import own
 
@@ -89,10 +89,10 @@ class ReceivingSlots:
 class PrefillListener(Protocol):
     """Callbacks at simulated times."""
 
-    def started(self, step: RunStep) -> None:
+    def started(self, step: PrefillStep) -> None:
         """Report that a step began to compute."""
 
-    def computed(self, step: RunStep) -> None:
+    def computed(self, step: PrefillStep) -> None:
         """Report that a step is computed: tokens can be sampled."""
 
     def arrived(self, sequence: SequenceId, instance: InstanceId, tokens: int) -> None:
@@ -137,7 +137,7 @@ class _Flow:
 class _StepRun:
     """A step from its command until all its instances are done."""
 
-    step: RunStep
+    step: PrefillStep
     flows: list[_Flow]
     unsent: dict[InstanceId, int]
     """Flows that an instance takes part in and that have not arrived."""
@@ -168,7 +168,7 @@ class PrefillGang:
         *,
         order: Order,
         slots: Slots,
-        work_ns: Callable[[RunStep], int],
+        work_ns: Callable[[PrefillStep], int],
         route: Route,
         kv_bytes_per_token: int,
         layers: int,
@@ -190,19 +190,21 @@ class PrefillGang:
         return len(self._runs)
 
     def run(
-        self, step: RunStep, destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]]
+        self, step: PrefillStep, destinations: Mapping[SequenceId, tuple[KvSlice, ...]]
     ) -> None:
         """Queue a step.
 
         Args:
-            step: the scheduler's command.
+            step: step of the scheduler.
             destinations: where the KV of each sequence goes.
         """
         if not self._in_place:
-            assert all(map(self.prefix_cache.has, step.history)), (
+            assert all(self.prefix_cache.has(chunk.history) for chunk in step.chunks), (
                 f"step {step.step_id} reuses KV that is not in the prefix cache"
             )
-            slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
+            slots = dict.fromkeys(step.group, 0) | slots_of(
+                step, [chunk.history for chunk in step.chunks]
+            )
             self.slots.take(
                 ("step", step.step_id), {index_of(instance): n for instance, n in slots.items()}
             )
@@ -325,8 +327,8 @@ class PrefillGang:
 
 
 def _flows(
-    step: RunStep,
-    destinations: Mapping[SequenceId, tuple[PlacedSlice, ...]],
+    step: PrefillStep,
+    destinations: Mapping[SequenceId, tuple[KvSlice, ...]],
     route: Route,
     *,
     single: bool,
@@ -337,13 +339,13 @@ def _flows(
         single: separate flows for each sequence and sending instance, because they take slots.
     """
     flows: dict[tuple[object, ...], _Flow] = {}
-    for chunk, rows, history in zip(step.chunks, rows_of(step), step.history, strict=True):
-        begins = all(reused.source for reused in history)
-        rows = (*rows, *history) if begins else rows  # reused KV is sent as well
+    for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
+        begins = chunk.begins
+        rows = (*rows, *chunk.history) if begins else rows  # reused KV is sent as well
         for kv_slice in own(
             destinations.get(chunk.sequence_id, ())
         ):  # reused slices are there already
-            span = span_of(chunk)
+            span = chunk.span
             wanted = kv_slice.span.intersection(Span(0, span.stop) if begins else span)
             for row in rows:
                 tokens = row.span.intersection(wanted).length

@@ -14,17 +14,17 @@ from the step alone, whether it is a member or not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+
+import msgspec
 
 from csps.protocols.attention.csa import CsaPlan
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.placement import KvSlice, Span, SpanIndex, rests_of
-from csps.protocols.gang.messages import TOKEN_BYTES, Sampling
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillChunk:
+class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     """Positions [start, start + length) of one sequence, computed by one step."""
 
     sequence_id: int
@@ -33,7 +33,8 @@ class PrefillChunk:
     rows: tuple[KvSlice, ...] = ()
     """Instance that computes each position, each position once, in the order of an instance's rows.
 
-    Empty: the step's bounds say so. Not every strategy accepts such rows.
+    Set in all chunks of a step or in none. Empty: the step's bounds say so. Not every strategy
+    accepts such rows.
     """
     history: tuple[KvSlice, ...] = ()
     """Placement of the KV of all positions before the chunk, in any order; its holders know the
@@ -42,7 +43,8 @@ class PrefillChunk:
     KV that other sequences have computed (`KvSlice.source`) has the lowest positions.
     """
     placement: tuple[KvSlice, ...] = ()
-    """Holders of the KV of this chunk; empty stores it where it is computed."""
+    """Holders of the KV of this chunk from this step on, and of earlier KV that moves. Empty: the
+    instances that compute it, and nothing moves."""
     destinations: tuple[KvSlice, ...] = ()
     """Decode instances to send the chunk's KV to; empty keeps it here.
 
@@ -56,23 +58,15 @@ class PrefillChunk:
     """
     last: bool = True
     """True if the prompt ends with this chunk, so that the first token is sampled."""
-    sampling: Sampling = field(default_factory=Sampling)
-    prompt_tokens: bytes = b""
-    """Distinct prompt tokens, int32; sent only when a repetition penalty needs them."""
-    generated_tokens: bytes = b""
-    """Tokens of the answer that an earlier attempt has sampled, int32.
+    decoded: bool = True
+    """True if its KV is needed after the prompt: the first token is not the answer's last."""
+    first_index: int = 0
+    """Index in the answer of the token that is sampled: earlier attempts have sampled so many."""
 
-    They are the last tokens of what is prefilled. The token to sample follows them.
-    """
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            return
-        chunk = Span(self.start, self.start + self.length)
-        if not chunk.partitioned_by([row.span for row in self.rows]):
-            raise ValueError(
-                f"sequence {self.sequence_id}: rows must be its positions {chunk}, each once"
-            )
+    @property
+    def span(self) -> Span:
+        """Positions of the chunk."""
+        return Span(self.start, self.start + self.length)
 
     @property
     def whole(self) -> bool:
@@ -82,23 +76,20 @@ class PrefillChunk:
     @property
     def begins(self) -> bool:
         """True if it is the first chunk that the sequence computes."""
-        return all(kv_slice.source is not None for kv_slice in self.history)
-
-    @property
-    def decoded(self) -> bool:
-        """True if its KV is needed after the prompt: the first token is not the answer's last."""
-        return self.sampling.max_tokens - len(self.generated_tokens) // TOKEN_BYTES > 1
+        return all(kv_slice.source for kv_slice in self.history)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillStep:
+class PrefillStep(msgspec.Struct, frozen=True, kw_only=True):
     """`prefill`: one variable-length batch on one ordered group of instances.
 
     The chunks are concatenated and cut at `bounds`: instance `group[i]` computes tokens [bounds[i],
     bounds[i+1]) of the concatenation. Chunks with `rows` instead give the instance that many
     tokens. Every rank of the gang receives every step: members prepare it, and the leader begins it
-    by the gang's log (`csps.protocols.sequencer`). `tokens` holds only the receiver's own tokens,
-    in the order of its rows.
+    by the gang's log (`csps.protocols.sequencer`).
+
+    The scheduler makes the step, with instances numbered over all gangs and the name of an option
+    as its strategy. The router adds what the scheduler does not know: `tokens`, `csa`, `samplers`
+    and `trace`.
     """
 
     step_id: int
@@ -106,14 +97,21 @@ class PrefillStep:
     group: tuple[int, ...]
     bounds: tuple[int, ...]
     chunks: tuple[PrefillChunk, ...]
-    tokens: bytes = b""
     strategy: str = "ulysses"
+    high_priority: bool = False
+    """True if it may preempt a low-priority step at a yield point."""
+    tokens: bytes = b""
+    """Tokens of the receiver's own rows, in their order, int32."""
     csa: CsaPlan | None = None
     """Plan of strategies that attend sparsely; "csa" needs one. "levels", which is exact, needs
     a plan that drops nothing."""
-    high_priority: bool = False
-    """True if it may preempt a low-priority step at a yield point."""
-    trace: dict[str, str] = field(default_factory=dict)
+    samplers: dict[int, bytes] = {}
+    """Packed `SamplerInputs` of the sequences whose first token the receiver samples.
+
+    A router sends them ahead, each in a message of its own (`FirstTokenSampler`): the lists of many
+    clients together would be too long for one. The receiver adds them to the step.
+    """
+    trace: dict[str, str] = {}
     """W3C trace context of the first chunk's request."""
 
     @property
@@ -121,7 +119,19 @@ class PrefillStep:
         """True if rows are cut at the bounds."""
         return not any(chunk.rows for chunk in self.chunks)
 
-    def __post_init__(self) -> None:
+    def with_samplers(self, samplers: dict[int, bytes]) -> PrefillStep:
+        """Return the step with more sampler inputs."""
+        return msgspec.structs.replace(self, samplers=self.samplers | samplers)
+
+    # Not in `__post_init__`: the scheduler makes hundreds of steps in a round, after checks of its
+    # own, and has no CSA plans yet.
+    def check(self) -> None:
+        """Check a step that the router has completed.
+
+        Raises:
+            ValueError: the step contradicts itself.
+            ConfigError: its settings exclude each other.
+        """
         if not self.contiguous:
             self._check_rows()
         if self.csa is None:
@@ -148,15 +158,19 @@ class PrefillStep:
 
     def _check_rows(self) -> None:
         counts = dict.fromkeys(self.group, 0)
-        for kv_slice in (kv_slice for chunk in self.chunks for kv_slice in chunk.rows):
-            if kv_slice.instance not in counts:
+        for chunk in self.chunks:
+            if not chunk.span.partitioned_by([row.span for row in chunk.rows]):
                 raise ValueError(
-                    f"step {self.step_id}: instance {kv_slice.instance} has rows, but is not in "
-                    f"group {self.group}"
+                    f"step {self.step_id}: sequence {chunk.sequence_id} must have rows with its "
+                    f"positions {chunk.span}, each once"
                 )
-            counts[kv_slice.instance] += kv_slice.span.length
-        if not all(chunk.rows or not chunk.length for chunk in self.chunks):
-            raise ValueError(f"step {self.step_id}: either all chunks have rows, or none")
+            for row in chunk.rows:
+                if row.instance not in counts:
+                    raise ValueError(
+                        f"step {self.step_id}: instance {row.instance} has rows, but is not in "
+                        f"group {self.group}"
+                    )
+                counts[row.instance] += row.tokens
         if self.bounds != (0, *accumulate(counts.values())):
             raise ValueError(
                 f"step {self.step_id}: bounds {self.bounds} do not match the rows, {counts}"
@@ -174,8 +188,7 @@ class PrefillStep:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequencePlacement:
+class SequencePlacement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Placement of a decoding sequence: KV holders and master."""
 
     slices: tuple[KvSlice, ...]
@@ -192,8 +205,7 @@ class SequencePlacement:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoveSequence:
+class MoveSequence(msgspec.Struct, frozen=True, kw_only=True):
     """`move`, to every rank of an elastic gang: move a sequence's KV, or change its master.
 
     It is a step without chunks, whose members are the instances that the sequence needs before or
@@ -203,12 +215,14 @@ class MoveSequence:
     step_id: int
     """Number of the step, as `PrefillStep.step_id`."""
     sequence_id: int
-    prompt_length: int
+    prompt_tokens: int
     stop: int
     """First position that never has KV."""
     before: SequencePlacement
     after: SequencePlacement
-    trace: dict[str, str] = field(default_factory=dict)
+    sampler: bytes = b""
+    """Packed `SamplerInputs`, sent only to the ranks of a new master."""
+    trace: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         for placement in (self.before, self.after):
@@ -226,10 +240,10 @@ class MoveSequence:
 
     def slices_of(self, placement: SequencePlacement) -> tuple[KvSlice, ...]:
         """Return the holders of all positions that ever have KV."""
-        to_come = Span(self.prompt_length, max(self.prompt_length, self.stop))
-        answer = placement.answer or (KvSlice(instance=placement.master, span=to_come),)
+        to_come = Span(self.prompt_tokens, max(self.prompt_tokens, self.stop))
+        answer = placement.answer or (KvSlice.of(placement.master, to_come),)
         cuts = (
-            replace(kv_slice, span=kv_slice.span.intersection(Span(0, self.stop)))
+            kv_slice.cut(kv_slice.span.intersection(Span(0, self.stop)))
             for kv_slice in (*placement.slices, *answer)
         )
         return tuple(cut for cut in cuts if cut.span.length)
@@ -301,7 +315,7 @@ def rebalanced_kv(chunk: PrefillChunk) -> Iterator[RebalancedKv]:
 
 def rebalanced(step: PrefillStep) -> PrefillStep:
     """Return the step with its history as it is after the moves."""
-    return replace(step, chunks=tuple(map(_rebalanced, step.chunks)))
+    return msgspec.structs.replace(step, chunks=tuple(map(_rebalanced, step.chunks)))
 
 
 def _rebalanced(chunk: PrefillChunk) -> PrefillChunk:
@@ -310,9 +324,33 @@ def _rebalanced(chunk: PrefillChunk) -> PrefillChunk:
         return chunk
     rests = rests_of((kv_slice.span for kv_slice in chunk.history), [move.span for move in moves])
     unmoved = (
-        replace(kv_slice, span=rest)
+        kv_slice.cut(rest)
         for kv_slice, left in zip(chunk.history, rests, strict=True)
         for rest in left
     )
-    moved = (KvSlice(instance=move.receiver, span=move.span) for move in moves)
-    return replace(chunk, history=(*unmoved, *moved))
+    moved = (KvSlice.of(move.receiver, move.span) for move in moves)
+    return msgspec.structs.replace(chunk, history=(*unmoved, *moved))
+
+
+def stored_in_place(step: PrefillStep) -> PrefillStep:
+    """Return the step with nothing to send: KV computed elsewhere than it is to lie moves there."""
+    chunks = tuple(
+        msgspec.structs.replace(
+            chunk, placement=chunk.placement or _of_chunk(chunk), destinations=(), retain=False
+        )
+        for chunk in step.chunks
+    )
+    return msgspec.structs.replace(step, chunks=chunks)
+
+
+def _of_chunk(chunk: PrefillChunk) -> tuple[KvSlice, ...]:
+    """Return where the KV of a chunk is to lie. The first chunk of a sequence also places the KV
+    that other sequences have computed of the prompt, unless it lies there."""
+    start = 0 if chunk.begins else chunk.start
+    positions = Span(start=start, stop=chunk.start + chunk.length)
+    cuts = (
+        KvSlice.of(destination.instance, destination.span.intersection(positions))
+        for destination in chunk.destinations
+        if not destination.source
+    )
+    return tuple(cut for cut in cuts if cut.span.length)

@@ -1,10 +1,12 @@
-"""Strict conversion between frozen dataclasses and what MessagePack can carry.
+"""Strict conversion between messages and what MessagePack can carry.
+
+Messages are frozen dataclasses and structs of msgspec.
 
 `pack` trusts its argument, which the type checker has seen. `unpack` trusts nothing: a missing or
 unknown field, or a value of another type, is a `ProtocolError` that names class and field.
 
 Field types: `int`, `float` (an int is accepted), `str`, `bool`, `bytes`, `X | None`, `Literal`,
-`StrEnum`, `tuple[X, ...]`, `list[X]`, `dict[K, X]` and other such dataclasses.
+`StrEnum`, `tuple[X, ...]`, `list[X]`, `dict[K, X]` and other messages.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _SCALARS: frozenset[type] = frozenset({int, float, str, bool, bytes})
 
 
 def pack(obj: Any) -> dict[str, Any]:
-    """Return a dataclass as `{field: value}`, nested dataclasses included."""
+    """Return a message as `{field: value}`, `array_like` structs as lists; likewise nested ones."""
     packed: dict[str, Any] = msgspec.to_builtins(obj, builtin_types=(bytes,))
     return packed
 
@@ -55,8 +57,28 @@ def unpack(cls: type[T], data: Any) -> T:
         raise ProtocolError(f"{cls.__name__}: {exc}") from None
 
 
+def encode(obj: Any) -> bytes:
+    """Return a message as bytes: a part of other messages that is packed once for all of them."""
+    return msgspec.msgpack.encode(obj)
+
+
+def decode(cls: type[T], data: bytes) -> T:
+    """Return the `cls` that `encode` has packed.
+
+    Raises
+    ------
+    ProtocolError
+        `data` is not exactly a `cls`.
+    """
+    try:
+        plain = msgspec.msgpack.decode(data)
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"{cls.__name__}: {exc}") from None
+    return unpack(cls, plain)
+
+
 def _converted(cls: type[T], data: Any) -> T:
-    # The data goes through a struct first: msgspec accepts unknown fields for a dataclass, and
+    # The data goes through another struct first: msgspec accepts unknown fields of a dataclass, and
     # fills in defaults for missing ones.
     message: type = cls
     # Bytes travel as bytes: text is never decoded as base64.
@@ -66,15 +88,21 @@ def _converted(cls: type[T], data: Any) -> T:
 
 @functools.cache
 def _struct(cls: type) -> type[msgspec.Struct]:
-    """Return a struct with exactly the fields of a dataclass."""
-    assert dataclasses.is_dataclass(cls), f"{cls!r} is not a message"
+    """Return a struct with exactly the fields of a message, all of them required."""
     hints = typing.get_type_hints(cls)
-    fields = [(field.name, _strict(hints[field.name])) for field in dataclasses.fields(cls)]
-    return msgspec.defstruct(cls.__name__, fields, forbid_unknown_fields=True)
+    if issubclass(cls, msgspec.Struct):
+        names, array_like = cls.__struct_fields__, cls.__struct_config__.array_like
+    else:
+        assert dataclasses.is_dataclass(cls), f"{cls!r} is not a message"
+        names, array_like = tuple(field.name for field in dataclasses.fields(cls)), False
+    fields = [(name, _strict(hints[name])) for name in names]
+    return msgspec.defstruct(
+        cls.__name__, fields, forbid_unknown_fields=True, array_like=array_like
+    )
 
 
 def _strict(kind: Any) -> Any:
-    """Replace dataclasses by structs in a type annotation.
+    """Replace messages by their strict structs in a type annotation.
 
     Raises
     ------
@@ -96,6 +124,8 @@ def _strict(kind: Any) -> Any:
         return dict[_strict(args[0]), _strict(args[1])]  # type: ignore[misc]
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
         return kind
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and (
+        dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct)
+    ):
         return _struct(kind)
     raise TypeError(f"{kind!r} cannot be a field of a message")

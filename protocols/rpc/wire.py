@@ -44,7 +44,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.rpc.schema import pack, unpack
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of all messages; two processes with different versions refuse each other."""
 
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2

@@ -10,17 +10,18 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from csps.protocols.attention.csa import CsaPlan
 from csps.protocols.attention.plan import parse_option
 from csps.protocols.core.placement import KvSlice, Span, place, zigzag_of
-from csps.protocols.gang.messages import JoinBatch, ReserveKv, Sampling
+from csps.protocols.gang.messages import JoinBatch, ReserveKv, SamplerInputs, Sampling
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
-from csps.protocols.rpc.schema import pack
+from csps.protocols.rpc.schema import encode, pack
 from csps.services.measured.fits import EXACT
 from csps.services.profiling.local_gangs import LocalGangs
 from csps.services.profiling.runs import DecodeRun, PrefillRun, RingRun
@@ -69,7 +70,7 @@ def _threads_s(pid: int) -> dict[int, float]:
 
 STEP_TOKENS = 16_384
 """About the tokens of a step for prompts that are prefilled only to be decoded."""
-GREEDY = Sampling(temperature=0.0, max_tokens=1)
+GREEDY = encode(SamplerInputs(sampling=Sampling(temperature=0.0, max_tokens=1)))
 Slices = tuple[KvSlice, ...]
 
 
@@ -88,7 +89,7 @@ async def measure_step(gangs: LocalGangs, run: PrefillRun) -> list[float]:
                     length=run.tokens,
                     history=history,
                     last=index == run.chunks - 1,
-                    sampling=GREEDY,
+                    decoded=False,
                 )
                 for sequence_id, history in zip(sequence_ids, histories, strict=True)
             ]
@@ -121,7 +122,7 @@ async def measure_ring(gangs: LocalGangs, run: RingRun) -> list[float]:
                 rows=rows,
                 history=history,
                 last=start + length == run.longest,
-                sampling=GREEDY,
+                decoded=False,
             )
             seconds.append(await _prefill(gangs, [chunk], run.sp, run.strategy))
             history, start = (*history, *rows), start + length
@@ -138,7 +139,7 @@ def even_bounds(total: int, parts: int) -> tuple[int, ...]:
 def even_slices(length: int, instances: int) -> Slices:
     """Return the slices of a prompt laid over instances in equal spans."""
     return tuple(
-        KvSlice(instance=instance, span=Span(start=start, stop=stop))
+        KvSlice(instance, start, stop)
         for instance, (start, stop) in enumerate(itertools.pairwise(even_bounds(length, instances)))
         if start < stop
     )
@@ -151,13 +152,7 @@ def _computed(chunk: PrefillChunk, place_in_step: int, run: PrefillRun) -> Slice
     slices = even_slices(run.tokens * run.batch, run.sp)
     overlaps = [(kv_slice.instance, own.intersection(kv_slice.span)) for kv_slice in slices]
     return tuple(
-        KvSlice(
-            instance=instance,
-            span=Span(
-                start=chunk.start + overlap.start - offset,
-                stop=chunk.start + overlap.stop - offset,
-            ),
-        )
+        KvSlice(instance, chunk.start + overlap.start - offset, chunk.start + overlap.stop - offset)
         for instance, overlap in overlaps
         if overlap.length
     )
@@ -195,7 +190,7 @@ async def measure_work(
             every_query=strategy == "sp_tp",
         )
     sequence_id = next(gangs.ids)
-    chunk = PrefillChunk(sequence_id=sequence_id, start=0, length=tokens, sampling=GREEDY)
+    chunk = PrefillChunk(sequence_id, 0, tokens, decoded=False)
     processes = {rank.pid for rank in gangs.prefill.descriptions}
     try:
         before = {pid: CpuTime.of(pid) for pid in processes}
@@ -227,9 +222,10 @@ async def _prefill(
         chunks=tuple(chunks),
         strategy=strategy,
         csa=csa,
+        samplers={chunk.sequence_id: GREEDY for chunk in chunks if chunk.last},
     )
     messages = [
-        pack(replace(step, tokens=tokens[start:stop].tobytes()))
+        pack(msgspec.structs.replace(step, tokens=tokens[start:stop].tobytes()))
         for start, stop in itertools.pairwise(step.bounds)
     ]
     bystander = pack(step)
@@ -281,18 +277,13 @@ async def _fill(
             epoch=gangs.epoch,
             slices=slices,
             master=position % run.sp,
-            prompt_length=run.context,
-            sampling=sampling,
+            prompt_tokens=run.context,
+            output_tokens=sampling.max_tokens,
+            sampler=encode(SamplerInputs(sampling=sampling)),
         )
         await gangs.decode.call_all("reserve", pack(request))
     chunks = [
-        PrefillChunk(
-            sequence_id=sequence_id,
-            start=0,
-            length=run.context,
-            destinations=slices,
-            sampling=sampling,
-        )
+        PrefillChunk(sequence_id, 0, run.context, destinations=slices)
         for sequence_id in sequence_ids
     ]
     fits = sum(gangs.prefill.capacities) - gangs.prefill.instances

@@ -337,7 +337,7 @@ def _explained_placement(placement: AttemptPlacement) -> dict[str, Any]:
             {
                 "instance": kv_slice.instance,
                 "span": asdict(kv_slice.span),
-                "origin": kv_slice.source,
+                "origin": kv_slice.source or None,
             }
             for kv_slice in placement.slices
         ],

@@ -261,8 +261,8 @@ class CostTableService:
         if self._refit is None:
             return
         if not self._note_option(command, shape, took_s):
-            key = LatencyKey(strategy=command.strategy, sp=shape.sp, tp=shape.tp)
-            rows = [(chunk.length, chunk.start) for chunk in command.chunks]
+            key = LatencyKey(strategy=command.step.strategy, sp=shape.sp, tp=shape.tp)
+            rows = [(chunk.length, chunk.start) for chunk in command.step.chunks]
             try:
                 self._refit.observe(key, rows, int(took_s * 1e9))
             except ConfigError:
@@ -286,12 +286,13 @@ class CostTableService:
         Returns:
             False if the step's strategy has a latency model, which learns from the step instead.
         """
-        (chunk, *others) = command.chunks
-        bucket = bucket_of(command.cls, shape, chunk.start, command.bounds[-1])
+        step = command.step
+        (chunk, *others) = step.chunks
+        bucket = bucket_of(command.cls, shape, chunk.start, step.bounds[-1])
         found = self._newest.buckets.get(bucket, ())
-        allowed = next((option for option in found if option.strategy == command.strategy), None)
+        allowed = next((option for option in found if option.strategy == step.strategy), None)
         if allowed is None or allowed.permille == WHOLE_PERMILLE:
-            return parse_option(command.strategy).csa is not None
+            return parse_option(step.strategy).csa is not None
         if not others:
             predicted_ns = self._newest.time_ns(allowed, shape, chunk.start, chunk.length)
             self._drift.observe(bucket, allowed.strategy, took_s * 1e9 / predicted_ns)

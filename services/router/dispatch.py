@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from csps.configurator.costs.cost_table import Bucket, bucket_of
-from csps.protocols.core.errors import BoundNotMet, ConfigError, ConnectionLost, DeadlineExceeded
-from csps.protocols.core.placement import Span
+from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.core.errors import BoundNotMet, ConnectionLost, DeadlineExceeded
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import AttemptPlacement
 from csps.services.router.cost_table_service import CostTableService
@@ -30,10 +33,11 @@ from csps.services.router.live_sequences import (
     live_sequence,
 )
 from csps.services.router.lowering import (
-    begin_move,
     explained_plan,
-    kv_slices,
+    first_token_samplers,
+    in_gang,
     lower_csa,
+    move_messages,
     piggyback_plan,
     prefill_messages,
     reserve_messages,
@@ -46,6 +50,8 @@ from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import (
     AnyEvent,
     Freed,
+    GangId,
+    InstanceId,
     SequenceId,
     StepDone,
     gang_of,
@@ -88,10 +94,7 @@ class Executor:
             commands.Reserve: self._reserve,
             commands.RunStep: self._run_step,
             commands.SetGroup: self._set_group,
-            commands.Piggyback: self._piggyback,
-            commands.Retain: self._retain,
-            commands.Evict: self._evict,
-            commands.MoveKv: self._move,
+            commands.ToGang: self._to_gang,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -169,7 +172,7 @@ class Executor:
     # --- steps ---------------------------------------------------------------------------------
 
     def _run_step(self, command: commands.RunStep) -> None:
-        sequences = [self._sequences.by_id[chunk.sequence_id] for chunk in command.chunks]
+        sequences = [self._sequences.by_id[chunk.sequence_id] for chunk in command.step.chunks]
         reserving = [sequence.reserving for sequence in sequences if sequence.reserving is not None]
         if reserving:
             self._in_background(self._launch_when_reserved(command, sequences, reserving))
@@ -205,13 +208,19 @@ class Executor:
                 gang.notify(0, "join", pack(message))
                 self._requests.handed_over(sequence.handle)
 
-    def _piggyback(self, command: commands.Piggyback) -> None:
-        sequence = self._sequences.by_id[command.sequence_id]
-        self._in_background(self._piggyback_when_reserved(command, sequence))
+    def _to_gang(self, command: commands.ToGang) -> None:
+        message, gang = command.message, self._gangs.get(command.gang)
+        if isinstance(message, JoinBatch):
+            sequence = self._sequences.by_id[message.sequence_id]
+            self._in_background(self._piggyback_when_reserved(message, sequence))
+        elif gang is None:
+            return
+        elif isinstance(message, MoveSequence):
+            self._move(gang, message)
+        else:
+            self._retain_or_evict(command.gang, gang, message)
 
-    async def _piggyback_when_reserved(
-        self, command: commands.Piggyback, sequence: LiveSequence
-    ) -> None:
+    async def _piggyback_when_reserved(self, message: JoinBatch, sequence: LiveSequence) -> None:
         """Notify the leader of a piggybacked prefill once all ranks have reserved."""
         assert sequence.reserving is not None, (
             f"piggybacked sequence {sequence.id} has no reservation"
@@ -220,52 +229,42 @@ class Executor:
         await asyncio.gather(sequence.reserving)
         if sequence.over:
             return
-        message = JoinBatch(sequence_id=sequence.id, first_token=None, budget=command.budget)
         sequence.decode.notify(0, "join", pack(message))
         handle, reserved = sequence.handle, sequence.command
         handle.placement = AttemptPlacement(
             group=(index_of(reserved.master),),
             bounds=(0, reserved.prompt_tokens),
-            slices=kv_slices(reserved.slices),
+            slices=in_gang(reserved.slices),
             master=index_of(reserved.master),
         )
-        handle.plan = piggyback_plan(handle.spec, command.budget)
+        handle.plan = piggyback_plan(handle.spec, message.budget)
         self._requests.launched(handle)
 
-    def _move(self, command: commands.MoveKv) -> None:
-        sequence, gang = self._sequences.serving(command.sequence_id), self._gangs.get(command.gang)
-        if sequence is None or gang is None:
+    def _move(self, gang: GangClient, move: MoveSequence) -> None:
+        sequence = self._sequences.serving(move.sequence_id)
+        if sequence is None:
             return
-        _log.debug("move sequence_id %d within gang %s", command.sequence_id, gang.gang_id)
+        _log.debug("move sequence_id %d within gang %s", move.sequence_id, gang.gang_id)
         if not sequence.decode_ended:
-            gang.notify_all("move", pack(begin_move(command, sequence, gang)))
+            for rank, message in enumerate(move_messages(move, sequence, gang)):
+                gang.notify(rank, "move", message)
             return
-        for instance in decode_slots(command, 0):  # its last token was sampled: nothing moves
+        for instance in decode_slots(move.after, 0):  # its last token was sampled: nothing moves
             if instance not in sequence.pending_free:
                 self._post_event(Freed(sequence_id=sequence.id, instance=instance))
 
     # --- prefix cache --------------------------------------------------------------------------
 
-    def _retain(self, command: commands.Retain) -> None:
-        self._notify_leader(command, "retain", RetainKv)
-        if (sequence := self._sequences.by_id.get(command.sequence_id)) is not None:
-            sequence.pending_free.clear()  # retain acks replace `freed` from here on
-            self._end_sequence(command.sequence_id)
-
-    def _evict(self, command: commands.Evict) -> None:
-        self._notify_leader(command, "evict", EvictKv)
-
-    def _notify_leader(
-        self,
-        command: commands.Retain | commands.Evict,
-        method: str,
-        message: type[RetainKv | EvictKv],
+    def _retain_or_evict(
+        self, gang_number: GangId, gang: GangClient, message: RetainKv | EvictKv
     ) -> None:
-        if (gang := self._gangs.get(command.gang)) is None:
-            return
-        spans = (Span(command.start, command.stop),) if command.start < command.stop else ()
-        self._notifications.retain_acks.expect_ack(command.gang, command.sequence_id)
-        gang.notify(0, method, pack(message(sequence_id=command.sequence_id, spans=spans)))
+        self._notifications.retain_acks.expect_ack(gang_number, message.sequence_id)
+        retain = isinstance(message, RetainKv)
+        gang.notify(0, "retain" if retain else "evict", pack(message))
+        sequence = self._sequences.by_id.get(message.sequence_id)
+        if retain and sequence is not None:
+            sequence.pending_free.clear()  # retain acks replace `freed` from here on
+            self._sequences.end(sequence)
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -327,7 +326,7 @@ class StepLauncher:
     """Sends prefill steps to the ranks, every step to all ranks of its gang.
 
     Steps on overlapping groups would wait for each other if two ranks saw them in different orders.
-    `_send` therefore notifies all ranks without yielding to the event loop.
+    `_send_or_fail` therefore notifies all ranks without yielding to the event loop.
 
     Args:
         gangs: the attached gangs.
@@ -351,7 +350,7 @@ class StepLauncher:
 
     def launch(self, command: RunStep, sequences: list[LiveSequence]) -> None:
         """Send a step without its cancelled sequences; send nothing if its gang is lost."""
-        gang = self._gangs.get(gang_of(command.group[0]))
+        gang = self._gangs.get(gang_of(command.step.group[0]))
         if gang is None:
             return  # `GangDown` ends its sequences
         self._refuse_unmet(command, gang, sequences)
@@ -361,14 +360,22 @@ class StepLauncher:
             if sequence.decode is gang
         }
         rest, idle = without_cancelled(
-            command, {sequence.id for sequence in sequences if sequence.over}, placements=in_place
+            command.step,
+            {sequence.id for sequence in sequences if sequence.over},
+            placements=in_place,
         )
-        for instance in idle:
-            self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
+        self._report_done(command.step, idle)
         if rest.chunks:
             self._send_or_fail(
-                rest, gang, [sequence for sequence in sequences if not sequence.over]
+                msgspec.structs.replace(command, step=rest),
+                gang,
+                [sequence for sequence in sequences if not sequence.over],
             )
+
+    def _report_done(self, step: PrefillStep, instances: Iterable[InstanceId]) -> None:
+        """Report a step as done by instances that it was not sent to."""
+        for instance in instances:
+            self._post_event(StepDone(step_id=step.step_id, instance=instance, took_ns=0))
 
     def _refuse_unmet(
         self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
@@ -381,7 +388,7 @@ class StepLauncher:
         ]
         if not strict:
             return
-        loss = self._costs.loss(_bucket(command, gang), command.strategy)
+        loss = self._costs.loss(_bucket(command, gang), command.step.strategy)
         ends_s = (command.ends_ns + self._costs.overhead_ns) / 1e9
         for sequence in strict:
             ttft_ms = (ends_s - sequence.handle.marks.submitted) * 1e3
@@ -391,55 +398,64 @@ class StepLauncher:
     def _send_or_fail(
         self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]
     ) -> None:
-        """Send a step; if no group can run it, fail its requests and not the router."""
+        """Send a step; if that is not possible, fail its requests and not the router.
+
+        No group may be able to run the step, or a client may have found a request that makes a
+        message too long. The clients of all other requests must not pay for that.
+        """
+        step = command.step
         try:
-            self._send(command, gang, sequences)
-        except ConfigError as error:
-            _log.exception(
-                "step_id %d cannot run on any group; failing its requests", command.step_id
-            )
+            csa = lower_csa(step, sequences[0].handle.spec, gang)
+            messages = prefill_messages(step, sequences, gang, csa)
+            for rank, message in first_token_samplers(step, sequences, gang):
+                gang.notify(rank, "sampler", message)
+            # No `await` until every rank is notified: all ranks must see all steps in one order.
+            for rank, message in enumerate(messages):
+                gang.notify(rank, "prefill", message)
+        except Exception as error:
+            _log.exception("step_id %d cannot be sent; failing its requests", step.step_id)
             for sequence in sequences:
                 self._notifications.fail(sequence, error)
-            for instance in command.group:
-                self._post_event(StepDone(step_id=command.step_id, instance=instance, took_ns=0))
+            self._report_done(step, step.group)
+            return
+        self._sent(command, gang, sequences, csa)
 
-    def _send(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
-        """Notify every rank of the step, then record its launch."""
-        # No `await` until every rank is notified: all ranks must see all steps in one order.
-        csa = lower_csa(command, sequences[0].handle.spec, gang)
-        for rank, message in enumerate(prefill_messages(command, sequences, gang, csa)):
-            gang.notify(rank, "prefill", message)
-        bucket = _bucket(command, gang)
+    def _sent(
+        self, command: RunStep, gang: GangClient, sequences: list[LiveSequence], csa: CsaPlan | None
+    ) -> None:
+        """Record that a step was sent."""
+        step, bucket = command.step, _bucket(command, gang)
         _log.debug(
             "step_id %d sent to instances %s of gang %s by %s: sequence_ids %s",
-            command.step_id, command.group, gang.gang_id, command.strategy,
+            step.step_id, step.group, gang.gang_id, step.strategy,
             [sequence.id for sequence in sequences],
         )  # fmt: skip
         self._steps.launched(command, gang, sequences, bucket.shape)
-        for chunk, sequence in zip(command.chunks, sequences, strict=True):
+        for chunk, sequence in zip(step.chunks, sequences, strict=True):
             handle = sequence.handle
             if chunk.start == sequence.command.cached:
-                handle.placement = _attempt_placement(command, sequence)
-                why = self._costs.why(bucket, command.strategy)
-                loss = self._costs.loss(bucket, command.strategy)
-                handle.plan = explained_plan(command, handle.spec, csa, why, loss)
+                handle.placement = _attempt_placement(step, sequence)
+                why = self._costs.why(bucket, step.strategy)
+                loss = self._costs.loss(bucket, step.strategy)
+                handle.plan = explained_plan(step, handle.spec, csa, why, loss)
                 self._requests.launched(handle)
             handle.expect_first_token(command.ends_ns, self._costs.overhead_ns)
 
 
-def _attempt_placement(command: RunStep, sequence: LiveSequence) -> AttemptPlacement:
+def _attempt_placement(step: PrefillStep, sequence: LiveSequence) -> AttemptPlacement:
     reserved = sequence.command
     return AttemptPlacement(
-        group=tuple(map(index_of, command.group)),
-        bounds=command.bounds,
-        slices=kv_slices(reserved.slices),
+        group=tuple(map(index_of, step.group)),
+        bounds=step.bounds,
+        slices=in_gang(reserved.slices),
         master=index_of(reserved.master),
-        batched_with=len(command.chunks) - 1,
+        batched_with=len(step.chunks) - 1,
     )
 
 
 def _bucket(command: RunStep, gang: GangClient) -> Bucket:
     """Return the cost table's bucket in which the step's strategy was looked up."""
-    places = [Location.parse(gang.locations[index_of(instance)]) for instance in command.group]
-    history = max(chunk.start for chunk in command.chunks)
-    return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, command.bounds[-1])
+    step = command.step
+    places = [Location.parse(gang.locations[index_of(instance)]) for instance in step.group]
+    history = max(chunk.start for chunk in step.chunks)
+    return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, step.bounds[-1])

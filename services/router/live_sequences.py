@@ -14,12 +14,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import PrefillDone, RankKvReceived, SampledToken
-from csps.protocols.gang.step_messages import SequenceMoved
+from csps.protocols.gang.messages import (
+    PrefillDone,
+    RankKvReceived,
+    SampledToken,
+    SamplerInputs,
+)
+from csps.protocols.gang.step_messages import MoveSequence, SequenceMoved
+from csps.protocols.rpc.schema import encode
 from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, Reserve, RunStep
+from csps.services.scheduling.events.commands import Reserve, RunStep
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
@@ -48,6 +58,7 @@ class LiveSequence:
     reserving: asyncio.Task[None] | None = None
     cancel_when_reserved: bool = False
     """The decode ranks are told to cancel once all of them answered the reservation."""
+    packed_sampler: bytes = b""
     over: bool = False
     """The sequence no longer serves its request; late tokens are dropped."""
     last_token: int = -1
@@ -66,9 +77,28 @@ class LiveSequence:
         return self.command.sequence_id
 
     @property
+    def sampler(self) -> bytes:
+        """Return what ranks need to sample its tokens: packed once, before its first token."""
+        if not self.packed_sampler:
+            spec, generated = self.handle.spec, self.handle.generated_tokens
+            penalized = spec.sampling.repetition_penalty != 1.0
+            inputs = SamplerInputs(
+                sampling=spec.sampling,
+                prompt_tokens=token_bytes(np.unique(spec.prompt)) if penalized else b"",
+                generated_tokens=token_bytes(generated),
+            )
+            self.packed_sampler = encode(inputs)
+        return self.packed_sampler
+
+    @property
     def reservation_pending(self) -> bool:
         """Return whether some decode rank has not answered the reservation."""
         return self.reserving is not None and not self.reserving.done()
+
+
+def token_bytes(tokens: NDArray[np.int32]) -> bytes:
+    """Return token ids as they travel: little-endian int32."""
+    return tokens.astype("<i4", copy=False).tobytes()
 
 
 def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
@@ -94,8 +124,7 @@ class LiveMove:
     token of the new master may arrive before the last token of the old one.
     """
 
-    command: MoveKv
-    before: HasPlacement
+    message: MoveSequence
     pending_acks: InstanceRanks
     began: float = field(default_factory=time.monotonic)
     acks: list[SequenceMoved] = field(default_factory=list)
@@ -121,9 +150,9 @@ class LiveMove:
 
 def end_move(sequence: LiveSequence, move: LiveMove) -> None:
     """Let the sequence continue where it was moved to."""
-    before, after = decode_slots(sequence.placement, 0), decode_slots(move.command, 0)
+    before, after = decode_slots(sequence.placement, 0), decode_slots(move.message.after, 0)
     sequence.move = None
-    sequence.placement = move.command
+    sequence.placement = move.message.after
     # Ranks there may already have reported that the sequence ended: no `expect` here.
     sequence.pending_free.discard(instance for instance in before if instance not in after)
 
@@ -320,14 +349,15 @@ class ElasticEventRecorder:
         """
         ended = time.monotonic()
         began = ended - took_s
-        if {kv_slice.instance for kv_slice in _kv_slices(sequences)} < set(command.group):
+        step = command.step
+        if {kv_slice.instance for kv_slice in _kv_slices(sequences)} < set(step.group):
             event = ElasticEvent(
                 kind="scale_down",
                 began=began,
                 ended=ended,
                 seconds=max((rank.placing_s for rank in ranks), default=0.0),
                 sent_bytes=sum(rank.placed_bytes for rank in ranks),
-                tokens=sum(chunk.length for chunk in command.chunks),
+                tokens=sum(chunk.length for chunk in step.chunks),
             )
             self._note(sequences[0], event)
         if preempting:
@@ -349,11 +379,11 @@ class ElasticEventRecorder:
             self._note(sequence, event)
 
     def _kinds(self, gang: GangClient, move: LiveMove) -> Iterator[ElasticEventKind]:
-        before, after = decode_members(move.before), decode_members(move.command)
+        before, after = decode_members(move.message.before), decode_members(move.message.after)
         regrouped = self._groups.move(gang, before, after)
         if move.tokens:
             yield "migrate"
-        elif move.before.master != move.command.master:
+        elif move.message.before.master != move.message.after.master:
             yield "remaster"
         if regrouped.merged:
             yield "merge"
@@ -363,5 +393,5 @@ class ElasticEventRecorder:
             yield "scale_up"
 
 
-def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[PlacedSlice]:
+def _kv_slices(sequences: Iterable[LiveSequence]) -> Iterator[KvSlice]:
     return (kv_slice for sequence in sequences for kv_slice in sequence.placement.slices)

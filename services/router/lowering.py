@@ -7,8 +7,7 @@ cancelled before the step was sent (`without_cancelled`). `explained_plan` is wh
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.protocols.attention.plan import LEVELS, PIGGYBACKED, AttentionPlan, parse_option
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import FirstTokenSampler, ReserveKv
 from csps.protocols.gang.step_messages import (
     MoveSequence,
     PrefillChunk,
@@ -30,102 +29,88 @@ from csps.protocols.gang.step_messages import (
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
-from csps.services.router.live_sequences import InstanceRanks, LiveMove, LiveSequence
-from csps.services.scheduling.deciding.step_layout import rows_of, span_of
-from csps.services.scheduling.events import commands
-from csps.services.scheduling.events.commands import MoveKv, PlacedSlice, RunStep
-from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of, instance_id
+from csps.services.router.live_sequences import InstanceRanks, LiveMove, LiveSequence, token_bytes
+from csps.services.scheduling.deciding.step_layout import rows_of
+from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
 from csps.services.scheduling.events.slices import bounds_of, tokens_on
-from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
+from csps.services.scheduling.state.ledger import decode_slots
+
+NOTHING = np.empty(0, np.int32)
+"""No tokens."""
 
 
 def prefill_messages(
-    command: commands.RunStep,
-    sequences: list[LiveSequence],
-    gang: GangClient,
-    csa: CsaPlan | None,
+    step: PrefillStep, sequences: list[LiveSequence], gang: GangClient, csa: CsaPlan | None
 ) -> list[dict[str, Any]]:
     """Return `prefill` for every rank of the gang, in rank order, each with its rows' tokens.
 
     Args:
         sequences: those of the step's chunks, in the order of the chunks.
         csa: lowered plan of sparse attention, if any.
+
+    Raises:
+        ConfigError: no group can run the step.
     """
-    group = tuple(index_of(instance) for instance in command.group)
-    chunks = list(zip(command.chunks, sequences, strict=True))
-    common = PrefillStep(
-        step_id=command.step_id,
-        group=group,
-        bounds=command.bounds,
-        chunks=tuple(
-            _chunk(chunk, sequence, history)
-            for (chunk, sequence), history in zip(chunks, command.history, strict=True)
-        ),
-        strategy=parse_option(command.strategy).strategy,
+    common = msgspec.structs.replace(
+        step,
+        group=tuple(map(index_of, step.group)),
+        chunks=tuple(map(_chunk_in_gang, step.chunks)),
+        strategy=parse_option(step.strategy).strategy,
         csa=csa,
-        high_priority=command.high_priority,
         trace=sequences[0].handle.carrier,
     )
-    messages = [pack(common)] * gang.world_size
-    tokens = _tokens_of_rows(command, sequences)
-    for member in command.group:
-        instance = index_of(member)
-        message = pack(replace(common, tokens=token_bytes(tokens[member])))
-        for rank in gang.ranks_of(instance):
+    common.check()
+    packed = pack(common)
+    messages = [packed] * gang.world_size
+    for member, tokens in _tokens_of_rows(step, sequences).items():
+        message = packed | {"tokens": token_bytes(tokens)}
+        for rank in gang.ranks_of(index_of(member)):
             messages[rank] = message
     return messages
 
 
-def _chunk(
-    chunk: commands.Chunk, sequence: LiveSequence, history: tuple[commands.PlacedSlice, ...]
-) -> PrefillChunk:
-    handle, stop = sequence.handle, chunk.start + chunk.length
-    return PrefillChunk(
-        sequence_id=sequence.id,
-        start=chunk.start,
-        length=chunk.length,
-        rows=kv_slices(chunk.rows),
-        history=kv_slices(history),
-        placement=kv_slices(chunk.placement),
-        retain=chunk.retain,
-        destinations=kv_slices(_destinations(sequence.command)),
-        last=stop == sequence.command.prompt_tokens,
-        generated_tokens=token_bytes(handle.generated_tokens),
-        sampling=handle.spec.sampling,
-        prompt_tokens=_penalized_tokens(handle),
+def first_token_samplers(
+    step: PrefillStep, sequences: list[LiveSequence], gang: GangClient
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield `sampler` for every sequence whose first token the step samples, with the rank that
+    does: the first one of the instance that computes the prompt's last token."""
+    for chunk, sequence, rows in zip(step.chunks, sequences, rows_of(step), strict=True):
+        if chunk.last:
+            samples = next(row for row in rows if chunk.span.stop - 1 in row.span.positions)
+            message = FirstTokenSampler(sequence_id=sequence.id, inputs=sequence.sampler)
+            yield gang.ranks_of(index_of(samples.instance))[0], pack(message)
+
+
+def _chunk_in_gang(chunk: PrefillChunk) -> PrefillChunk:
+    return msgspec.structs.replace(
+        chunk,
+        rows=in_gang(chunk.rows),
+        history=in_gang(chunk.history),
+        placement=in_gang(chunk.placement),
+        destinations=in_gang(chunk.destinations),
     )
 
 
-def _destinations(command: commands.Reserve) -> tuple[commands.PlacedSlice, ...]:
-    """Return the slices to which a prompt's KV is sent.
-
-    A sequence without slices decodes nothing, so nothing is sent; but KV without a destination
-    would be retained where it was computed.
-    """
-    return command.slices or (commands.PlacedSlice(command.master, 0, command.prompt_tokens),)
-
-
 def _tokens_of_rows(
-    command: commands.RunStep, sequences: list[LiveSequence]
+    step: PrefillStep, sequences: list[LiveSequence]
 ) -> dict[InstanceId, NDArray[np.int32]]:
     """Return the tokens that each member of the group computes, in the order of its rows."""
-    tokens: dict[InstanceId, list[NDArray[np.int32]]] = {instance: [] for instance in command.group}
-    for rows, sequence in zip(rows_of(command), sequences, strict=True):
+    tokens: dict[InstanceId, list[NDArray[np.int32]]] = {instance: [] for instance in step.group}
+    for rows, sequence in zip(rows_of(step), sequences, strict=True):
         known = known_tokens(sequence.handle)
         for kv_slice in rows:
             tokens[kv_slice.instance].append(known[kv_slice.start : kv_slice.stop : kv_slice.step])
-    nothing = np.empty(0, np.int32)
     return {
-        instance: np.concatenate(rows) if rows else nothing for instance, rows in tokens.items()
+        instance: np.concatenate(rows) if rows else NOTHING for instance, rows in tokens.items()
     }
 
 
 def without_cancelled(
-    command: RunStep,
+    step: PrefillStep,
     cancelled: Container[SequenceId],
     *,
-    placements: dict[SequenceId, tuple[PlacedSlice, ...]],
-) -> tuple[RunStep, list[InstanceId]]:
+    placements: dict[SequenceId, tuple[KvSlice, ...]],
+) -> tuple[PrefillStep, list[InstanceId]]:
     """Return the step without cancelled sequences; every other token stays on its instance.
 
     Args:
@@ -135,36 +120,31 @@ def without_cancelled(
     Returns:
         The step, and the instances that no longer take part in it.
     """
-    remaining = [
-        index for index, chunk in enumerate(command.chunks) if chunk.sequence_id not in cancelled
-    ]
-    if len(remaining) == len(command.chunks):
-        return command, []
-    all_rows = list(rows_of(command))
-    rows = tokens_on(kv_slice for index in remaining for kv_slice in all_rows[index])
-    involved = {**rows, **dict.fromkeys(_holders(command, remaining, placements))}
-    group = tuple(instance for instance in command.group if instance in involved)
-    rest = msgspec.structs.replace(
-        command,
-        group=group,
-        bounds=bounds_of([rows.get(instance, 0) for instance in group]),
-        chunks=tuple(command.chunks[index] for index in remaining),
-        history=tuple(command.history[index] for index in remaining),
+    remaining = tuple(chunk for chunk in step.chunks if chunk.sequence_id not in cancelled)
+    if len(remaining) == len(step.chunks):
+        return step, []
+    rows = tokens_on(
+        row
+        for chunk, rows in zip(step.chunks, rows_of(step), strict=True)
+        if chunk.sequence_id not in cancelled
+        for row in rows
     )
-    return rest, [instance for instance in command.group if instance not in involved]
+    involved = {**rows, **dict.fromkeys(_holders(remaining, placements))}
+    group = tuple(instance for instance in step.group if instance in involved)
+    bounds = bounds_of([rows.get(instance, 0) for instance in group])
+    rest = msgspec.structs.replace(step, group=group, bounds=bounds, chunks=remaining)
+    return rest, [instance for instance in step.group if instance not in involved]
 
 
 def _holders(
-    command: RunStep, remaining: list[int], placements: dict[SequenceId, tuple[PlacedSlice, ...]]
+    chunks: Iterable[PrefillChunk], placements: dict[SequenceId, tuple[KvSlice, ...]]
 ) -> Iterable[InstanceId]:
-    """Yield the instances that hold or will store KV of the remaining chunks."""
-    for index in remaining:
-        chunk = command.chunks[index]
-        span = span_of(chunk)
-        for kv_slice in (*command.history[index], *chunk.placement):
+    """Yield the instances that hold or will store KV of chunks."""
+    for chunk in chunks:
+        for kv_slice in (*chunk.history, *chunk.placement):
             yield kv_slice.instance
         for kv_slice in placements.get(chunk.sequence_id, ()):
-            if kv_slice.span.intersection(span).length:
+            if kv_slice.span.intersection(chunk.span).length:
                 yield kv_slice.instance
 
 
@@ -174,31 +154,31 @@ EXACT_WITH_LEVELS = CsaSettings()
 """Exact attention in as many levels as the locations distinguish."""
 
 
-def lower_csa(command: RunStep, spec: RequestSpec, gang: GangClient) -> CsaPlan | None:
+def lower_csa(step: PrefillStep, spec: RequestSpec, gang: GangClient) -> CsaPlan | None:
     """Return the CSA plan of a step for its group; None if it attends without levels.
 
     Args:
         spec: of any request in the step; all are of one class.
     """
-    settings = csa_settings_of(command, spec)
+    settings = csa_settings_of(step, spec)
     if settings is None:
         return None
     locations = gang.locations
     return settings.for_group(
-        [locations[index_of(instance)] for instance in command.group],
+        [locations[index_of(instance)] for instance in step.group],
         layers=gang.descriptions[0].layers,
-        longest_spt=max(stop - start for start, stop in pairwise(command.bounds)),
-        every_query=parse_option(command.strategy).strategy.startswith("sp_tp"),
+        longest_spt=max(stop - start for start, stop in pairwise(step.bounds)),
+        every_query=parse_option(step.strategy).strategy.startswith("sp_tp"),
     )
 
 
-def csa_settings_of(command: RunStep, spec: RequestSpec) -> CsaSettings | None:
+def csa_settings_of(step: PrefillStep, spec: RequestSpec) -> CsaSettings | None:
     """Return the CSA settings of a step: those of its option, or else of its requests.
 
     Args:
         spec: of any request in the step; all are of one class.
     """
-    strategy, chosen = parse_option(command.strategy)
+    strategy, chosen = parse_option(step.strategy)
     if chosen is not None:
         return chosen
     if spec.csa is not None:
@@ -209,7 +189,7 @@ def csa_settings_of(command: RunStep, spec: RequestSpec) -> CsaSettings | None:
 
 
 def explained_plan(
-    command: RunStep, spec: RequestSpec, csa: CsaPlan | None, why: str, loss: float | None
+    step: PrefillStep, spec: RequestSpec, csa: CsaPlan | None, why: str, loss: float | None
 ) -> AttentionPlan:
     """Return the plan that `explain` shows for a step.
 
@@ -218,8 +198,8 @@ def explained_plan(
         why: reason for the step's option.
         loss: predicted accuracy loss of the option; None if it was not predicted.
     """
-    settings = csa_settings_of(command, spec)
-    strategy = parse_option(command.strategy).strategy
+    settings = csa_settings_of(step, spec)
+    strategy = parse_option(step.strategy).strategy
     lossless = settings is None or settings.lossless
     if spec.csa is None and lossless:
         return AttentionPlan(
@@ -228,8 +208,8 @@ def explained_plan(
             predicted_accuracy_loss=0.0,
             reason=f"{_why_exact(spec)}; {why}",
         )
-    assert settings is not None, f"step {command.step_id}: sparse attention without settings"
-    assert csa is not None, f"step {command.step_id}: sparse attention without a lowered plan"
+    assert settings is not None, f"step {step.step_id}: sparse attention without settings"
+    assert csa is not None, f"step {step.step_id}: sparse attention without a lowered plan"
     wish = "sparse attention within the bounds" if spec.open else "sparse attention"
     reasons = [f"the client asked for {wish}; {why}"]
     if not lossless and loss is None:
@@ -262,68 +242,61 @@ def _why_exact(spec: RequestSpec) -> str:
 def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, Any]]:
     """Return `reserve` for every rank of the decode gang, in rank order.
 
-    The messages are equal, except that the ranks of a piggybacked prefill's master get its prompt.
+    The messages are equal, except that the master's ranks get what they need to sample, and the
+    prompt of a piggybacked prefill.
     """
     command, handle = sequence.command, sequence.handle
     csa = handle.spec.csa
     common = ReserveKv(
         sequence_id=sequence.id,
         epoch=epoch,
-        slices=kv_slices(command.slices),
+        slices=in_gang(command.slices),
         master=index_of(command.master),
-        prompt_length=command.prompt_tokens,
-        generated_tokens=token_bytes(handle.generated_tokens),
-        sampling=handle.spec.sampling,
-        prompt_tokens=_penalized_tokens(handle),
-        answer=kv_slices(command.answer),
+        prompt_tokens=command.prompt_tokens,
+        output_tokens=command.output_tokens,
+        first_index=sequence.first_index,
+        answer=in_gang(command.answer),
         retain=command.retain,
         kept_only=csa is not None and csa.decode_kept_only,
         trace=handle.carrier,
     )
     messages = [pack(common)] * sequence.decode.world_size
-    if command.piggybacked:
-        to_compute = known_tokens(handle)[command.cached :]
-        message = pack(replace(common, prompt=token_bytes(to_compute)))
-        for rank in sequence.decode.ranks_of(common.master):
-            messages[rank] = message
+    to_compute = known_tokens(handle)[command.cached :] if command.piggybacked else NOTHING
+    at_master = messages[0] | {"sampler": sequence.sampler, "prompt": token_bytes(to_compute)}
+    for rank in sequence.decode.ranks_of(common.master):
+        messages[rank] = at_master
     return messages
 
 
-def begin_move(command: MoveKv, sequence: LiveSequence, gang: GangClient) -> MoveSequence:
-    """Record a sequence's move and return the message to every rank of its gang."""
-    reserved = sequence.command
-    message = MoveSequence(
-        step_id=command.step_id,
-        sequence_id=sequence.id,
-        prompt_length=reserved.prompt_tokens,
-        stop=reserved.prompt_tokens + max(0, reserved.output_tokens - 1),
-        before=_sequence_placement(sequence.placement),
-        after=_sequence_placement(command),
+def move_messages(
+    move: MoveSequence, sequence: LiveSequence, gang: GangClient
+) -> list[dict[str, Any]]:
+    """Record a sequence's move and return `move` for every rank of its gang, in rank order. The
+    ranks of a new master get what they need to sample."""
+    sequence.move = LiveMove(move, InstanceRanks(gang, move.instances))
+    # New instances report as well when they free their slots.
+    known = decode_slots(move.before, 0)
+    sequence.pending_free.expect(member for member in move.instances if member not in known)
+    message = msgspec.structs.replace(
+        move,
+        before=_placement_in_gang(move.before),
+        after=_placement_in_gang(move.after),
         trace=sequence.handle.carrier,
     )
-    members = [instance_id(command.gang, instance) for instance in message.instances]
-    sequence.move = LiveMove(command, sequence.placement, InstanceRanks(gang, members))
-    # New instances report as well when they free their slots.
-    known = decode_slots(sequence.placement, 0)
-    sequence.pending_free.expect(member for member in members if member not in known)
-    return message
+    messages = [pack(message)] * gang.world_size
+    if message.after.master != message.before.master:
+        at_master = messages[0] | {"sampler": sequence.sampler}
+        for rank in gang.ranks_of(message.after.master):
+            messages[rank] = at_master
+    return messages
 
 
-def _sequence_placement(placement: HasPlacement) -> SequencePlacement:
-    """Return a placement as ranks read it."""
+def _placement_in_gang(placement: SequencePlacement) -> SequencePlacement:
     return SequencePlacement(
-        slices=kv_slices(placement.slices),
+        slices=in_gang(placement.slices),
         master=index_of(placement.master),
-        answer=kv_slices(placement.answer),
+        answer=in_gang(placement.answer),
     )
-
-
-def _penalized_tokens(handle: RequestHandle) -> bytes:
-    """Return the distinct prompt tokens, which only the repetition penalty needs; else none."""
-    spec = handle.spec
-    if spec.sampling.repetition_penalty == 1.0:
-        return b""
-    return token_bytes(np.unique(spec.prompt))
 
 
 def known_tokens(handle: RequestHandle) -> NDArray[np.int32]:
@@ -335,16 +308,9 @@ def known_tokens(handle: RequestHandle) -> NDArray[np.int32]:
     return tokens
 
 
-def token_bytes(tokens: NDArray[np.int32]) -> bytes:
-    """Return token ids as they travel: little-endian int32."""
-    return tokens.astype("<i4", copy=False).tobytes()
-
-
-def kv_slices(slices: tuple[commands.PlacedSlice, ...]) -> tuple[KvSlice, ...]:
+def in_gang(slices: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     """Return slices as ranks read them: an instance by its index in its gang."""
     return tuple(
-        KvSlice(
-            instance=index_of(kv_slice.instance), span=kv_slice.span, source=kv_slice.source or None
-        )
+        msgspec.structs.replace(kv_slice, instance=index_of(kv_slice.instance))
         for kv_slice in slices
     )

@@ -28,7 +28,7 @@ from csps.protocols.gang.messages import (
     SampledTokens,
     SlotsFreed,
 )
-from csps.protocols.gang.step_messages import SequenceMoved
+from csps.protocols.gang.step_messages import PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import unpack
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import (
@@ -343,20 +343,20 @@ class RunningSteps:
         shape: GroupShape,
     ) -> None:
         """Record that the step was sent to every rank of the gang; `shape` is its group's."""
-        if command.high_priority:
-            self._observer.preempted(self._paused_requests(command))
-        unreported = InstanceRanks(gang, command.group)
-        preempting = gang.role == "elastic" and self._elastic.decoded_on(gang, command.group)
-        self._running[command.step_id] = _RunningStep(
+        if command.step.high_priority:
+            self._observer.preempted(self._paused_requests(command.step))
+        unreported = InstanceRanks(gang, command.step.group)
+        preempting = gang.role == "elastic" and self._elastic.decoded_on(gang, command.step.group)
+        self._running[command.step.step_id] = _RunningStep(
             command, shape, sequences, unreported, preempting
         )
 
-    def _paused_requests(self, high_priority: RunStep) -> int:
+    def _paused_requests(self, high_priority: PrefillStep) -> int:
         """Return how many requests of low-priority steps a high-priority step pauses."""
         return sum(
             len(step.sequences)
             for step in self._running.values()
-            if not step.command.high_priority
+            if not step.command.step.high_priority
             and any(member in step.unreported for member in high_priority.group)
         )
 
@@ -410,9 +410,9 @@ def _figures(step: _RunningStep) -> StepFigures:
     gang = step.unreported.gang
     places = [Location.parse(location) for location in gang.locations]
     return StepFigures(
-        strategy=parse_option(step.command.strategy).strategy,
-        sp=len(step.command.group),
-        tokens=sum(chunk.length for chunk in step.command.chunks),
+        strategy=parse_option(step.command.step.strategy).strategy,
+        sp=len(step.command.step.group),
+        tokens=sum(chunk.length for chunk in step.command.step.chunks),
         ranks=step.figures,
         places=[places[gang.instance_of(rank)] for rank in range(gang.world_size)],
     )

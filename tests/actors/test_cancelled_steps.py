@@ -22,7 +22,7 @@ from csps.actors.attention.csa import running_attention as own_rows
 from csps.actors.attention.ring import ring
 from csps.actors.attention.sp_tp import head_attention as sp_tp_attention
 from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillStep
 
 MODULES: tuple[ModuleType, ...] = (
@@ -94,8 +94,8 @@ def test_cancelled_sequences_are_not_computed(gangs: Gangs, case: str) -> None:
     strategy, csa = CASES[case]
     gang = gangs("gqa", 4, 1)
     slices = [
-        KvSlice(instance=2, span=Span(start=0, stop=9)),
-        KvSlice(instance=1, span=Span(start=9, stop=11)),
+        KvSlice(2, 0, 9),
+        KvSlice(1, 9, 11),
     ]
     step = job_of(
         BOUNDS,

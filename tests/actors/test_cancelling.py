@@ -5,10 +5,10 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
@@ -171,7 +171,9 @@ async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
             await cell.reserve(sequence)
         first = cell.submit(step_of(ahead), ahead.prompt, ranks=[0])  # stands still
         tokens = np.concatenate([victim.prompt, other.prompt])
-        both = cell.submit(replace(step_of(victim, other), strategy=strategy), tokens, ranks=[0])
+        both = cell.submit(
+            msgspec.structs.replace(step_of(victim, other), strategy=strategy), tokens, ranks=[0]
+        )
         cell.cancel(VICTIM)
         await cell.prefill.stats()
         cell.submit(cell.jobs[first], ahead.prompt, ranks=[1])

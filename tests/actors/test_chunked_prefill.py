@@ -19,7 +19,7 @@ from greedy_reference import greedy_tokens
 from rank_kv import held_positions
 from uniform_plan import uniform_plan
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.step_messages import PrefillChunk
 
@@ -60,7 +60,7 @@ def spans_of(owners: Owners) -> list[KvSlice]:
     """Return the runs of equal owners."""
     cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     return [
-        KvSlice(instance=int(owners[start]), span=Span(start=start, stop=stop))
+        KvSlice(int(owners[start]), start, stop)
         for start, stop in itertools.pairwise(cuts)
         if start < stop
     ]
@@ -129,10 +129,7 @@ async def reserved(cell: ThreadCell, *prompts: Prompt) -> list[Prefill]:
 
 def place(*slices: tuple[int, int, int]) -> list[KvSlice]:
     """Return slices from (instance, start, stop) triples."""
-    return [
-        KvSlice(instance=instance, span=Span(start=start, stop=stop))
-        for instance, start, stop in slices
-    ]
+    return [KvSlice(instance, start, stop) for instance, start, stop in slices]
 
 
 async def test_a_group_grows_and_history_is_rebalanced_over_it(tiny_llama: Path) -> None:

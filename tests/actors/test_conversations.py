@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class KnownKv:
     def learn(self, sequence_id: int, slices: Iterable[KvSlice], stop: int) -> None:
         """Note KV that a sequence has computed; positions before `stop` are retained."""
         for part in slices:
-            if part.source is None:
+            if not part.source:
                 kept = (position for position in part.span.positions if position < stop)
                 self._places.update(dict.fromkeys(kept, (sequence_id, part.instance)))
 
@@ -61,7 +61,7 @@ class KnownKv:
         """Return where the positions before one lie."""
         cuts = [0, *(p for p in range(1, stop) if self._places[p] != self._places[p - 1]), stop]
         return tuple(
-            KvSlice(instance=self._places[a][1], span=Span(a, b), source=self._places[a][0])
+            KvSlice(self._places[a][1], a, b, source=self._places[a][0])
             for a, b in pairwise(cuts)
             if a < b
         )
@@ -136,9 +136,7 @@ class Talk:
         if self.rng.random() < 0.5:
             kept = round_robin(length, length + tokens, holders)
             answer = tuple(
-                KvSlice(instance=instance, span=span)
-                for instance, span in kept.items()
-                if span.length
+                KvSlice.of(instance, span) for instance, span in kept.items() if span.length
             )
         return Request(
             sequence_id=sequence_id,
@@ -206,9 +204,7 @@ class Talk:
     def _in_place(self, request: Request) -> int:
         """Return how much KV is reused. KV reserved elsewhere than it is known may move there."""
         known = self.decoded.before(self.decoded.prefix)
-        reused = sum(
-            kv_slice.span.length for kv_slice in request.slices if kv_slice.source is not None
-        )
+        reused = sum(kv_slice.tokens for kv_slice in request.slices if kv_slice.source)
         if self.rng.random() < 0.5:
             return reused
         while reused < min(self.decoded.prefix, len(self.text) - 1):
@@ -251,22 +247,25 @@ class Talk:
         """Retain all KV that was computed, or a part of it."""
         cell, sequence_id = self.cell, request.sequence_id
         answer_holders = request.answer or (
-            KvSlice(instance=request.master, span=Span(len(self.text), max(len(self.text), stop))),
+            KvSlice(request.master, len(self.text), max(len(self.text), stop)),
         )
         kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
         if not (self.in_place or self.rode or request.chunk().decoded):
             kept = Span(0, 0)  # it was not sent
-        own = [
-            kv_slice for kv_slice in (*request.slices, *answer_holders) if kv_slice.source is None
-        ]
+        own = [kv_slice for kv_slice in (*request.slices, *answer_holders) if not kv_slice.source]
         self.decoded.learn(sequence_id, own, kept.stop)
-        left = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, spans=(kept,)))
+        left = await cell.keep(
+            cell.decode, RetainKv(sequence_id=sequence_id, start=kept.start, stop=kept.stop)
+        )
         expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
         assert left == expected * cell.decode.tp
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
             self.prefilled.forget(sequence_id, [released])
-            await cell.keep(cell.prefill, EvictKv(sequence_id=sequence_id, spans=(released,)))
+            await cell.keep(
+                cell.prefill,
+                EvictKv(sequence_id=sequence_id, start=released.start, stop=released.stop),
+            )
         for rank in cell.ranks:
             rank.engine.pool.slots.check_integrity()
 
@@ -282,9 +281,7 @@ class Talk:
 
 def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
     """Return the part of the slices before a position."""
-    cuts = (
-        replace(kv_slice, span=kv_slice.span.intersection(Span(0, stop))) for kv_slice in slices
-    )
+    cuts = (kv_slice.cut(kv_slice.span.intersection(Span(0, stop))) for kv_slice in slices)
     return tuple(cut for cut in cuts if cut.span.length)
 
 

@@ -22,7 +22,7 @@ from csps.actors.engine.step_trace import (
     PLACING_WAITED_S,
     RANK,
 )
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import Sampling
 
 LENGTH, DRAWN, FIRST = 60, 24, 10
@@ -36,8 +36,8 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     on. Holders of later tokens are not asked before."""
     last = LENGTH + DRAWN - 1
     answer = (
-        KvSlice(instance=1, span=Span(LENGTH, LENGTH + FIRST)),
-        KvSlice(instance=2, span=Span(LENGTH + FIRST, last)),
+        KvSlice(1, LENGTH, LENGTH + FIRST),
+        KvSlice(2, LENGTH + FIRST, last),
     )
     request = Request(
         sequence_id=1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import ref
 
+import msgspec
 import pytest
 import torch
 from device_budget import DEVICE, Device, DeviceBudget, device
@@ -33,8 +34,9 @@ from csps.actors.sampling.token_sampler import TokenSampler
 from csps.actors.timing.timeline import StepClock
 from csps.models.checkpoints.loading import load_network
 from csps.protocols.core.placement import KvSlice, Span
-from csps.protocols.gang.messages import ReserveKv, Sampling
+from csps.protocols.gang.messages import ReserveKv, SamplerInputs, Sampling
 from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.schema import encode
 from csps.protocols.sequencer.log_entries import Change
 
 __all__ = ["device"]
@@ -115,10 +117,11 @@ def decode_batch_of(
         request = ReserveKv(
             sequence_id=sequence_id,
             epoch="",
-            slices=tuple(KvSlice(instance=at, span=half) for at, half in enumerate(halves)),
+            slices=tuple(KvSlice.of(at, half) for at, half in enumerate(halves)),
             master=int(own <= sequence_id < own + foreign + piggybacked_prompts // 2),
-            prompt_length=length,
-            sampling=Sampling(temperature=0, max_tokens=9),
+            prompt_tokens=length,
+            output_tokens=9,
+            sampler=encode(SamplerInputs(sampling=Sampling(temperature=0, max_tokens=9))),
             prompt=bytes(4 * length) if piggybacked else b"",
         )
         batch.reservations.reserve(request, owner=1)
@@ -277,12 +280,13 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
 
 def striped_step(step: PrefillStep) -> PrefillStep:
     chunks = [
-        replace(
+        msgspec.structs.replace(
             chunk, rows=laid_out("striped", chunk.start, chunk.start + chunk.length, step.group)
         )
         for chunk in step.chunks
     ]
-    return replace(step, chunks=tuple(chunks), bounds=tuple(bounds_of_rows(chunks, step.group)))
+    bounds = tuple(bounds_of_rows(chunks, step.group))
+    return msgspec.structs.replace(step, chunks=tuple(chunks), bounds=bounds)
 
 
 def _ignore_kv(

@@ -20,7 +20,7 @@ from tiny_checkpoints import make_checkpoint
 
 from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import RankKvReceived, Sampling
 from csps.protocols.gang.step_messages import SequencePlacement
 
@@ -83,7 +83,7 @@ async def test_the_six_slots_of_figure_4(tiny_llama: Path) -> None:
             slices=even_shares(2, [1]),
             master=1,
             sampling=Sampling(temperature=0, max_tokens=2),
-            answer=(KvSlice(instance=0, span=Span(2, 3)),),
+            answer=(KvSlice(0, 2, 3),),
         )
         await cell.reserve(request)
         assert all(rank.engine.pool.slots.free == 0 for rank in cell.prefill_gang.ranks)
@@ -152,10 +152,7 @@ async def story(
     first, second = row(sequence_ids, 20, 60, 0), row(sequence_ids, 21, 60, 2)
     joining, long = row(sequence_ids, 15, 10, 0, 2), row(sequence_ids, 48, 8, 1)
     answer = shares_at([0, 3, 7], (1, 2))
-    shifted = (
-        replace(kv_slice, span=Span(kv_slice.span.start + 48, kv_slice.span.stop + 48))
-        for kv_slice in answer
-    )
+    shifted = (kv_slice.cut(kv_slice.span.shifted(48)) for kv_slice in answer)
     long = replace(long, answer=tuple(shifted))
     for request in (first, second):
         await decode(cell, request)

@@ -206,7 +206,7 @@ async def test_sequences_of_different_instances_do_not_wait_for_each_other(
 
 def alternating(start: int, tokens: int, answer_holders: Sequence[int]) -> tuple[KvSlice, ...]:
     kept = round_robin(start, start + tokens, answer_holders)
-    return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
+    return tuple(KvSlice.of(i, span) for i, span in kept.items() if span.length)
 
 
 async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
@@ -236,7 +236,7 @@ async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
 
 async def test_an_answer_without_a_kv_holder_is_refused(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1) as cell:
-        gap = (KvSlice(instance=0, span=Span(5, 9, 2)),)
+        gap = (KvSlice.of(0, Span(5, 9, 2)),)
         request = Request(
             sequence_id=1, prompt=prompt_of(5), slices=even_shares(5, [0]), answer=gap
         )
@@ -336,7 +336,7 @@ class Story:
     def _within(self, start: int, stop: int) -> list[KvSlice]:
         span = Span(start=start, stop=stop)
         cuts = [
-            KvSlice(instance=kv_slice.instance, span=kv_slice.span.intersection(span))
+            KvSlice.of(kv_slice.instance, kv_slice.span.intersection(span))
             for kv_slice in self.slices
         ]
         return [cut for cut in cuts if cut.span.length]

@@ -29,8 +29,7 @@ from test_yielding import sending_goes_on
 
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.engine.step_trace import BYTES, LAYER, PHASE, RANK
-from csps.protocols.core.placement import KvSlice, Span
-from csps.services.scheduling.events.commands import PlacedSlice
+from csps.protocols.core.placement import Span
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 
@@ -59,15 +58,8 @@ def run_chunk(
 ) -> tuple[int, Counter[tuple[int, int]]]:
     """Send a chunk to the ranks; return its step, and the history tokens to move by instances."""
     before = prefill.owners[: prefill.done].copy()
-    stored = [
-        PlacedSlice.of(kv_slice.instance, kv_slice.span)
-        for kv_slice in spans_of(before)
-        if kv_slice.span.length
-    ]
-    moves = [
-        KvSlice(instance=move.instance, span=move.span)
-        for move in balancing_moves(stored, planned.group)
-    ]
+    stored = [kv_slice for kv_slice in spans_of(before) if kv_slice.tokens]
+    moves = balancing_moves(stored, planned.group)
     rows = laid_out(layout, prefill.done, planned.stop, planned.group)
     chunk = prefill.chunk(planned.stop, (*rows, *moves) if moves else (), rows=rows)
     step = run_step(cell, [prefill], [chunk], planned.group, **fields)

@@ -16,7 +16,7 @@ from uniform_plan import uniform_plan
 
 from csps.actors.attention.choice import strategy_of
 from csps.protocols.attention.csa import CsaPlan
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.step_messages import PrefillStep
 
@@ -97,8 +97,8 @@ def test_every_strategy_merges_history(
 def test_members_without_heads_answer_for_history(gangs: Gangs, strategy: str) -> None:
     """Two of six members own no query head, and have the history."""
     slices = [
-        KvSlice(instance=5, span=Span(start=0, stop=7)),
-        KvSlice(instance=4, span=Span(start=7, stop=9)),
+        KvSlice(5, 0, 7),
+        KvSlice(4, 7, 9),
     ]
     bounds = [0, 9, 14, 30, 30, 40, 48]
     step = job_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)

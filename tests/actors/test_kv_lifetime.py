@@ -11,7 +11,7 @@ from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.protocols.core.placement import KvSlice, Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
-AWAY = (KvSlice(instance=0, span=Span(start=0, stop=1)),)
+AWAY = (KvSlice(0, 0, 1),)
 
 
 def step_of(

@@ -26,14 +26,14 @@ from csps.actors.attention.sp_tp.gathered_weights import GatheredWeights
 from csps.actors.attention.sp_tp.sp_tp import SpTp
 from csps.actors.attention.ulysses import Ulysses
 from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 
 TIMINGS = 10
 LAYERS = 3
 PLACES = {2: ("0-0-0", "0-1-0"), 4: ("0-0-0", "0-0-1", "0-1-0", "0-1-1")}
 SHARES = [
-    KvSlice(instance=1, span=Span(start=0, stop=7)),
-    KvSlice(instance=0, span=Span(start=7, stop=19)),
+    KvSlice(1, 0, 7),
+    KvSlice(0, 7, 19),
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from csps.actors.attention.base.group import HeadSplit, SpGroup
 from csps.actors.comm.layout import GangLayout, local_chunks
 from csps.actors.timing.timeline import StepClock
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 
@@ -106,9 +106,10 @@ def test_rows_in_any_layout_are_one_members_each(
 
 @pytest.mark.parametrize("rows", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 4)], [(0, 0, 3), (1, 4, 5)]])
 def test_rows_that_miss_or_repeat_positions_are_refused(rows: list[tuple[int, int, int]]) -> None:
-    slices = tuple(KvSlice(instance=i, span=Span(start, stop)) for i, start, stop in rows)
+    slices = tuple(KvSlice(i, start, stop) for i, start, stop in rows)
+    chunk = PrefillChunk(sequence_id=1, start=0, length=4, rows=slices)
     with pytest.raises(ValueError, match="each once"):
-        PrefillChunk(sequence_id=1, start=0, length=4, rows=slices)
+        PrefillStep(step_id=1, group=(0, 1), bounds=(0, 2, 4), chunks=(chunk,)).check()
 
 
 def test_bounds_that_are_not_those_of_the_rows_are_refused() -> None:
@@ -116,9 +117,9 @@ def test_bounds_that_are_not_those_of_the_rows_are_refused() -> None:
         PrefillChunk(sequence_id=1, start=0, length=4, rows=laid_out("striped", 0, 4, [1, 0])),
     )
     with pytest.raises(ValueError, match=r"bounds \(0, 1, 4\) do not match the rows"):
-        PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 4), chunks=chunks)
+        PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 4), chunks=chunks).check()
     with pytest.raises(ValueError, match="instance 1 has rows, but is not in group"):
-        PrefillStep(step_id=1, group=(0,), bounds=(0, 2), chunks=chunks)
+        PrefillStep(step_id=1, group=(0,), bounds=(0, 2), chunks=chunks).check()
 
 
 @st.composite

@@ -60,7 +60,7 @@ def on(request: Request, *instances: int, master: int | None = None) -> Sequence
 
 def turns(start: int, tokens: int, answer_holders: Sequence[int]) -> tuple[KvSlice, ...]:
     kept = round_robin(start, start + tokens, answer_holders)
-    return tuple(KvSlice(instance=i, span=span) for i, span in kept.items() if span.length)
+    return tuple(KvSlice.of(i, span) for i, span in kept.items() if span.length)
 
 
 def talking(sequence_id: int, length: int, tokens: int, *instances: int) -> Request:
@@ -214,10 +214,11 @@ async def test_a_waiting_move_takes_no_slots_when_its_sequence_has_left(
             MoveSequence(
                 step_id=1_000,
                 sequence_id=1,
-                prompt_length=20,
+                prompt_tokens=20,
                 stop=59,
                 before=placed(request),
                 after=on(request, 1),
+                sampler=request.sampler,
             )
         )
         cell.decode.notify(1, "move", message)
@@ -249,10 +250,10 @@ async def test_history_returns_after_the_step_that_moved_it_away(
         first = replace(talking(1, 40, 4, 0), retain=True)
         await decode(cell, first)
         await cell.until(lambda: cell.finished(1))
-        await cell.keep(cell.decode, RetainKv(sequence_id=1, spans=(Span(0, 40),)))
+        await cell.keep(cell.decode, RetainKv(sequence_id=1, start=0, stop=40))
         request = replace(talking(2, 50, LASTING, 1), prompt=np.append(first.prompt, prompt_of(10)))
         await cell.reserve(request)
-        history = (KvSlice(instance=0, span=Span(0, 40), source=1),)
+        history = (KvSlice(0, 0, 40, source=1),)
         step = job_of([request.chunk(40, history=history)], [0, 1], [0, 0, 10])
         cell.submit(step, request.prompt[40:])
         await cell.join(request)
@@ -291,7 +292,7 @@ async def test_a_prompt_that_is_cancelled_while_it_scales_down_leaves_nothing(
 async def test_only_whole_placements_are_moved(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1) as cell:
         request = talking(1, 5, 4, 0)
-        gap = SequencePlacement(slices=(KvSlice(instance=0, span=Span(0, 4)),), master=0)
+        gap = SequencePlacement(slices=(KvSlice(0, 0, 4),), master=0)
         with pytest.raises(ValueError, match="each once"):
             cell.move(request, placed(request), gap)
 

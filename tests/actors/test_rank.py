@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from gang_driver import (
     ANSWER_S,
@@ -176,7 +177,7 @@ async def test_an_iteration_that_does_not_end_is_noticed(
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
-        step = replace(job_of([request.chunk()], [0]), step_id=1)
+        step = msgspec.structs.replace(job_of([request.chunk()], [0]), step_id=1)
         with pytest.raises(ProtocolError, match="runs no prefill steps"):
             await cell.decode.call(0, "prefill", pack(step))
         join = JoinBatch(sequence_id=1, first_token=0)
@@ -209,7 +210,9 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
         for sequence_id in range(2, 8):
             prompt = prompt_of(30, sequence_id)
             here = Request(sequence_id=sequence_id, prompt=prompt, slices=())
-            step = replace(job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id)
+            step = msgspec.structs.replace(
+                job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id
+            )
             beside.submit(step, prompt)
             await cell.until_received(2, PrefillDone, step_id=step.step_id)
             assert cell.tokens(sequence_id) == greedy_tokens(tiny_llama, prompt.tolist(), 1)

@@ -14,7 +14,7 @@ from greedy_reference import greedy_tokens
 from rank_kv import headers_sent, positions_of
 
 from csps.protocols.core.errors import FaultError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import EvictKv, RequestFailed, RetainKv, Sampling
 
 GREEDY = Sampling(temperature=0, max_tokens=4)
@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0, max_tokens=4)
 
 def shares_of(source: int, *cuts: tuple[int, int, int]) -> tuple[KvSlice, ...]:
     """Return slices from (instance, start, stop), computed by another sequence."""
-    return tuple(KvSlice(instance=i, span=Span(a, b), source=source) for i, a, b in cuts)
+    return tuple(KvSlice(i, a, b, source=source) for i, a, b in cuts)
 
 
 async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Prompt:
@@ -40,9 +40,7 @@ async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Pr
     await cell.reserve(request)
     await cell.prefilled(cell.submit(job_of([request.chunk()], group), request.prompt))
     (answer,) = await cell.answer(request)
-    kept = await cell.keep(
-        cell.decode, RetainKv(sequence_id=sequence_id, spans=(Span(0, length + 3),))
-    )
+    kept = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, start=0, stop=length + 3))
     assert kept == length + 3
     return np.array([*request.prompt, *answer], "<i4")
 
@@ -53,7 +51,7 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         length = len(text)
-        await cell.keep(cell.decode, EvictKv(sequence_id=1, spans=(Span(30, 50),)))
+        await cell.keep(cell.decode, EvictKv(sequence_id=1, start=30, stop=50))
         reused = shares_of(1, (0, 0, 20), (1, 20, 30))
         request = Request(
             sequence_id=2,
@@ -80,7 +78,7 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
 async def test_history_that_lies_where_it_is_needed_does_not_move(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
-        await cell.keep(cell.decode, EvictKv(sequence_id=1, spans=(Span(20, 50),)))
+        await cell.keep(cell.decode, EvictKv(sequence_id=1, start=20, stop=50))
         mesh = cell.prefill_gang.ranks[0].engine.mesh
         before = list(mesh.bytes_sent)
         slices = (*shares_of(1, (0, 0, 20)), *shares_at([20, len(text)], [0]))
@@ -125,7 +123,7 @@ async def test_history_that_is_not_resident_is_refused(tiny_llama: Path) -> None
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         for gang in (cell.prefill, cell.decode):
-            await cell.keep(gang, RetainKv(sequence_id=1, spans=(Span(0, 15),)))
+            await cell.keep(gang, RetainKv(sequence_id=1, start=0, stop=15))
         request = Request(
             sequence_id=2,
             prompt=text,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -90,7 +89,10 @@ def step_in(layout: str, lengths: list[int], members: int) -> PrefillStep:
     bounds = [sum(lengths) * member // members for member in range(members + 1)]
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        chunks = [replace(chunk, rows=place(order, cut(chunk.length, members))) for chunk in chunks]
+        chunks = [
+            msgspec.structs.replace(chunk, rows=place(order, cut(chunk.length, members)))
+            for chunk in chunks
+        ]
         bounds = bounds_of_rows(chunks, order)
     return PrefillStep(step_id=1, group=order, bounds=tuple(bounds), chunks=tuple(chunks))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from csa_cases import scattered
@@ -30,7 +31,7 @@ from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import GroupMaker
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.timing.timeline import Event, PhaseTimeline, StepClock
-from csps.protocols.core.placement import KvSlice, Span, place, striped, zigzag
+from csps.protocols.core.placement import KvSlice, place, striped, zigzag
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 HEAD_DIM = 8
@@ -208,10 +209,7 @@ def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvS
         cut = {"zigzag": zigzag, "striped": striped}[layout]
         return place(chosen, cut(length, len(chosen)), start=start)
     owners = [draw(st.sampled_from(chosen)) for _ in range(length)]
-    found = (
-        KvSlice(instance=owner, span=Span(start + at, start + at + 1))
-        for at, owner in enumerate(owners)
-    )
+    found = (KvSlice(owner, start + at, start + at + 1) for at, owner in enumerate(owners))
     return tuple(draw(st.permutations(list(found))))
 
 
@@ -299,7 +297,9 @@ def one_prompt(
     )
     if layout != "contiguous":
         cut = {"zigzag": zigzag, "striped": striped}[layout]
-        chunk = replace(chunk, rows=place(order, cut(length, members), start=history))
+        chunk = msgspec.structs.replace(
+            chunk, rows=place(order, cut(length, members), start=history)
+        )
         bounds = tuple(bounds_of_rows([chunk], order))
     return Case(*heads, (chunk,), bounds, order, dtype)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from dense_csa_reference import DenseCsa
@@ -19,7 +20,7 @@ from uniform_plan import uniform_plan
 from csps.actors.attention.sp_tp.sp_tp import SpTp
 from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 
 LAYERS = 5
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
@@ -126,8 +127,8 @@ def test_far_keys_are_dropped_as_planned(
 def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipelined: bool) -> None:
     plan, start = plan_of(3, 0.5, window, pipelined=pipelined), 11
     slices = [
-        KvSlice(instance=2, span=Span(start=0, stop=7)),
-        KvSlice(instance=1, span=Span(start=7, stop=start)),
+        KvSlice(2, 0, 7),
+        KvSlice(1, 7, start),
     ]
     step = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
     forwards = [brute_force(gang, plan, start), gang.forwards(step)[1]]
@@ -181,4 +182,4 @@ def test_options_of_sp_ntp_alone_are_refused_before_the_step_starts(
     step = job_of(BOUNDS, [LONG, SHORT])
     plan = replace(plan_of(3, 0.5, 16), **change)
     with pytest.raises(ConfigError, match=what):
-        replace(step, strategy="sp_tp", csa=plan)
+        msgspec.structs.replace(step, strategy="sp_tp", csa=plan)

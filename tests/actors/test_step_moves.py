@@ -14,7 +14,7 @@ from csps.actors.attention.base.group import SpGroup
 from csps.actors.comm.layout import GangLayout
 from csps.actors.engine.kv_mover import history_moves, row_moves, stored_of
 from csps.actors.timing.timeline import StepClock
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalanced
 
 
@@ -26,10 +26,7 @@ def slices(draw: st.DrawFn, start: int, stop: int, group: list[int]) -> tuple[Kv
     if draw(st.booleans()):
         return laid_out(draw(st.sampled_from(LAYOUTS)), start, stop, some_of(draw, group))
     cuts = sorted({start, stop, *draw(st.lists(st.integers(start, stop), max_size=3))})
-    found = [
-        KvSlice(instance=draw(st.sampled_from(group)), span=Span(start=a, stop=b))
-        for a, b in pairwise(cuts)
-    ]
+    found = [KvSlice(draw(st.sampled_from(group)), a, b) for a, b in pairwise(cuts)]
     return tuple(draw(st.permutations(found)))
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from ring_traffic import ring_kv_traffic, ring_q_traffic
 from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
@@ -195,7 +196,7 @@ def test_levels(gang: StrategyRanks) -> None:
     )
 
     def levels(members: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
-        step = replace(members.step, strategy="levels", csa=plan)
+        step = msgspec.structs.replace(members.step, strategy="levels", csa=plan)
         return strategy_of(replace(members, step=step), engine)
 
     assert measured(gang, levels) == levels_traffic(shape_of(gang), group, TOKENS)

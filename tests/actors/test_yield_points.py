@@ -26,7 +26,7 @@ from csps.actors.attention.base.yield_points import StepPoints, YieldPoints
 from csps.actors.attention.choice import strategy_of
 from csps.actors.attention.step_points import ModelShape, step_points
 from csps.actors.comm.mesh import Mesh, Tag
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillStep
 
 several = settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
@@ -136,7 +136,7 @@ def test_the_same_with_members_that_have_no_heads(
 ) -> None:
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=2)
-    slices = [KvSlice(instance=5, span=Span(start=0, stop=9))]
+    slices = [KvSlice(5, 0, 9)]
     step = job_of(
         [0, 9, 14, 30, 30, 40, 48],
         [48],

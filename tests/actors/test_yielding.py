@@ -11,11 +11,11 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import pytest
 from gang_driver import ANSWER_S, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
@@ -53,7 +53,9 @@ class StepFeed:
         await self.cell.reserve(request)
         self.requests.append(request)
         self.jobs.append(
-            replace(job_of([request.chunk()], group, high_priority=high_priority), step_id=number)
+            msgspec.structs.replace(
+                job_of([request.chunk()], group, high_priority=high_priority), step_id=number
+            )
         )
         return number
 

@@ -17,14 +17,13 @@ from paced.ranks import Words
 
 from csps.loadgen.results.result import read_result
 from csps.loadgen.simulator.cluster_file import parse_cluster
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     CancelSequence,
     JoinBatch,
     ReserveKv,
     SampledTokens,
-    Sampling,
 )
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack, unpack
@@ -97,19 +96,17 @@ class Cell:
     async def ask(self, sequence_id: int, *, tokens: int, generated_tokens: int = 0) -> None:
         """Reserve and prefill 10 tokens on both instances, to land on both decode instances."""
         slices = (
-            KvSlice(instance=0, span=Span(start=0, stop=4)),
-            KvSlice(instance=1, span=Span(start=4, stop=10)),
+            KvSlice(0, 0, 4),
+            KvSlice(1, 4, 10),
         )
-        sampling = Sampling(max_tokens=tokens)
-        before = bytes(4 * generated_tokens)
         reserve = ReserveKv(
             sequence_id=sequence_id,
             epoch="e",
             slices=slices,
             master=1,
-            prompt_length=10,
-            sampling=sampling,
-            generated_tokens=before,
+            prompt_tokens=10,
+            output_tokens=tokens - generated_tokens,
+            first_index=generated_tokens,
         )
         await self.gangs["decode"].call_all("reserve", pack(reserve))
         chunk = PrefillChunk(
@@ -117,8 +114,8 @@ class Cell:
             start=0,
             length=10,
             destinations=slices,
-            sampling=sampling,
-            generated_tokens=before,
+            decoded=tokens - generated_tokens > 1,
+            first_index=generated_tokens,
         )
         job = PrefillStep(step_id=sequence_id, group=(0, 1), bounds=(0, 5, 10), chunks=(chunk,))
         self.gangs["prefill"].notify_all("prefill", pack(job))
@@ -188,10 +185,10 @@ async def test_a_piggybacked_prompt_is_computed_in_chunks() -> None:
             reserve = ReserveKv(
                 sequence_id=sequence_id,
                 epoch="e",
-                slices=(KvSlice(instance=1, span=Span(start=0, stop=prompt)),),
+                slices=(KvSlice(1, 0, prompt),),
                 master=1,
-                prompt_length=prompt,
-                sampling=Sampling(max_tokens=tokens),
+                prompt_tokens=prompt,
+                output_tokens=tokens,
             )
             await gang.call_all("reserve", pack(reserve))
         generated_tokens: list[tuple[tuple[int, int], ...]] = []

@@ -134,7 +134,6 @@ from csps.protocols.attention.ring_choice import RingModel
 from csps.protocols.attention.ring_choice import RingRules
 from csps.protocols.attention.ring_choice import RingSpeeds
 from csps.protocols.gang.messages import Sampling
-from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import FinishReason
 from csps.protocols.rpc.trace_context import extract
 from csps.services.evaluation.cases import Evaluation
@@ -371,7 +370,7 @@ def _running() -> RequestHandle:
         reason="because",
     )
     running.placement = Placement(
-        group=(0,), bounds=(0, 100), slices=(KvSlice(instance=0, span=Span(0, 100)),), master=0
+        group=(0,), bounds=(0, 100), slices=(KvSlice(0, 0, 100),), master=0
     )
     now = running.marks.submitted
     for name in ("placed", "launched", "prefilled", "first_token", "joined", "last_token", "ended"):

@@ -363,18 +363,8 @@ MOVES = (
     Fault(
         name="A move names the old master.",
         file="services/scheduling/core/sequences.py",
-        old=(
-            "            master=placement.master,\n"
-            "            answer=placement.answer,\n"
-            "        )\n"
-            "        sequence.unfreed.update"
-        ),
-        new=(
-            "            master=sequence.master_id,\n"
-            "            answer=placement.answer,\n"
-            "        )\n"
-            "        sequence.unfreed.update"
-        ),
+        old="slices=placement.slices, master=placement.master, answer=placement.answer",
+        new="slices=placement.slices, master=sequence.master_id, answer=placement.answer",
         test=f"{MOVED}::test_move_names_the_placement_that_the_policy_chose",
     ),
     Fault(
@@ -681,8 +671,8 @@ ROUTER = (
     Fault(
         name="A cancelled request that was to be piggybacked joins all the same.",
         file="services/router/dispatch.py",
-        old="        if sequence.over:\n            return\n        message = JoinBatch",
-        new="        message = JoinBatch",
+        old="        if sequence.over:\n            return\n        sequence.decode.notify",
+        new="        sequence.decode.notify",
         test=f"{PIGGYBACKED}::test_a_request_cancelled_while_slots_are_reserved_never_joins",
     ),
     Fault(
@@ -695,12 +685,10 @@ ROUTER = (
     Fault(
         name="A moved sequence does not wait for the instances that it comes to.",
         file="services/router/lowering.py",
-        old="expect(member for member in members if member not in known)",
-        new="expect(member for member in members if member in ())",
-        test=(
-            f"{MOVED_REQUESTS}"
-            "::test_a_rank_may_free_a_sequence_before_another_acknowledges_its_move"
-        ),
+        old="expect(member for member in move.instances if member not in known)",
+        new="expect(member for member in move.instances if member in ())",
+        test=f"{MOVED_REQUESTS}"
+        "::test_a_rank_may_free_a_sequence_before_another_acknowledges_its_move",
     ),
     Fault(
         name="A sequence that a rank has freed is still moved.",
@@ -750,18 +738,16 @@ ROUTER = (
     Fault(
         name="Instances that only cancelled sequences of a step need are never done.",
         file="services/router/dispatch.py",
-        old="        for instance in idle:\n",
-        new="        for instance in idle[:0]:\n",
+        old="self._report_done(command.step, idle)",
+        new="self._report_done(command.step, idle[:0])",
         test=CANCELLED_WHILE_RESERVED,
     ),
     Fault(
         name="A cancelled sequence is sent in the place of one that is wanted.",
         file="services/router/dispatch.py",
-        old="rest, gang, [sequence for sequence in sequences if not sequence.over]\n",
-        new="rest, gang, sequences[: len(rest.chunks)]\n",
-        test=(
-            f"{SERVICE}::test_a_batch_runs_without_the_request_cancelled_while_slots_were_reserved"
-        ),
+        old="[sequence for sequence in sequences if not sequence.over],\n",
+        new="sequences[: len(rest.chunks)],\n",
+        test=f"{SERVICE}::test_a_batch_runs_without_the_request_cancelled_while_slots_were_reserved",
     ),
     Fault(
         name="The prompt of a piggybacked request goes to the rank with its master's number.",
@@ -778,20 +764,10 @@ ROUTER = (
         test=SECOND_TOKEN,
     ),
     Fault(
-        name="A retried sequence is reserved without its generated tokens.",
-        file="services/router/lowering.py",
-        old=(
-            "        generated_tokens=token_bytes(handle.generated_tokens),\n"
-            "        sampling=handle.spec.sampling,\n"
-            "        prompt_tokens=_penalized_tokens(handle),\n"
-            "        answer"
-        ),
-        new=(
-            '        generated_tokens=b"",\n'
-            "        sampling=handle.spec.sampling,\n"
-            "        prompt_tokens=_penalized_tokens(handle),\n"
-            "        answer"
-        ),
+        name="A retried sequence is sampled as if nothing had been generated.",
+        file="services/router/live_sequences.py",
+        old="generated_tokens=token_bytes(generated),",
+        new='generated_tokens=b"",',
         test=SECOND_TOKEN,
     ),
 )
@@ -821,9 +797,9 @@ REPORTS = (
     ),
     Fault(
         name="The last chunk of a retried prompt does not sample a token.",
-        file="services/router/lowering.py",
-        old="last=stop == sequence.command.prompt_tokens,",
-        new="last=stop == handle.spec.prompt.size,",
+        file="services/scheduling/core/launcher.py",
+        old="planned.length == request.prompt_tokens,",
+        new="planned.length == request.prompt_tokens - request.generated_tokens,",
         test=ALL_ATTEMPTS,
     ),
     Fault(
@@ -902,7 +878,7 @@ REPORTS = (
     Fault(
         name="A high-priority step preempts requests of other high-priority steps.",
         file="services/router/rank_notifications.py",
-        old="            if not step.command.high_priority\n            and any(",
+        old="            if not step.command.step.high_priority\n            and any(",
         new="            if any(",
         test=f"{EVENTS}::test_only_low_priority_steps_count_as_preempted",
     ),
@@ -919,19 +895,33 @@ REPORTS = (
     Fault(
         name="The ranks of a step are found by their place in its group.",
         file="services/router/lowering.py",
-        old="        for rank in gang.ranks_of(instance):\n",
-        new="        for rank in gang.ranks_of(group.index(instance)):\n",
+        old="for rank in gang.ranks_of(index_of(member)):",
+        new="for rank in gang.ranks_of(step.group.index(member)):",
         test=f"{SERVICE}::test_every_rank_gets_the_step_with_its_own_tokens",
     ),
     Fault(
-        name="Histories are shifted when a sequence of a step is cancelled.",
+        name="A chunk is given the history of another one.",
+        file="services/scheduling/core/launcher.py",
+        old="map(_chunk, computed, planned.chunks, histories)",
+        new="map(_chunk, computed, planned.chunks, histories[::-1])",
+        test=f"{CHUNKS}::test_later_chunks_know_where_the_kv_of_earlier_ones_lies",
+    ),
+    Fault(
+        name="An instance that only holds history is left out when a sequence is cancelled.",
         file="services/router/lowering.py",
-        old="history=tuple(command.history[index] for index in remaining),",
-        new="history=command.history[: len(remaining)],",
+        old="involved = {**rows, **dict.fromkeys(_holders(remaining, placements))}",
+        new="involved = rows",
         test=(
             "tests/services/test_cancelled_chunks.py"
             "::test_others_are_computed_where_they_were_with_their_own_history"
         ),
+    ),
+    Fault(
+        name="A retried sequence numbers its first token from zero.",
+        file="services/router/lowering.py",
+        old="first_index=sequence.first_index,",
+        new="first_index=0,",
+        test=SECOND_TOKEN,
     ),
 )
 
@@ -940,9 +930,9 @@ TOKENS = "tests/protocols/test_tokens.py"
 WIRE = (
     Fault(
         name="An only token counts as one behind which something is decoded.",
-        file="protocols/gang/step_messages.py",
-        old="len(self.generated_tokens) // TOKEN_BYTES > 1",
-        new="len(self.generated_tokens) // TOKEN_BYTES > 0",
+        file="services/scheduling/core/launcher.py",
+        old="decoded=request.output_tokens > 1,",
+        new="decoded=request.output_tokens > 0,",
         test=f"{SERVICE}::test_an_answer_of_one_token_reserves_no_decode_slots",
     ),
     Fault(
@@ -1048,15 +1038,15 @@ RANK_GAPS = (
     Fault(
         name="A step shares history that lies on other instances.",
         file="actors/engine/kv_lifetime.py",
-        old="if kv_slice.source is not None and kv_slice.instance == self._here:",
-        new="if kv_slice.source is not None:",
+        old="if kv_slice.source and kv_slice.instance == self._here:",
+        new="if kv_slice.source:",
         test=f"{RETAINED_KV}::test_a_second_turn_sends_what_the_other_gang_lacks",
     ),
     Fault(
         name="A reservation shares KV that lies on other instances.",
         file="actors/engine/reservations.py",
-        old="if kv_slice.source is not None and kv_slice.instance == self._engine.instance:",
-        new="if kv_slice.source is not None:",
+        old="if kv_slice.source and kv_slice.instance == self._engine.instance:",
+        new="if kv_slice.source:",
         test=f"{RETAINED_KV}::test_a_second_turn_sends_what_the_other_gang_lacks",
     ),
     Fault(

@@ -26,7 +26,7 @@ class Round:
         """Create all classes again."""
         for module in (placement, messages, step_messages):  # each after those that it imports
             importlib.reload(module)
-        slices = (placement.KvSlice(instance=0, span=placement.Span(start=0, stop=1)),)
+        slices = (placement.KvSlice(0, 0, 1),)
         chunk = step_messages.PrefillChunk(
             sequence_id=1, start=0, length=1, history=slices, destinations=slices
         )

@@ -77,7 +77,7 @@ def test_every_group_gets_a_plan_that_a_step_accepts(
         chunks=(PrefillChunk(sequence_id=1, start=0, length=sum(lengths)),),
         strategy="csa",
         csa=plan,
-    )
+    ).check()
     told_apart = len(Topology.of(locations).granularities)
     assert plan.levels == min(settings.levels or told_apart, told_apart)
     less = settings.levels is not None and plan.levels < settings.levels

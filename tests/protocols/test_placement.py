@@ -191,8 +191,8 @@ def test_round_robin_alternates(start: int, tokens: int, instances: list[int]) -
 
 def test_a_layout_is_placed_on_instances() -> None:
     assert place((4, 2), zigzag(8, 2), start=3) == (
-        KvSlice(instance=4, span=Span(3, 5)),
-        KvSlice(instance=4, span=Span(9, 11)),
-        KvSlice(instance=2, span=Span(5, 7)),
-        KvSlice(instance=2, span=Span(7, 9)),
+        KvSlice(4, 3, 5),
+        KvSlice(4, 9, 11),
+        KvSlice(2, 5, 7),
+        KvSlice(2, 7, 9),
     )

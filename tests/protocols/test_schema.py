@@ -6,21 +6,22 @@ import contextlib
 import enum
 import subprocess
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.core.errors import ProtocolError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang import messages, step_messages
-from csps.protocols.gang.messages import Sampling
+from csps.protocols.gang.messages import SamplerInputs, Sampling
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
-from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.schema import encode, pack, unpack
 
 
 class Color(enum.StrEnum):
@@ -190,7 +191,12 @@ def test_fields_that_no_message_may_have(kind: Any) -> None:
 
 def test_every_message_of_the_protocol_can_travel() -> None:
     modules = (messages, step_messages)
-    classes = {cls for module in modules for cls in vars(module).values() if is_dataclass(cls)}
+    classes = {
+        cls
+        for module in modules
+        for cls in vars(module).values()
+        if is_dataclass(cls) or (isinstance(cls, type) and issubclass(cls, msgspec.Struct))
+    }
     assert len(classes) > 25
     for cls in classes:
         with pytest.raises(ProtocolError):  # compiles the converters, which is what could fail
@@ -198,10 +204,12 @@ def test_every_message_of_the_protocol_can_travel() -> None:
 
 
 def test_a_prefill_step_travels() -> None:
-    history = KvSlice(instance=1, span=Span(start=0, stop=5))
+    history = KvSlice(1, 0, 5)
     chunk = PrefillChunk(sequence_id=3, start=5, length=2, history=(history,))
-    chunk = replace(chunk, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
-    step = PrefillStep(step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,))
+    samplers = {3: encode(SamplerInputs(sampling=Sampling(logit_bias={5: 1.5}, logprobs=3)))}
+    step = PrefillStep(
+        step_id=1, group=(0, 1), bounds=(0, 1, 2), chunks=(chunk,), samplers=samplers
+    )
     assert unpack(PrefillStep, over_the_wire(pack(step))) == step
 
 

@@ -29,6 +29,7 @@ from csps.protocols.gang.messages import (
     Attach,
     CancelSequence,
     ConnectKv,
+    FirstTokenSampler,
     JoinBatch,
     PrefillDone,
     RankDescription,
@@ -82,6 +83,8 @@ class FakeRank:
         self.attached: list[str] = []
         self.connections: list[ConnectKv] = []
         self.steps: list[PrefillStep] = []
+        self.samplers: dict[int, bytes] = {}
+        """Packed `SamplerInputs` by sequence."""
         self.reserved: dict[int, ReserveKv] = {}
         self.all_reserved: list[int] = []
         self.joined: list[JoinBatch] = []
@@ -95,6 +98,7 @@ class FakeRank:
                 "attach": self._attach,
                 "keep_alive": self._keep_alive,
                 "connect_kv": self._connect_kv,
+                "sampler": self._sampler,
                 "prefill": self._prefill,
                 "reserve": self._reserve,
                 "join": lambda payload, _: self._note("join", self.joined, JoinBatch, payload),
@@ -166,6 +170,10 @@ class FakeRank:
         self._note("connect_kv", self.connections, ConnectKv, payload)
         await self.gang.may_connect.wait()
 
+    def _sampler(self, payload: Any, _: Peer) -> None:
+        message = unpack(FirstTokenSampler, payload)
+        self.samplers[message.sequence_id] = message.inputs
+
     def _prefill(self, payload: Any, _: Peer) -> None:
         step = self._note("prefill", self.steps, PrefillStep, payload)
         used = sum(
@@ -227,7 +235,7 @@ def _slots(request: ReserveKv, instance: int) -> int:
         return slices + sum(
             kv_slice.span.length for kv_slice in request.answer if kv_slice.instance == instance
         )
-    return slices + (request.sampling.max_tokens if request.master == instance else 0)
+    return slices + (request.output_tokens if request.master == instance else 0)
 
 
 class FakeGang:
@@ -431,9 +439,8 @@ class FakeCell:
             for chunk in step.chunks:
                 reserved = chunk.sequence_id in decode.leader.reserved or not chunk.decoded
                 if reserved and chunk.sequence_id not in prefill.leader.cancelled:
-                    index = len(chunk.generated_tokens) // 4
-                    last = chunk.sampling.max_tokens == index + 1
-                    prefill.sample(chunk.sequence_id, index, finish="length" if last else None)
+                    finish = None if chunk.decoded else "length"
+                    prefill.sample(chunk.sequence_id, chunk.first_index, finish=finish)
                     decode.receive_kv(chunk.sequence_id)
             prefill.finish_step(step)
 
@@ -441,8 +448,9 @@ class FakeCell:
             message = unpack(JoinBatch, payload)
             request = decode.leader.reserved.get(message.sequence_id)
             if request is not None:
-                first = len(request.generated_tokens) // 4 + (message.first_token is not None)
-                self.finish(message.sequence_id, request.sampling.max_tokens, first=first)
+                first = request.first_index + (message.first_token is not None)
+                count = request.first_index + request.output_tokens
+                self.finish(message.sequence_id, count, first=first)
 
         prefill.on_step = on_step
         decode.leader.server._handlers["join"] = join

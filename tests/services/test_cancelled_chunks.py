@@ -5,15 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.router.lowering import without_cancelled
 from csps.services.scheduling.deciding.step_layout import rows_of
-from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
 
 INSTANCES = 4
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> RunStep:
+def steps(draw: st.DrawFn) -> PrefillStep:
     """Return a step of several sequences, each of which has its history on some instance."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=5))
     starts = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
@@ -21,26 +22,25 @@ def steps(draw: st.DrawFn) -> RunStep:
     bounds = (0, *sorted(cuts), sum(lengths))
     group = tuple(range(len(bounds) - 1))
     holders = [draw(st.sampled_from(group)) for _ in lengths]
-    return RunStep(
+    return PrefillStep(
         step_id=1,
         group=group,
         bounds=bounds,
         chunks=tuple(
-            Chunk(number, start, length)
-            for number, (start, length) in enumerate(zip(starts, lengths, strict=True), 1)
+            PrefillChunk(
+                sequence_id=number,
+                start=start,
+                length=length,
+                history=(KvSlice(holder, 0, start),) if start else (),
+            )
+            for number, (start, length, holder) in enumerate(
+                zip(starts, lengths, holders, strict=True), 1
+            )
         ),
-        history=tuple(
-            (PlacedSlice(holder, 0, start),) if start else ()
-            for holder, start in zip(holders, starts, strict=True)
-        ),
-        strategy="ulysses",
-        cls="exact",
-        high_priority=False,
-        ends_ns=0,
     )
 
 
-def computed(step: RunStep) -> dict[tuple[int, int], int]:
+def computed(step: PrefillStep) -> dict[tuple[int, int], int]:
     """Return the instance that computes each position of each sequence."""
     return {
         (chunk.sequence_id, position): row.instance
@@ -52,20 +52,16 @@ def computed(step: RunStep) -> dict[tuple[int, int], int]:
 
 @given(step=steps(), data=st.data())
 def test_others_are_computed_where_they_were_with_their_own_history(
-    step: RunStep, data: st.DataObject
+    step: PrefillStep, data: st.DataObject
 ) -> None:
     numbers = [chunk.sequence_id for chunk in step.chunks]
     cancelled = data.draw(st.sets(st.sampled_from(numbers)))
     rest, idle = without_cancelled(step, cancelled, placements={})
     left = {key: at for key, at in computed(step).items() if key[0] not in cancelled}
-    histories = dict(zip(numbers, step.history, strict=True))
-    assert [chunk.sequence_id for chunk in rest.chunks] == [
-        number for number in numbers if number not in cancelled
-    ]
-    assert rest.history == tuple(histories[chunk.sequence_id] for chunk in rest.chunks)
+    assert list(rest.chunks) == [it for it in step.chunks if it.sequence_id not in cancelled]
     assert not rest.chunks or computed(rest) == left
     if cancelled:
-        holders = {part.instance for history in rest.history for part in history}
+        holders = {part.instance for chunk in rest.chunks for part in chunk.history}
         needed = set(left.values()) | holders
         assert set(rest.group) == needed
         assert set(idle) == set(step.group) - needed

@@ -17,9 +17,10 @@ from csps.protocols.attention.plan import (
     StrategyQuestions,
 )
 from csps.protocols.core.topology import GroupShape
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.router import cost_table_service as cost_book
 from csps.services.router.cost_table_service import CostTableService
-from csps.services.scheduling.events.commands import Chunk, RunStep
+from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import AnyEvent, CostTableUpdated, instance_id
 
 TABLE = CostTable(latencies=SHIPPED)
@@ -31,17 +32,14 @@ async def silent(questions: StrategyQuestions) -> StrategyChoices:
 
 
 def step(number: int, strategy: str = "ulysses") -> RunStep:
-    return RunStep(
+    prefill = PrefillStep(
         step_id=number,
         group=(instance_id(1, 0), instance_id(1, 1)),
         bounds=(0, TOKENS // 2, TOKENS),
-        chunks=(Chunk(number, 0, TOKENS),),
-        history=((),),
+        chunks=(PrefillChunk(number, 0, TOKENS),),
         strategy=strategy,
-        cls="auto",
-        high_priority=False,
-        ends_ns=0,
     )
+    return RunStep(step=prefill, cls="auto", ends_ns=0)
 
 
 def test_predictions_follow_a_machine_that_became_slower(

@@ -95,6 +95,7 @@ async def test_a_token_of_the_new_master_may_arrive_before_one_of_the_old() -> N
             token = SampledToken(sequence_id=sequence_id, index=index, token=7)
             ranks[index].notify("tokens", SampledTokens.of([token]))
             await loop_iterations()
+        await until(lambda: handle.timings.tokens == 3)
         assert [(await anext(handle)).index for _ in range(3)] == [0, 1, 2]
         for rank in (0, 1, 2):
             moved(cell, rank, sequence_id)

@@ -120,7 +120,7 @@ async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None
         (request,) = [it for rank in cell.decode.ranks if (it := rank.reserved[again]).prompt]
         tokens = np.frombuffer(request.prompt, "<i4")
         assert tokens.tolist() == [*range(50), 5, 6]
-        assert (request.prompt_length, len(request.generated_tokens)) == (52, 8)
+        assert (request.prompt_tokens, request.first_index) == (52, 2)
         cell.finish(again, 4, first=2)
         assert [token.token async for token in handle] == [5, 6, 102, 103]
         await cell.wait_until_free()

@@ -20,8 +20,15 @@ from csps.protocols.core.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.gang.messages import LinkBroken, PrefillProgress, RequestFailed, SampledToken
-from csps.protocols.rpc.schema import pack
+from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import (
+    LinkBroken,
+    PrefillProgress,
+    RequestFailed,
+    SampledToken,
+    SamplerInputs,
+)
+from csps.protocols.rpc.schema import decode, pack
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.events import AnyEvent
@@ -114,26 +121,11 @@ async def test_a_wrong_number_of_received_tokens_is_an_error() -> None:
         sequence_id = (await cell.prefilling(handle)).chunks[0].sequence_id
         for rank in cell.decode.ranks:
             first = rank.reserved[sequence_id].slices[0]
-            rank.reserved[sequence_id] = rank.reserved[sequence_id].__class__(
-                **{
-                    **{
-                        name: getattr(rank.reserved[sequence_id], name)
-                        for name in _fields(rank, sequence_id)
-                    },
-                    "slices": (type(first)(instance=first.instance, span=_shorter(first.span)),),
-                }
-            )
+            shorter = first.cut(Span(first.start, first.stop - 1))
+            rank.reserved[sequence_id] = replace(rank.reserved[sequence_id], slices=(shorter,))
         cell.decode.receive_kv(sequence_id)
         with pytest.raises(Exception, match="KV of 99 tokens, expected 100"):
             await read(handle)
-
-
-def _fields(rank: Any, sequence_id: int) -> list[str]:
-    return list(type(rank.reserved[sequence_id]).__dataclass_fields__)
-
-
-def _shorter(span: Any) -> Any:
-    return type(span)(start=span.start, stop=span.stop - 1)
 
 
 async def test_an_answer_of_one_token_reserves_no_decode_slots() -> None:
@@ -316,13 +308,21 @@ async def check_continues(
     step = await cell.prefilling(handle)
     (chunk,) = step.chunks
     assert chunk.length == 100 + len(generated_tokens)
-    assert list(np.frombuffer(chunk.generated_tokens, "<i4")) == generated_tokens
+    assert chunk.first_index == len(generated_tokens)
+    (packed,) = [
+        rank.samplers[chunk.sequence_id]
+        for rank in cell.prefill.ranks
+        if chunk.sequence_id in rank.samplers
+    ]
+    inputs = decode(SamplerInputs, packed)
+    assert list(np.frombuffer(inputs.generated_tokens, "<i4")) == generated_tokens
     tokens = b"".join(rank.steps[-1].tokens for rank in cell.prefill.ranks)
     assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *generated_tokens]
     reserved = [rank.reserved[chunk.sequence_id] for rank in cell.decode.ranks]
-    assert {(message.prompt_length, message.generated_tokens) for message in reserved} == {
-        (chunk.length, chunk.generated_tokens)
+    assert {(message.prompt_tokens, message.first_index) for message in reserved} == {
+        (chunk.length, chunk.first_index)
     }
+    assert {message.sampler for message in reserved} <= {b"", packed}
     cell.prefill.sample(chunk.sequence_id, len(generated_tokens), token=50)
     cell.decode.receive_kv(chunk.sequence_id)
     cell.prefill.finish_step(step)

@@ -7,6 +7,9 @@ from collections.abc import Sequence as Many
 
 import msgspec
 
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import JoinBatch
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.plan_checks import (
     CheckedPiggyback,
     CheckedPlan,
@@ -23,14 +26,14 @@ from csps.services.scheduling.deciding.decisions import (
     Decision,
     MovePlan,
     PiggybackPlan,
+    PlannedChunk,
     PlannedStep,
     Replan,
     StartPlan,
     WakeAt,
 )
 from csps.services.scheduling.deciding.step_layout import Histories, stored_by
-from csps.services.scheduling.events import commands
-from csps.services.scheduling.events.commands import Chunk, Reserve, RunStep
+from csps.services.scheduling.events.commands import Reserve, RunStep, ToGang
 from csps.services.scheduling.events.events import InstanceId, RequestId
 from csps.services.scheduling.events.limits import SchedulerDeadlines
 from csps.services.scheduling.state.gangs import Gangs
@@ -219,9 +222,8 @@ class Launcher:
         )
         self._requests.take(request, sequence)
         self._reserve(sequence)
-        self._round.emit(
-            commands.Piggyback(gang=sequence.decode.id, sequence_id=sequence.id, budget=plan.budget)
-        )
+        message = JoinBatch(sequence_id=sequence.id, budget=plan.budget)
+        self._round.emit(ToGang(gang=sequence.decode.id, message=message))
 
     def _reserve(self, sequence: Sequence) -> None:
         request, limits = sequence.request, self._deadlines
@@ -277,26 +279,15 @@ class Launcher:
         )
         ends_ns = self._steps.launch(step, instances, slots)
         command = RunStep(
-            step_id=step.id,
-            group=planned.group,
-            bounds=planned.bounds,
-            chunks=tuple(
-                [
-                    Chunk(
-                        sequence.id,
-                        chunk.start,
-                        chunk.length,
-                        chunk.rows,
-                        chunk.placement,
-                        bool(sequence.retained_slices),
-                    )
-                    for sequence, chunk in zip(computed, planned.chunks, strict=True)
-                ]
+            step=PrefillStep(
+                step_id=step.id,
+                group=planned.group,
+                bounds=planned.bounds,
+                chunks=tuple(map(_chunk, computed, planned.chunks, histories)),
+                strategy=planned.strategy,
+                high_priority=planned.high_priority,
             ),
-            history=histories,
-            strategy=planned.strategy,
             cls=computed[0].request.cls,
-            high_priority=planned.high_priority,
             ends_ns=ends_ns,
         )
         if unsent:
@@ -304,3 +295,25 @@ class Launcher:
         else:
             self._round.emit(command)
         return step
+
+
+def _chunk(sequence: Sequence, planned: PlannedChunk, history: tuple[KvSlice, ...]) -> PrefillChunk:
+    """Return a chunk as ranks get it.
+
+    A sequence without slices decodes nothing, so no KV is sent; but KV without a destination would
+    be retained where it was computed.
+    """
+    request = sequence.request
+    return PrefillChunk(
+        sequence_id=sequence.id,
+        start=planned.start,
+        length=planned.length,
+        rows=planned.rows,
+        history=history,
+        placement=planned.placement,
+        destinations=sequence.slices or (KvSlice(sequence.master.id, 0, request.prompt_tokens),),
+        retain=bool(sequence.retained_slices),
+        last=planned.start + planned.length == request.prompt_tokens,
+        decoded=request.output_tokens > 1,
+        first_index=sequence.generated_before,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 from operator import attrgetter
 from typing import NamedTuple
 
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
@@ -25,7 +25,6 @@ from csps.services.scheduling.deciding.step_layout import (
     span_of,
     stored_by,
 )
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.events.slices import (
     bounds_of,
@@ -96,7 +95,7 @@ def reused_by_piggyback(plan: PiggybackPlan, live: Live, prefix: PrefixCache) ->
     return {placement.request_id: cached}
 
 
-def _check_named(named: tuple[PlacedSlice, ...], present: tuple[PlacedSlice, ...]) -> None:
+def _check_named(named: tuple[KvSlice, ...], present: tuple[KvSlice, ...]) -> None:
     """Assert that the placement names the reused KV; another plan of the round may have cut a
     segment."""
     assert named == present or same_placement(named, present), "reused KV lies elsewhere"
@@ -116,11 +115,11 @@ def _cached(
     return cached
 
 
-def _named(placement: DecodePlacement) -> tuple[PlacedSlice, ...]:
+def _named(placement: DecodePlacement) -> tuple[KvSlice, ...]:
     return tuple([kv_slice for kv_slice in placement.slices if kv_slice.source])
 
 
-def _tokens(slices: Iterable[PlacedSlice]) -> int:
+def _tokens(slices: Iterable[KvSlice]) -> int:
     return sum(kv_slice.tokens for kv_slice in slices)
 
 
@@ -153,7 +152,7 @@ class CheckedReplan(NamedTuple):
     replan: Replan
     histories: list[Histories]
     steps: list[Slots]
-    retained_slices: tuple[PlacedSlice, ...]
+    retained_slices: tuple[KvSlice, ...]
     """Placement of what all its steps compute, if that is retained."""
 
     @property
@@ -206,15 +205,15 @@ class PlanChecks:
         )
         assert request.id not in self._replanned, f"two replans of request {request.id}"
         self._replanned[request.id] = None
-        unsent = [step.command for step in plan.steps if step.command is not None]
+        unsent = [step.command.step.chunks[0] for step in plan.steps if step.command is not None]
         assert unsent, f"sequence {sequence.id} has no unsent steps"
         if not replan.steps:
             return CheckedReplan(sequence, replan, [], [], sequence.retained_slices)
-        begun = {request.id: unsent[0].history[0]}
+        begun = {request.id: unsent[0].history}
         whole = StartPlan(steps=replan.steps, decode=())
         found, slots = list(histories_of(whole, begun, in_place=False)), []
         pair = GangPair(prefill=sequence.prefill, decode=sequence.decode)
-        stop = unsent[0].chunks[0].start
+        stop = unsent[0].start
         for step, histories in zip(replan.steps, found, strict=True):
             assert [chunk.request_id for chunk in step.chunks] == [request.id], (
                 f"chunks of other requests than {request.id}"
@@ -394,7 +393,7 @@ def _check_rows(step: PlannedStep) -> None:
     assert step.bounds == bounds_of(list(counts.values())), "bounds are not those of the rows"
 
 
-def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]) -> None:
+def _check_chunk_placement(chunk: PlannedChunk, history: tuple[KvSlice, ...]) -> None:
     """Assert that a placement has all of the chunk; it may have some earlier KV as well."""
     positions = span_of(chunk)
     assert covers_once(positions, within(chunk.placement, positions)), (
@@ -404,7 +403,7 @@ def _check_chunk_placement(chunk: PlannedChunk, history: tuple[PlacedSlice, ...]
         "a chunk's placement names another source"
     )
     moved = [
-        PlacedSlice.of(kv_slice.instance, rest)
+        KvSlice.of(kv_slice.instance, rest)
         for kv_slice in chunk.placement
         for rest in kv_slice.span.without(positions)
     ]
@@ -421,7 +420,7 @@ def _sum(needs: Iterable[Slots]) -> Slots:
     return sums
 
 
-def _total(slices: Iterable[PlacedSlice]) -> int:
+def _total(slices: Iterable[KvSlice]) -> int:
     return sum(kv_slice.tokens for kv_slice in slices)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.deciding.decisions import DecodePlacement
-from csps.services.scheduling.events.commands import Cancel, MoveKv, PlacedSlice, SetGroup
+from csps.services.scheduling.events.commands import Cancel, SetGroup, ToGang
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
 from csps.services.scheduling.events.limits import Timers
 from csps.services.scheduling.events.slices import own, tokens_on
@@ -184,7 +186,7 @@ class Sequences:
         """
         gang, prompt = sequence.decode, sum(kv_slice.tokens for kv_slice in sequence.slices)
         to_come = sequence.answer or (
-            PlacedSlice(sequence.master.id, prompt, prompt + generated_tokens),
+            KvSlice(sequence.master.id, prompt, prompt + generated_tokens),
         )
         slots = self.ledger.slots_of(sequence.id)
         # The prefix is released last: evicted before, it would take the new segments with it.
@@ -211,13 +213,17 @@ class Sequences:
         for instance, count in coming_slots(sequence, placement).items():
             slots[instance] += count
         self.ledger.resize(sequence.id, slots)
-        sequence.moving = MoveKv(
-            gang=sequence.decode.id,
+        sequence.moving = MoveSequence(
             step_id=self._gangs.next_id("step"),
             sequence_id=sequence.id,
-            slices=placement.slices,
-            master=placement.master,
-            answer=placement.answer,
+            prompt_tokens=sequence.answer_span[0],
+            stop=sequence.slots_stop - 1,
+            before=SequencePlacement(
+                slices=sequence.slices, master=sequence.master_id, answer=sequence.answer
+            ),
+            after=SequencePlacement(
+                slices=placement.slices, master=placement.master, answer=placement.answer
+            ),
         )
         sequence.unfreed.update(dict.fromkeys(slots))
         _log.debug(
@@ -226,15 +232,15 @@ class Sequences:
             placement.master,
             sequence.moving.step_id,
         )
-        self._round.emit(sequence.moving)
+        self._round.emit(ToGang(gang=sequence.decode.id, message=sequence.moving))
 
     def moved(self, sequence: Sequence) -> None:
         """Let a sequence go on where it was moved to. It may have ended since, and some instances
         may have freed it."""
-        placement = sequence.moving
-        assert placement is not None, (
+        assert sequence.moving is not None, (
             f"sequence {sequence.id} reports a move that was not commanded"
         )
+        placement = sequence.moving.after
         slots = decode_slots(placement, 0)
         self._count_master(sequence, -1)
         for instance in [instance for instance in sequence.unfreed if instance not in slots]:

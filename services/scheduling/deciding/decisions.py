@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from csps.protocols.core.errors import ContextLengthExceeded
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.state.state import GangPair, Priority
 
@@ -28,10 +28,10 @@ class PlannedChunk(Planned, frozen=True):
     request_id: RequestId
     start: int
     length: int
-    rows: tuple[PlacedSlice, ...] = ()
-    """Positions that each instance computes (`slices.laid_out`), each once; set in all chunks of a
+    rows: tuple[KvSlice, ...] = ()
+    """Positions that each instance computes (`placement.place`), each once; set in all chunks of a
     step or in none. Empty: cut at the step's bounds. Not every strategy takes rows."""
-    placement: tuple[PlacedSlice, ...] = ()
+    placement: tuple[KvSlice, ...] = ()
     """Holders of the chunk's KV from this step on; empty: the instances that compute it. It may
     also name earlier positions, whose KV moves there. A gang that decodes in place stores KV where
     `DecodePlacement.slices` names, and nowhere else."""
@@ -56,14 +56,14 @@ class DecodePlacement(Planned, frozen=True):
     """Placement of a request's KV, and its master."""
 
     request_id: RequestId
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the prompt's KV: each position once. Cached KV on the decode gang may be named
     as it lies there (`SchedulerView.cached`), with its source: it takes no slots and is not sent.
     If the prompt is computed there as well, reused KV has to be named so."""
     master: InstanceId
     """Instance that samples. Slots for all tokens to come are reserved there, unless `answer` names
     others."""
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Placement of the KV of tokens to come, positions from the prompt's end on: each once."""
 
 

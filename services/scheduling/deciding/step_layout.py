@@ -8,18 +8,18 @@ from itertools import pairwise
 import msgspec
 
 from csps.protocols.attention.plan import RINGS
-from csps.protocols.core.placement import RING_LAYOUTS, Span
+from csps.protocols.core.placement import RING_LAYOUTS, KvSlice, Span, place
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep, StartPlan
-from csps.services.scheduling.events.commands import Chunk, PlacedSlice, RunStep
 from csps.services.scheduling.events.events import InstanceId, RequestId
-from csps.services.scheduling.events.slices import laid_out, outside, own, within
+from csps.services.scheduling.events.slices import outside, own, within
 
-Histories = tuple[tuple[PlacedSlice, ...], ...]
+Histories = tuple[tuple[KvSlice, ...], ...]
 """Placement of the KV before each chunk of a step."""
 
 
-AnyChunk = PlannedChunk | Chunk
-AnyStep = PlannedStep | RunStep
+AnyChunk = PlannedChunk | PrefillChunk
+AnyStep = PlannedStep | PrefillStep
 """Step that is planned or launched."""
 
 
@@ -28,7 +28,7 @@ def span_of(chunk: AnyChunk) -> Span:
     return Span(chunk.start, chunk.start + chunk.length)
 
 
-def rows_of(step: AnyStep) -> Iterator[tuple[PlacedSlice, ...]]:
+def rows_of(step: AnyStep) -> Iterator[tuple[KvSlice, ...]]:
     """Yield who computes what of each chunk, in the order of an instance's rows."""
     begin = 0
     for chunk in step.chunks:
@@ -36,7 +36,7 @@ def rows_of(step: AnyStep) -> Iterator[tuple[PlacedSlice, ...]]:
         begin += chunk.length
 
 
-def _cut(step: AnyStep, chunk: AnyChunk, begin: int) -> Iterator[PlacedSlice]:
+def _cut(step: AnyStep, chunk: AnyChunk, begin: int) -> Iterator[KvSlice]:
     """Cut a chunk at the step's bounds.
 
     Args:
@@ -46,7 +46,7 @@ def _cut(step: AnyStep, chunk: AnyChunk, begin: int) -> Iterator[PlacedSlice]:
     for instance, (start, stop) in zip(step.group, pairwise(step.bounds), strict=True):
         first, last = max(start, begin), min(stop, begin + chunk.length)
         if first < last:
-            yield PlacedSlice(instance, first + offset, last + offset)
+            yield KvSlice(instance, first + offset, last + offset)
 
 
 def cut_at_bounds(step: AnyStep) -> bool:
@@ -54,7 +54,7 @@ def cut_at_bounds(step: AnyStep) -> bool:
     return not any(chunk.rows or chunk.placement for chunk in step.chunks)
 
 
-def slots_of(step: AnyStep, histories: Histories) -> dict[InstanceId, int]:
+def slots_of(step: AnyStep, histories: Sequence[tuple[KvSlice, ...]]) -> dict[InstanceId, int]:
     """Return the slots that a step needs: for what an instance computes, and for what it receives
     to store."""
     if cut_at_bounds(step):
@@ -68,11 +68,9 @@ def slots_of(step: AnyStep, histories: Histories) -> dict[InstanceId, int]:
     return slots
 
 
-def _coming(
-    placement: tuple[PlacedSlice, ...], there: Sequence[PlacedSlice]
-) -> Iterator[PlacedSlice]:
+def _coming(placement: tuple[KvSlice, ...], there: Sequence[KvSlice]) -> Iterator[KvSlice]:
     """Yield what an instance is to store and does not have."""
-    resident_by_instance: dict[InstanceId, list[PlacedSlice]] = {}
+    resident_by_instance: dict[InstanceId, list[KvSlice]] = {}
     for kv_slice in there if placement else ():
         resident_by_instance.setdefault(kv_slice.instance, []).append(kv_slice)
     for kv_slice in placement:
@@ -81,12 +79,12 @@ def _coming(
             yield from outside([kv_slice], resident)
 
 
-Placements = dict[RequestId, tuple[PlacedSlice, ...]]
+Placements = dict[RequestId, tuple[KvSlice, ...]]
 """Placement of sequences' KV, by request."""
 
 
 def histories_of(
-    plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]], *, in_place: bool
+    plan: StartPlan, begun: Mapping[RequestId, tuple[KvSlice, ...]], *, in_place: bool
 ) -> Iterator[Histories]:
     """Yield where each step of a plan finds the KV that is computed when it begins.
 
@@ -105,7 +103,7 @@ def histories_of(
             _extend(placements, step, placed)
 
 
-def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]]) -> Placements:
+def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[KvSlice, ...]]) -> Placements:
     """Return where a plan for two gangs leaves what it computes."""
     placements = dict(begun)
     for step in plan.steps:
@@ -114,7 +112,7 @@ def stored_by(plan: StartPlan, begun: Mapping[RequestId, tuple[PlacedSlice, ...]
 
 
 def _extend(
-    placements: Placements, step: PlannedStep, placed: Mapping[RequestId, tuple[PlacedSlice, ...]]
+    placements: Placements, step: PlannedStep, placed: Mapping[RequestId, tuple[KvSlice, ...]]
 ) -> None:
     """Add where a step leaves the KV of its chunks."""
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
@@ -153,6 +151,6 @@ def in_layout(step: PlannedStep, name: str) -> PlannedStep:
     chunks: list[PlannedChunk] = []
     for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
         layout = RING_LAYOUTS[name]([kv_slice.tokens for kv_slice in rows])
-        laid = laid_out([kv_slice.instance for kv_slice in rows], layout, chunk.start)
+        laid = place([kv_slice.instance for kv_slice in rows], layout, start=chunk.start)
         chunks.append(msgspec.structs.replace(chunk, rows=laid))
     return msgspec.structs.replace(step, chunks=tuple(chunks))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.services.scheduling.events.events import (
     GangId,
     InstanceId,
     RequestId,
     SequenceId,
-    StepId,
     WireError,
 )
 
@@ -24,54 +25,6 @@ class Command(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="command", gc=False
 ):
     """Base of all commands: immutable, one array in the log."""
-
-
-class PlacedSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions start, start + step, … below stop of a sequence, on an instance."""
-
-    instance: InstanceId
-    start: int
-    stop: int
-    step: int = 1
-    source: SequenceId = 0
-    """Other sequence that computed these positions, whose KV is read in place; 0: the sequence
-    itself."""
-
-    @classmethod
-    def of(cls, instance: InstanceId, span: Span, source: SequenceId = 0) -> PlacedSlice:
-        """Make the slice of a span's positions."""
-        return cls(instance, span.start, span.stop, span.step, source)
-
-    def cut(self, span: Span) -> PlacedSlice:
-        """Return the slice of some of the positions."""
-        return PlacedSlice(self.instance, span.start, span.stop, span.step, self.source)
-
-    @property
-    def span(self) -> Span:
-        """Positions of the slice."""
-        return Span(self.start, self.stop, self.step)
-
-    @property
-    def tokens(self) -> int:
-        """Number of positions."""
-        return -(-(self.stop - self.start) // self.step)
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions [start, start + length) of a sequence, computed by one step."""
-
-    sequence_id: SequenceId
-    start: int
-    length: int
-    rows: tuple[PlacedSlice, ...] = ()
-    """Positions that each instance computes; set in all chunks of a step or in none. Empty: cut at
-    the step's bounds."""
-    placement: tuple[PlacedSlice, ...] = ()
-    """Holders of the chunk's KV from this step on, and of earlier KV that moves. Empty: the
-    instances that compute it, and nothing moves."""
-    retain: bool = False
-    """True if what the sequence computes stays after its transfer until `Evict` or `Cancel`; set in
-    all chunks of a sequence or in none."""
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
@@ -84,41 +37,31 @@ class Reserve(Command, frozen=True, tag="reserve"):
     """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
     output_tokens: int
     """Most tokens that may still be generated."""
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the prompt's KV: each position once. Empty if nothing is decoded."""
     master: InstanceId
     """Instance that samples the tokens that no step samples."""
     deadline_ns: int
     """Time by which the instances have to confirm."""
     piggybacked: bool = False
-    """True if `Piggyback` follows: the master's ranks get the prompt's tokens, because no step
+    """True if `JoinBatch` follows: the master's ranks get the prompt's tokens, because no step
     computes them."""
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     cached: int = 0
     """First tokens of the prompt that nothing computes, because their KV is cached."""
     retain: bool = False
-    """True if all KV stays when the answer ends, until `Retain` names what stays, or `Cancel`."""
+    """True if all KV stays when the answer ends, until `RetainKv` names what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
     """Compute chunks on a group of instances of one gang."""
 
-    step_id: StepId
-    group: tuple[InstanceId, ...]
-    bounds: tuple[int, ...]
-    """Cuts of the chunks, laid end to end: `group[i]` computes tokens [bounds[i], bounds[i+1]), or
-    as many of all chunks if these have `rows`."""
-    chunks: tuple[Chunk, ...]
-    history: tuple[tuple[PlacedSlice, ...], ...]
-    """Placement of the KV before each chunk, which earlier chunks computed."""
-    strategy: str
-    """Name of the engine's strategy (`actors/attention`)."""
+    step: PrefillStep
+    """Step as the ranks get it, but for what only the router knows. Its strategy names an option,
+    whose levels and micro-partitions the executor lowers for this group."""
     cls: str
-    """Request class of all chunks. The executor lowers levels and micro-partitions for this group.
-    """
-    high_priority: bool
-    """True if the step may preempt a low-priority step."""
+    """Request class of all chunks."""
     ends_ns: int
     """Predicted end, at launch."""
 
@@ -130,47 +73,19 @@ class SetGroup(Command, frozen=True, tag="set_group"):
     joined: tuple[SequenceId, ...]
 
 
-class Piggyback(Command, frozen=True, tag="piggyback"):
-    """Add a sequence to a gang's decode batch before its prefill. Iterations compute its prompt
-    beside the sequences that decode (`protocols.gang.iteration`) and sample its tokens."""
+class ToGang(Command, frozen=True, tag="to_gang"):
+    """Send a gang a message.
+
+    JoinBatch     add a sequence to the decode batch before its prefill: iterations compute its
+                  prompt beside the sequences that decode (piggybacked), and sample its tokens
+    RetainKv, EvictKv
+                  all instances of the gang answer with what they have left (`events.Retained`)
+    MoveSequence  after `events.Moved` the sequence decodes at its new placement, and the slots that
+                  it left are free; the step that moves it has no `events.StepDone`
+    """
 
     gang: GangId
-    sequence_id: SequenceId
-    budget: int
-    """Tokens that an iteration may compute on each master from now on."""
-
-
-class Retain(Command, frozen=True, tag="retain"):
-    """Retain these positions of a sequence that is over in the gang; it has computed them itself.
-    All instances of the gang answer with what they have left (`events.Retained`)."""
-
-    gang: GangId
-    sequence_id: SequenceId
-    start: int
-    stop: int
-
-
-class Evict(Command, frozen=True, tag="evict"):
-    """Evict some of a sequence's retained positions. Instances answer as for `Retain`."""
-
-    gang: GangId
-    sequence_id: SequenceId
-    start: int
-    stop: int
-
-
-class MoveKv(Command, frozen=True, tag="move_kv"):
-    """Move the KV of a sequence that is decoded to other instances of its gang. After
-    `events.Moved` the sequence goes on there, and the slots that it left are free."""
-
-    gang: GangId
-    step_id: StepId
-    """Step that moves the KV, which has no `events.StepDone`."""
-    sequence_id: SequenceId
-    slices: tuple[PlacedSlice, ...]
-    """Placement of the prompt's KV afterwards."""
-    master: InstanceId
-    answer: tuple[PlacedSlice, ...]
+    message: JoinBatch | RetainKv | EvictKv | MoveSequence
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
@@ -210,17 +125,4 @@ class ResetGang(Command, frozen=True, tag="reset_gang"):
     reason: str
 
 
-AnyCommand = (
-    Reserve
-    | RunStep
-    | SetGroup
-    | Piggyback
-    | Retain
-    | Evict
-    | MoveKv
-    | Cancel
-    | Restart
-    | Refuse
-    | Fail
-    | ResetGang
-)
+AnyCommand = Reserve | RunStep | SetGroup | ToGang | Cancel | Restart | Refuse | Fail | ResetGang

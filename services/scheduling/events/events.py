@@ -112,7 +112,7 @@ class KvReceived(Event, frozen=True, tag="kv_received"):
 
 
 class Moved(Event, frozen=True, tag="moved"):
-    """A sequence's KV lies where `commands.MoveKv` named, and nowhere else."""
+    """A sequence's KV lies where `MoveSequence` named, and nowhere else."""
 
     sequence_id: SequenceId
 
@@ -125,7 +125,7 @@ class Freed(Event, frozen=True, tag="freed"):
 
 
 class Retained(Event, frozen=True, tag="retained"):
-    """An instance has so many tokens left of a sequence, after `Retain` or `Evict`."""
+    """An instance has so many tokens left of a sequence, after `RetainKv` or `EvictKv`."""
 
     sequence_id: SequenceId
     instance: InstanceId

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
 
-from csps.protocols.core.placement import Layout, Span, rest_of, rests_of
-from csps.services.scheduling.events.commands import PlacedSlice
+from csps.protocols.core.placement import KvSlice, Span, rest_of, rests_of
 from csps.services.scheduling.events.events import InstanceId
 
 
@@ -35,19 +34,7 @@ def bounds_of(sizes: Sequence[int]) -> tuple[int, ...]:
     return (0, *accumulate(sizes))
 
 
-def laid_out(
-    group: Sequence[InstanceId], layout: Layout, start: int = 0
-) -> tuple[PlacedSlice, ...]:
-    """Place tokens from `start` on on the instances of a group, by a layout of
-    `protocols.core.placement`."""
-    return tuple(
-        PlacedSlice.of(instance, span.shifted(start))
-        for instance, spans in zip(group, layout, strict=True)
-        for span in spans
-    )
-
-
-def tokens_on(slices: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
+def tokens_on(slices: Iterable[KvSlice]) -> dict[InstanceId, int]:
     """Return the tokens of each instance, of whichever source."""
     tokens: dict[InstanceId, int] = {}
     for kv_slice in slices:
@@ -55,25 +42,23 @@ def tokens_on(slices: Iterable[PlacedSlice]) -> dict[InstanceId, int]:
     return tokens
 
 
-def own(slices: Iterable[PlacedSlice]) -> Iterator[PlacedSlice]:
+def own(slices: Iterable[KvSlice]) -> Iterator[KvSlice]:
     """Yield the slices that need slots: those of other sequences have theirs."""
     return (kv_slice for kv_slice in slices if not kv_slice.source)
 
 
-def shifted(slices: Iterable[PlacedSlice], tokens: int) -> tuple[PlacedSlice, ...]:
+def shifted(slices: Iterable[KvSlice], tokens: int) -> tuple[KvSlice, ...]:
     """Return the slices so many tokens further on."""
     return tuple(kv_slice.cut(kv_slice.span.shifted(tokens)) for kv_slice in slices)
 
 
-def within(slices: Iterable[PlacedSlice], span: Span) -> tuple[PlacedSlice, ...]:
+def within(slices: Iterable[KvSlice], span: Span) -> tuple[KvSlice, ...]:
     """Return the slices' positions that lie in the span."""
     cuts = (kv_slice.cut(kv_slice.span.intersection(span)) for kv_slice in slices)
     return tuple(cut for cut in cuts if cut.tokens)
 
 
-def outside(
-    slices: Iterable[PlacedSlice], others: Iterable[PlacedSlice]
-) -> tuple[PlacedSlice, ...]:
+def outside(slices: Iterable[KvSlice], others: Iterable[KvSlice]) -> tuple[KvSlice, ...]:
     """Return the slices' positions that none of the others has, on whichever instance."""
     slices = list(slices)
     rests = rests_of((kv_slice.span for kv_slice in slices), [other.span for other in others])
@@ -82,14 +67,14 @@ def outside(
     )
 
 
-def covers_once(span: Span, slices: Iterable[PlacedSlice]) -> bool:
+def covers_once(span: Span, slices: Iterable[KvSlice]) -> bool:
     """Return whether the slices have each position of a span once, and no others."""
     if span.step == 1:
         return placed_once(span.start, span.stop, tuple(slices))
     return span.partitioned_by([kv_slice.span for kv_slice in slices])
 
 
-def placed_once(start: int, stop: int, slices: Sequence[PlacedSlice]) -> bool:
+def placed_once(start: int, stop: int, slices: Sequence[KvSlice]) -> bool:
     """Return whether the slices have each position in [start, stop) once, and no others."""
     position = start
     # Mostly one follows upon another, and a span takes microseconds to make.
@@ -100,7 +85,7 @@ def placed_once(start: int, stop: int, slices: Sequence[PlacedSlice]) -> bool:
     return position == stop
 
 
-def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -> bool:
+def same_placement(some: Iterable[KvSlice], others: Iterable[KvSlice]) -> bool:
     """Return whether both place the same positions of the same sources on the same instances,
     perhaps in other spans."""
     first, other = _spans_of(some), _spans_of(others)
@@ -111,7 +96,7 @@ def same_placement(some: Iterable[PlacedSlice], others: Iterable[PlacedSlice]) -
     )
 
 
-def _spans_of(slices: Iterable[PlacedSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
+def _spans_of(slices: Iterable[KvSlice]) -> dict[tuple[InstanceId, int], list[Span]]:
     spans: dict[tuple[InstanceId, int], list[Span]] = {}
     for kv_slice in slices:
         spans.setdefault((kv_slice.instance, kv_slice.source), []).append(kv_slice.span)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from csps.protocols.core.placement import rest_of
-from csps.services.scheduling.events.commands import PlacedSlice
+from csps.protocols.core.placement import KvSlice, rest_of
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.state.state import Gang, Instance, Sequence
 
@@ -15,11 +14,11 @@ class HasPlacement(Protocol):
     """Placement of a sequence for decoding."""
 
     @property
-    def slices(self) -> tuple[PlacedSlice, ...]: ...
+    def slices(self) -> tuple[KvSlice, ...]: ...
     @property
     def master(self) -> InstanceId: ...
     @property
-    def answer(self) -> tuple[PlacedSlice, ...]: ...
+    def answer(self) -> tuple[KvSlice, ...]: ...
 
 
 def decode_slots(placement: HasPlacement, output_tokens: int) -> dict[InstanceId, int]:
@@ -44,7 +43,7 @@ def coming_slots(sequence: Sequence, placement: HasPlacement) -> dict[InstanceId
     """Return the slots for the KV that a decoded sequence does not have where it is to go."""
     present = (*sequence.slices, *sequence.answer)
     if not sequence.answer:
-        present = (*present, PlacedSlice(sequence.master_id, *sequence.answer_span))
+        present = (*present, KvSlice(sequence.master_id, *sequence.answer_span))
     coming: dict[InstanceId, int] = {}
     for kv_slice in (*placement.slices, *placement.answer):
         resident = [other.span for other in present if other.instance == kv_slice.instance]

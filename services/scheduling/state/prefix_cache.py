@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from csps.protocols.core.placement import Span
-from csps.services.scheduling.events.commands import Evict, PlacedSlice, Retain
+from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.gang.messages import EvictKv, RetainKv
+from csps.services.scheduling.events.commands import ToGang
 from csps.services.scheduling.events.events import GangId, InstanceId, Retained, SequenceId, gang_of
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.events.slices import tokens_on, within
@@ -98,7 +99,7 @@ class PrefixCache:
         return self.settings.enabled and blocks * self.settings.block_tokens > cached
 
     def prefilled(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
+        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
     ) -> None:
         """Retain what a sequence has computed where it is not decoded.
 
@@ -115,7 +116,7 @@ class PrefixCache:
         before, behind = range(start, inserted.start), range(inserted.stop, stop)
         for rest in (before, behind) if inserted else (range(start, stop),):
             if rest:
-                self._command(Evict, gang, source, rest)
+                self._command(EvictKv, gang, source, rest)
         self._update(gang)
 
     def decoded(
@@ -123,7 +124,7 @@ class PrefixCache:
         gang: Gang,
         source: SequenceId,
         hashes: Hashes,
-        slices: tuple[PlacedSlice, ...],
+        slices: tuple[KvSlice, ...],
         slots: dict[InstanceId, int],
     ) -> None:
         """Retain what a sequence has computed where it was decoded.
@@ -134,11 +135,11 @@ class PrefixCache:
             slots: of the sequence; this ledger takes them over.
         """
         self._take(source, slots)
-        self._command(Retain, gang, source, self._insert(gang, source, hashes, slices))
+        self._command(RetainKv, gang, source, self._insert(gang, source, hashes, slices))
         self._update(gang)
 
     def _insert(
-        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[PlacedSlice, ...]
+        self, gang: Gang, source: SequenceId, hashes: Hashes, slices: tuple[KvSlice, ...]
     ) -> range:
         """Insert a sequence's KV into the tree; return the positions that are retained."""
         start, stop = (
@@ -147,7 +148,7 @@ class PrefixCache:
         )
         if stop <= start:
             return range(0)
-        named = (PlacedSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
+        named = (KvSlice.of(kv_slice.instance, kv_slice.span, source) for kv_slice in slices)
         return self.trees[gang.id].insert(hashes, start, within(named, Span(start, stop)))
 
     def retained(self, event: Retained) -> None:
@@ -200,7 +201,7 @@ class PrefixCache:
 
     def _evict(self, gang: Gang, needed: Mapping[InstanceId, int]) -> None:
         for source, positions in self.trees[gang.id].evict(needed):
-            self._command(Evict, gang, source, positions)
+            self._command(EvictKv, gang, source, positions)
         self._count(gang)
 
     # --- invariants ---
@@ -211,10 +212,11 @@ class PrefixCache:
             self._slots[instance] += count
 
     def _command(
-        self, kind: type[Retain | Evict], gang: Gang, source: SequenceId, positions: range
+        self, kind: type[RetainKv | EvictKv], gang: Gang, source: SequenceId, positions: range
     ) -> None:
         start, stop = positions.start, positions.stop
-        self._round.emit(kind(gang=gang.id, sequence_id=source, start=start, stop=stop))
+        message = kind(sequence_id=source, start=start, stop=stop)
+        self._round.emit(ToGang(gang=gang.id, message=message))
         acks = self._pending_acks.setdefault(
             (gang.id, source), {instance.id: 0 for instance in gang.instances}
         )

@@ -13,8 +13,7 @@ from itertools import takewhile
 
 import msgspec
 
-from csps.protocols.core.placement import Span
-from csps.services.scheduling.events.commands import PlacedSlice
+from csps.protocols.core.placement import KvSlice, Span
 from csps.services.scheduling.events.events import InstanceId, SequenceId
 from csps.services.scheduling.events.slices import tokens_on, within
 
@@ -31,7 +30,7 @@ class Segment(msgspec.Struct, kw_only=True, eq=False):
     hashes: Hashes
     source: SequenceId
     """Sequence that computed them; instances store them under its id."""
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement, each position once."""
     children: dict[bytes, Segment] = msgspec.field(default_factory=dict)
     """Next segments, by their first hashes."""
@@ -83,7 +82,7 @@ class PrefixTree:
             children = found.children
         return path, matched
 
-    def slices(self, path: Sequence[Segment], tokens: int) -> tuple[PlacedSlice, ...]:
+    def slices(self, path: Sequence[Segment], tokens: int) -> tuple[KvSlice, ...]:
         """Return the placement of the first tokens of a path."""
         wanted = Span(0, tokens)
         return tuple(
@@ -132,7 +131,7 @@ class PrefixTree:
 
     # --- inserting and evicting ---
 
-    def insert(self, hashes: Hashes, start: int, slices: tuple[PlacedSlice, ...]) -> range:
+    def insert(self, hashes: Hashes, start: int, slices: tuple[KvSlice, ...]) -> range:
         """Insert KV that a sequence has computed, under the source that its slices name.
 
         Args:

@@ -16,17 +16,16 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from csps.protocols.core.errors import to_wire
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Location
+from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
-    Evict,
-    MoveKv,
-    PlacedSlice,
     ResetGang,
-    Retain,
     RunStep,
     SetGroup,
+    ToGang,
 )
 from csps.services.scheduling.events.events import (
     GangId,
@@ -164,7 +163,7 @@ class Cached(NamedTuple):
     tokens: int
     """Whole blocks, and fewer than the prompt has: its last token samples the first of the answer.
     """
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of the KV."""
     taken: Mapping[InstanceId, int] = MappingProxyType({})
     """Slots that are no longer free once the KV is used."""
@@ -247,10 +246,10 @@ class Sequence(Live, kw_only=True, eq=False):
     request: Request
     prefill: Gang
     decode: Gang
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     """Placement of its prompt's KV for decoding; empty if nothing is decoded."""
     master: Instance
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Placement of the answer's KV; empty: the master."""
     generated_before: int
     """Tokens of the answer that earlier attempts delivered."""
@@ -267,8 +266,8 @@ class Sequence(Live, kw_only=True, eq=False):
     transfer_timer: Timer | None = None
     """Timer that ends the sequence if its KV transfer takes too long."""
     joined_ns: int | None = None
-    moving: MoveKv | None = None
-    """Command that moves its KV, until it is there."""
+    moving: MoveSequence | None = None
+    """Message that moves its KV, until it is there."""
     slots_stop: int = 0
     """First position without a slot."""
     over: bool = False
@@ -282,7 +281,7 @@ class Sequence(Live, kw_only=True, eq=False):
     there as well, `prefill_ref` covers both."""
     retain: bool = False
     """True if its KV is to be retained where it is decoded."""
-    retained_slices: tuple[PlacedSlice, ...] = ()
+    retained_slices: tuple[KvSlice, ...] = ()
     """Placement of what its steps compute, if it is retained there and decoded elsewhere."""
     plan: StepPlan | None = None
     """Plan of its steps, if they are sent one by one."""
@@ -417,9 +416,7 @@ class Round:
             if isinstance(command, Cancel) and gang in command.gangs:
                 gangs = tuple(other for other in command.gangs if other != gang)
                 left += [Cancel(sequence_id=command.sequence_id, gangs=gangs)] if gangs else []
-            elif not (
-                isinstance(command, ResetGang | SetGroup | Retain | Evict) and command.gang == gang
-            ):
+            elif not (isinstance(command, ResetGang | SetGroup | ToGang) and command.gang == gang):
                 left.append(command)
         self.commands = left
 

@@ -56,8 +56,8 @@ TWO = Shape(
     1,
     (0, TOKENS),
     (
-        KvSlice(instance=0, span=Span(start=0, stop=4)),
-        KvSlice(instance=1, span=Span(start=4, stop=TOKENS)),
+        KvSlice(0, 0, 4),
+        KvSlice(1, 4, TOKENS),
     ),
 )
 """Slices of ten tokens, of which the first decode rank gets four."""

@@ -14,7 +14,7 @@ from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 
 from csps.actors.kv_transfer.reservation import TransferSlot, TransferSlots
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import RankKvReceived
 
 FIRST, LENGTH = 30, 70
@@ -40,7 +40,7 @@ def begin(cell: ThreadCell, request: Request) -> int:
 
 def go_on(cell: ThreadCell, request: Request) -> int:
     """Submit the second chunk of a request, on both ranks."""
-    history = (KvSlice(instance=request.sequence_id % 2, span=Span(start=0, stop=FIRST)),)
+    history = (KvSlice(request.sequence_id % 2, 0, FIRST),)
     chunk = request.chunk(FIRST, LENGTH, history=history)
     return cell.submit(job_of([chunk], [0, 1]), request.prompt[FIRST:])
 

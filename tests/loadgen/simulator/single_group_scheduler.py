@@ -14,11 +14,11 @@ from csps.configurator.costs.latency import (
     StepCost,
 )
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.events.commands import (
     AnyCommand,
     Cancel,
-    Chunk,
-    PlacedSlice,
     Reserve,
     Restart,
     RunStep,
@@ -177,7 +177,7 @@ class SingleGroupScheduler:
         number = self._sequence_of[request] = self._numbers
         cuts = enumerate(pairwise(_cut(tokens, self._decoders)))
         slices = tuple(
-            PlacedSlice(instance_id(self._decode, index), start, stop)
+            KvSlice(instance_id(self._decode, index), start, stop)
             for index, (start, stop) in cuts
             if stop > start
         )
@@ -193,14 +193,15 @@ class SingleGroupScheduler:
                 deadline_ns=1 << 60,
             ),
             RunStep(
-                step_id=number,
-                group=tuple(instance_id(self._prefill, first + index) for index in range(size)),
-                bounds=tuple(_cut(tokens, size)),
-                chunks=(Chunk(number, 0, tokens),),
-                history=((),),
-                strategy="ring_kv",
+                step=PrefillStep(
+                    step_id=number,
+                    group=tuple(instance_id(self._prefill, first + index) for index in range(size)),
+                    bounds=tuple(_cut(tokens, size)),
+                    chunks=(PrefillChunk(number, 0, tokens),),
+                    strategy="ring_kv",
+                    high_priority=self._high_priority(submitted),
+                ),
                 cls=submitted.cls,
-                high_priority=self._high_priority(submitted),
                 ends_ns=0,
             ),
         ]

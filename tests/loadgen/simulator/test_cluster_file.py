@@ -19,7 +19,7 @@ from csps.configurator.model.scaling_information_base import (
 )
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
 from csps.protocols.core.errors import ConfigError
-from csps.services.scheduling.events.commands import Chunk, RunStep
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 SMALL: dict[str, Any] = {
     "servers": [
@@ -104,16 +104,12 @@ def test_a_step_takes_what_was_measured_with_its_strategy(strategy: str, token_s
     model = parse_cluster(SMALL, name="small")
     ring = LatencyKey(strategy="ring_kv", sp=2, tp=1), StepCost.of_seconds(0.1, 2e-3, 0, 0)
     model = replace(model, table=replace(model.table, steps=(*model.table.steps, ring)))
-    step = RunStep(
+    step = PrefillStep(
         step_id=1,
         group=(0, 1),
         bounds=(0, 50, 100),
-        chunks=(Chunk(1, 0, 100),),
-        history=((),),
+        chunks=(PrefillChunk(1, 0, 100),),
         strategy=strategy,
-        cls="exact",
-        high_priority=False,
-        ends_ns=0,
     )
     assert model.step_ns(step) == round((0.1 + 100 * token_s) * 1e9) + model.step_gap_ns
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from csps.services.scheduling.events.commands import AnyCommand
+from csps.services.scheduling.events.commands import AnyCommand, ToGang
 from csps.services.scheduling.events.events import AnyEvent
 
 RENAMED: dict[str, str] = {
@@ -33,9 +33,10 @@ RENAMED: dict[str, str] = {
     "heartbeat": "heard",
     "cost_table_updated": "calibrated",
     # commands
-    "piggyback": "ride",
-    "retain": "keep",
-    "evict": "release",
+    "JoinBatch": "ride",
+    "RetainKv": "keep",
+    "EvictKv": "release",
+    "MoveSequence": "move_kv",
     # fields
     "request_id": "request",
     "sequence_id": "sequence",
@@ -45,14 +46,39 @@ RENAMED: dict[str, str] = {
     "chunks": "pieces",
     "high_priority": "urgent",
     "piggybacked": "rides",
-    "PlacedSlice.source": "origin",
-    "Chunk.placement": "keep",
-    "Chunk.retain": "stays",
+    "KvSlice.source": "origin",
+    "run_step.step": "*",
+    "to_gang.message": "*",
+    "JoinBatch.first_token": "",
+    "JoinBatch.instances": "",
+    "MoveSequence.prompt_tokens": "",
+    "MoveSequence.stop": "",
+    "MoveSequence.before": "",
+    "MoveSequence.after": "*",
+    "MoveSequence.sampler": "",
+    "MoveSequence.trace": "",
+    "PrefillStep.tokens": "",
+    "PrefillStep.csa": "",
+    "PrefillStep.samplers": "",
+    "PrefillStep.trace": "",
+    "PrefillChunk.history": "^history",
+    "PrefillChunk.placement": "keep",
+    "PrefillChunk.retain": "stays",
+    "PrefillChunk.destinations": "",
+    "PrefillChunk.last": "",
+    "PrefillChunk.decoded": "",
+    "PrefillChunk.first_index": "",
     "reserve.retain": "stays",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
 structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all
-others. A field that the recording lacks is renamed to "" and left out."""
+others. A message to a gang is named by its class.
+
+A field that the recording lacks is renamed to "" and left out. Where the recording has the fields
+of a structure in the one around it, the structure is renamed to "*". A field that the recording has
+in the structure around it, as a list with a value of each element, is renamed to "^" and that
+list's name.
+"""
 
 REWORDED: dict[str, str] = {
     r"^decode instance \d+ received KV of (\d+) tokens, expected (\w+)$": (
@@ -78,7 +104,8 @@ Canonical = dict[str, Any]
 
 def canonical_command(command: AnyCommand) -> Canonical:
     """Write a command in the recorded vocabulary."""
-    return {"command": _kind(type(command)), **_fields(command, _reworded)}
+    named = command.message if isinstance(command, ToGang) else command
+    return {"command": _kind(type(named)), **_fields(command, _reworded)}
 
 
 def canonical_event(event: AnyEvent) -> Canonical:
@@ -124,7 +151,26 @@ def _names(of: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
 
 
 def _fields(of: msgspec.Struct, text: Callable[[str], str]) -> Canonical:
-    return {recorded: _plain(getattr(of, name), text) for name, recorded, _ in _names(type(of))}
+    fields: Canonical = {}
+    for name, recorded, _ in _names(type(of)):
+        value = getattr(of, name)
+        if recorded == "*":
+            fields |= _fields(value, text)
+        elif not recorded.startswith("^"):
+            fields[recorded] = _plain(value, text)
+            fields |= _raised(value, text)
+    return fields
+
+
+def _raised(value: Any, text: Callable[[str], str]) -> Canonical:
+    """Collect the fields that the recording has beside the list of these structures."""
+    if not (isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct)):
+        return {}
+    return {
+        recorded[1:]: [_plain(getattr(element, name), text) for element in value]
+        for name, recorded, _ in _names(type(value[0]))
+        if recorded.startswith("^")
+    }
 
 
 def _plain(value: Any, text: Callable[[str], str]) -> Any:

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, gang, group, numbers, plans, sizes, waiting
 from property_examples import examples
 from random_executor import gang_up
-from scheduler_harness import SchedulerHarness, only
+from scheduler_harness import SchedulerHarness, only, steps_of
 
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span
 from csps.services.scheduling.deciding.decisions import Blocked, Decision
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import instance_id
 from csps.services.scheduling.events.slices import covers_once, tokens_on
 from csps.services.scheduling.policies.context_parallel.pair import KvHolders, interleaved, levelled
@@ -86,8 +85,8 @@ class Conversation(Picture):
         half = tokens // 2
         first, second = instance_id(1, 0), instance_id(1, 1)
         slices = (
-            PlacedSlice(first, 0, half, source=9),
-            PlacedSlice(second, half, tokens, source=9),
+            KvSlice(first, 0, half, source=9),
+            KvSlice(second, half, tokens, source=9),
         )
         self.kept = Cached(tokens, slices, {first: half, second: tokens - half})
 
@@ -235,7 +234,7 @@ def test_on_one_gang_kv_stays_where_it_was_computed() -> None:
     """And the answer's goes there, or anywhere if there are no slots left."""
     keepers = KvHolders(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
     first, second, third = keepers.free
-    rows = (PlacedSlice(first, 0, 10), PlacedSlice(second, 10, 20), PlacedSlice(first, 20, 29))
+    rows = (KvSlice(first, 0, 10), KvSlice(second, 10, 20), KvSlice(first, 20, 29))
     placed = keepers.in_place(waiting(1, 29, 21), NOTHING, rows)
     assert placed.slices == rows
     assert tokens_on(placed.answer) == {second: 11, first: 10}
@@ -261,7 +260,7 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
         commands = harness.turn(harness.submit(prompt, output))
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:
-            (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+            (reserve,), (step,) = only(commands, cmd.Reserve), steps_of(commands)
             done = [
                 ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
                 for instance in step.group

@@ -48,10 +48,11 @@ class Predicting(TimedCell):
     def _carry_out(self, command: cmd.AnyCommand) -> None:
         super()._carry_out(command)
         if isinstance(command, cmd.RunStep):
-            self._unreported[command.step_id] = self.steps[command.step_id], list(command.group)
+            step = command.step
+            self._unreported[step.step_id] = self.steps[step.step_id], list(step.group)
             # The scheduler learns when a step ends how late it was, and that others are.
             if self._some_reported or not self._any_is_late():
-                assert command.ends_ns == self._expected_end_ns(command.step_id)
+                assert command.ends_ns == self._expected_end_ns(step.step_id)
                 self.checked += 1
 
     def _next_ends(self) -> Iterator[int]:
@@ -60,7 +61,7 @@ class Predicting(TimedCell):
 
     def _pass(self, ns: int) -> None:
         for step in self._at_work():
-            self._began_ns.setdefault(step.command.step_id, self.now_ns)
+            self._began_ns.setdefault(step.command.step.step_id, self.now_ns)
         super()._pass(ns)
         due = [report for at_ns, report in self._reports if at_ns <= self.now_ns]
         self._reports = [(at_ns, it) for at_ns, it in self._reports if at_ns > self.now_ns]
@@ -86,7 +87,7 @@ class Predicting(TimedCell):
     def _any_is_late(self) -> bool:
         """Return whether a step was not reported by its predicted end."""
         return any(
-            self._began_ns[step_id] + self.predicted_ns(step.command) < self.now_ns
+            self._began_ns[step_id] + self.predicted_ns(step.command.step) < self.now_ns
             for step_id, (step, _) in self._unreported.items()
             if step_id in self._began_ns
         )
@@ -103,7 +104,7 @@ class Predicting(TimedCell):
             ran_ns = 0
             if all(queue[0] == step_id for queue in queues.values() if step_id in queue):
                 ran_ns = self.now_ns - self._began_ns.get(step_id, self.now_ns)
-            left_ns[step_id] = max(0, self.predicted_ns(step.command) - ran_ns)
+            left_ns[step_id] = max(0, self.predicted_ns(step.command.step) - ran_ns)
         now_ns = self.now_ns
         while wanted in left_ns:
             heads = {queue[0] for queue in queues.values() if queue}

@@ -17,8 +17,8 @@ from test_preemption import LATENCIES, OVERTAKING_NS, cell, check_altogether
 from timed_gangs import MS, TimedCell
 
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.decisions import Decision, PiggybackPlan
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import gang_of, index_of, instance_id
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import Cached, Request
@@ -28,7 +28,7 @@ def kept(gang: int, tokens: int, *indices: int) -> Cached:
     """On these instances in equal parts, and in nobody's use."""
     cuts = [tokens * at // len(indices) for at in range(len(indices) + 1)]
     slices = tuple(
-        PlacedSlice(instance_id(gang, index), start, stop, source=9)
+        KvSlice(instance_id(gang, index), start, stop, source=9)
         for index, start, stop in zip(indices, cuts, cuts[1:], strict=False)
     )
     return Cached(tokens, slices, {kv_slice.instance: kv_slice.tokens for kv_slice in slices})
@@ -223,8 +223,8 @@ def play(played: TimedCell, turns: Turns) -> list[tuple[int, int, int]]:
     played.play(arrivals, hashes)
     assert len(played.finished) == len(arrivals)
     for step in played.ended_steps:
-        if not step.command.high_priority:
-            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
+        if not step.command.step.high_priority:
+            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command.step))
             assert step.delayed_ns <= bound_ns
     return arrivals
 

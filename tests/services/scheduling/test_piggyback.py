@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from policy_view import Busy, Picture, waiting
 from random_executor import gang_up
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, messages, only
 
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.messages import JoinBatch
 from csps.services.scheduling.deciding.decisions import Blocked, Decision, PiggybackPlan
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -27,9 +28,11 @@ def riding(**options: object) -> SchedulerHarness:
 
 def rides(harness: SchedulerHarness, prompt: int = 500, output: int = 10) -> cmd.Reserve:
     commands = harness.turn(harness.submit(prompt, output))
-    (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.Piggyback)
+    (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.ToGang)
     assert commands == [reserve, ride], "and nothing else"
-    assert ride == cmd.Piggyback(gang=GANG, sequence_id=reserve.sequence_id, budget=128)
+    assert ride == cmd.ToGang(
+        gang=GANG, message=JoinBatch(sequence_id=reserve.sequence_id, budget=128)
+    )
     return reserve
 
 
@@ -134,7 +137,7 @@ def test_when_the_gang_dies_riders_go_on_with_their_next_token() -> None:
     commands = harness.turn(gang_up(2, [4000], prefill=True, decode=True))
     again = only(commands, cmd.Reserve)
     assert [(it.prompt_tokens, it.output_tokens) for it in again] == [(504, 6), (500, 10)]
-    assert [it.gang for it in only(commands, cmd.Piggyback)] == [2, 2]
+    assert [it.gang for it in only(commands, cmd.ToGang)] == [2, 2]
 
 
 def test_a_rider_alone_in_two_dying_gangs_fails() -> None:
@@ -158,7 +161,7 @@ def test_a_refused_rider_is_tried_again() -> None:
     )
     free = ev.Freed(sequence_id=reserve.sequence_id, instance=instance_id(GANG, 0))
     harness.turn(free, failed)
-    (again,) = only(harness.wait(until_ns=harness.now_ns + 2 * SECOND), cmd.Piggyback)
+    (again,) = messages(harness.wait(until_ns=harness.now_ns + 2 * SECOND), JoinBatch)
     assert again.sequence_id != reserve.sequence_id
 
 

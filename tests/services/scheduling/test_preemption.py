@@ -62,22 +62,22 @@ def hold_ups(played: TimedCell, came_ns: dict[int, int]) -> dict[int, tuple[int,
     """Of each request that is not urgent: how long younger ones that were urgent ran on an instance
     of its step until that ended, on the one that was held up most; and how long it took without."""
     high_priority = [
-        ended_step for ended_step in played.ended_steps if ended_step.command.high_priority
+        ended_step for ended_step in played.ended_steps if ended_step.command.step.high_priority
     ]
     found = {}
     for step in played.ended_steps:
-        if step.command.high_priority:
+        if step.command.step.high_priority:
             continue
         request = played.requests_of(step)[0]
         held_ns = max(
             sum(
-                played.predicted_ns(it.command)
+                played.predicted_ns(it.command.step)
                 for it in high_priority
-                if instance in it.command.group
+                if instance in it.command.step.group
                 and min(played.requests_of(it)) > request
                 and it.ended_ns <= step.ended_ns
             )
-            for instance in step.command.group
+            for instance in step.command.step.group
         )
         found[request] = held_ns, step.ended_ns - came_ns[request] - held_ns
     return found
@@ -92,8 +92,8 @@ def test_a_long_step_is_delayed_no_longer_than_the_bound(
     played.play(arrivals)
     assert len(played.finished) == len(arrivals)
     for step in played.ended_steps:
-        if not step.command.high_priority:
-            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
+        if not step.command.step.high_priority:
+            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command.step))
             assert step.delayed_ns <= bound_ns
 
 
@@ -288,7 +288,7 @@ def test_what_was_measured_takes_the_place_of_what_was_predicted(measured: float
     played = cell([4000], [100_000], measured=measured)
     played.play([(0, 348, 1)] + [(MS + n * 85 * MS, 40, 1) for n in range(60)])
     (long,) = (
-        ended_step for ended_step in played.ended_steps if not ended_step.command.high_priority
+        ended_step for ended_step in played.ended_steps if not ended_step.command.step.high_priority
     )
     passing_ns = 42 * MS * measured
     allowed = (350 * MS - 42 * MS) // passing_ns + 1

@@ -11,6 +11,8 @@ from arbitrary_layout_policy import AnyLayout, lay
 from random_executor import RandomCell
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -42,7 +44,7 @@ class KeepingCell(RandomCell):
         self.lies: dict[Place, dict[int, InstanceId]] = {}
         """Where that lies which a sequence has computed."""
         self.retain: set[Place] = set()
-        self._orders: dict[int, deque[cmd.Retain | cmd.Evict]] = {}
+        self._orders: dict[int, deque[RetainKv | EvictKv]] = {}
         """Commands that each gang has not executed."""
         self.reused = self.held = 0
 
@@ -91,19 +93,20 @@ class KeepingCell(RandomCell):
 
     def _run_step(self, command: cmd.RunStep) -> None:
         super()._run_step(command)
-        for chunk, history in zip(command.chunks, command.history, strict=True):
+        for chunk in command.step.chunks:
+            history = chunk.history
             reserve = self.sequences[chunk.sequence_id].reserve
-            place = gang_of(command.group[0]), chunk.sequence_id
+            place = gang_of(command.step.group[0]), chunk.sequence_id
             lies = self.lies.setdefault(place, {})
             self._check_reused(chunk.sequence_id, history, reserve.cached)
             told = {p: it.instance for it in own(history) for p in it.span.positions}
             assert told == lies, "history is not where it was left"
             assert chunk.start == reserve.cached + len(lies), "chunks follow one upon another"
-            lay(lies, chunk, command, reserve if self._elastic else None)
+            lay(lies, chunk, command.step, reserve if self._elastic else None)
             if chunk.retain:
                 self.retain.add(place)
 
-    def _check_reused(self, number: int, slices: tuple[cmd.PlacedSlice, ...], cached: int) -> None:
+    def _check_reused(self, number: int, slices: tuple[KvSlice, ...], cached: int) -> None:
         """What others have computed lies there, is the beginning of this prompt, and nothing
         else."""
         named = [kv_slice for kv_slice in slices if kv_slice.source]
@@ -137,35 +140,32 @@ class KeepingCell(RandomCell):
             if not sequence.steps and not self._elastic and place not in self.retain:
                 self.lies.pop(place, None)
 
-    def _retain(self, command: cmd.Retain) -> None:
-        sequence = self.sequences[command.sequence_id]
+    def _retain_or_evict(self, gang: int, message: RetainKv | EvictKv) -> None:
+        if isinstance(message, RetainKv):
+            self._retain(gang, message)
+        self._orders.setdefault(gang, deque()).append(message)
+
+    def _retain(self, gang: int, message: RetainKv) -> None:
+        sequence = self.sequences[message.sequence_id]
         reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
         assert reserve.retain, "kept, but it was not to stay"
         assert not sequence.freeing, "kept, but it was cancelled"
         drawn = request.generated - (request.output - reserve.output_tokens)
         computed = reserve.prompt_tokens + max(drawn - 1, 0)
         reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
-        if command.stop > command.start:
-            assert reused <= command.start < command.stop <= computed, "kept, not computed"
+        if message.stop > message.start:
+            assert reused <= message.start < message.stop <= computed, "kept, not computed"
         answer = reserve.answer or (
-            cmd.PlacedSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
+            KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
         )
         assert not sequence.unreceived or self._elastic, "kept, but not there"
-        self.lies[command.gang, command.sequence_id] = {
+        self.lies[gang, message.sequence_id] = {
             p: it.instance
             for it in (*own(reserve.slices), *answer)
             for p in it.span.positions
-            if command.start <= p < command.stop
+            if message.start <= p < message.stop
         }
         sequence.silent = True
-        self._order(command)
-
-    def _evict(self, command: cmd.Evict) -> None:
-        self._order(command)
-
-    def _order(self, command: cmd.Retain | cmd.Evict) -> None:
-        assert command.gang in self.gangs, "told a dead gang"
-        self._orders.setdefault(command.gang, deque()).append(command)
 
     def _progress_only(self) -> None:
         if any(self._orders.values()) and self.random.random() < 0.4:
@@ -178,7 +178,7 @@ class KeepingCell(RandomCell):
         gang = self.random.choice([it for it, orders in self._orders.items() if orders])
         order = self._orders[gang].popleft()
         lies = self.lies.setdefault((gang, order.sequence_id), {})
-        if isinstance(order, cmd.Evict):
+        if isinstance(order, EvictKv):
             gone = range(order.start, order.stop)
             self._check_unread((gang, order.sequence_id), gone)
             for p in [ly for ly in lies if ly in gone]:
@@ -194,7 +194,7 @@ class KeepingCell(RandomCell):
             )
 
     def _check_unread(self, place: Place, gone: range) -> None:
-        reading = [history for step, _ in self.steps.values() for history in step.history]
+        reading = [chunk.history for step, _ in self.steps.values() for chunk in step.chunks]
         reading += [
             sequence.reserve.slices for sequence in self.sequences.values() if sequence.unfreed
         ]
@@ -223,7 +223,7 @@ class KeepingCell(RandomCell):
             used.update(self.lies.get(place, {}).values())
         for step, undone in self.steps.values():
             if not (self._elastic or any(chunk.retain for chunk in step.chunks)):
-                sizes = slots_of(step, step.history)
+                sizes = slots_of(step, [chunk.history for chunk in step.chunks])
                 used.update({it: sizes.get(it, 0) for it in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):

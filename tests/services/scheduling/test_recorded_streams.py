@@ -19,14 +19,15 @@ from canonical_streams import (
 )
 from recorded_workloads import WORKLOADS
 
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import EvictKv
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.commands import (
     AnyCommand,
-    Chunk,
-    Evict,
     Fail,
-    PlacedSlice,
     RunStep,
+    ToGang,
 )
 from csps.services.scheduling.events.events import (
     AnyEvent,
@@ -91,16 +92,15 @@ class Following:
 # --- what a comparison finds ---------------------------------------------------------------------
 
 
-EVICT = Evict(gang=2, sequence_id=5, start=0, stop=64)
+EVICT = ToGang(gang=2, message=EvictKv(sequence_id=5, start=0, stop=64))
 STEP = RunStep(
-    step_id=9,
-    group=(65536,),
-    bounds=(0, 100),
-    chunks=(Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 100),)),),
-    history=((),),
-    strategy="ulysses",
+    step=PrefillStep(
+        step_id=9,
+        group=(65536,),
+        bounds=(0, 100),
+        chunks=(PrefillChunk(5, 0, 100, rows=(KvSlice(65536, 0, 100),)),),
+    ),
     cls="exact",
-    high_priority=False,
     ends_ns=7,
 )
 
@@ -126,7 +126,7 @@ def test_the_recorded_commands_are_followed(tmp_path: Path, full: int) -> None:
 
 def test_the_first_other_field_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP, EVICT], 2)
-    late = Evict(gang=2, sequence_id=5, start=32, stop=64)
+    late = ToGang(gang=2, message=EvictKv(sequence_id=5, start=32, stop=64))
     expected = r"named: turn 0 at 10 ns \(told: wake\): command 1 differs(?s:.*)\.start: 0, now 32"
     with pytest.raises(AssertionError, match=expected):
         follower.commands([STEP, late], 50)
@@ -134,8 +134,9 @@ def test_the_first_other_field_is_named(tmp_path: Path) -> None:
 
 def test_a_field_of_a_nested_structure_is_named(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, [STEP], 2)
-    shorter = Chunk(5, 0, 100, rows=(PlacedSlice(65536, 0, 99),))
-    other = msgspec.structs.replace(STEP, chunks=(shorter,))
+    shorter = PrefillChunk(5, 0, 100, rows=(KvSlice(65536, 0, 99),))
+    step = msgspec.structs.replace(STEP.step, chunks=(shorter,))
+    other = msgspec.structs.replace(STEP, step=step)
     with pytest.raises(AssertionError, match=r"\.pieces\[0\]\.rows\[0\]\.stop: 100, now 99"):
         follower.commands([other], 50)
 
@@ -205,9 +206,9 @@ def test_events_come_back_from_their_canonical_form(event: AnyEvent) -> None:
 
 def test_present_names_are_read_as_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = canonical_streams.RENAMED | {
-        "evict": "give",
-        "evict.start": "begin",
-        "PlacedSlice.stop": "end",
+        "EvictKv": "give",
+        "EvictKv.start": "begin",
+        "KvSlice.stop": "end",
         "tp": "ranks",
     }
     renamed |= {"submitted": "arrived", "hashes": "blocks", "generation": ""}

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from random_executor import RandomCell
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only, steps_of
 from scripted_policies import Scripted
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import (
     Decision,
@@ -48,7 +50,7 @@ def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> P
 def plan(
     *steps: PlannedStep, request: int = 1, length: int = 500, ahead_ns: int = AHEAD_NS
 ) -> StartPlan:
-    placement = DecodePlacement(request, (cmd.PlacedSlice(D0, 0, length),), D0)
+    placement = DecodePlacement(request, (KvSlice(D0, 0, length),), D0)
     return StartPlan(steps=steps, decode=(placement,), ahead_ns=ahead_ns)
 
 
@@ -65,7 +67,11 @@ class Seeing(Scripted):
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         self.seen = [
-            (it.id, it.plan.version, [unsent.command.chunks[0].start for unsent in it.plan.unsent])  # type: ignore[union-attr]
+            (
+                it.id,
+                it.plan.version,
+                [unsent.command.step.chunks[0].start for unsent in it.plan.unsent],
+            )  # type: ignore[union-attr]
             for it in view.planned
         ]
         return super().decide(view)
@@ -90,14 +96,14 @@ class Line(SchedulerHarness):
         return round(self.scheduler.counts.prefill_kv * SLOTS)
 
 
-def started(made: Line) -> tuple[int, cmd.RunStep]:
+def started(made: Line) -> tuple[int, PrefillStep]:
     """The request's sequence, and the one step that the ranks hear of."""
     commands = made.turn(made.submit(500, 10))
-    (reserve,), (first,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+    (reserve,), (first,) = only(commands, cmd.Reserve), steps_of(commands)
     return reserve.sequence_id, first
 
 
-def done(it: cmd.RunStep) -> list[ev.AnyEvent]:
+def done(it: PrefillStep) -> list[ev.AnyEvent]:
     return [ev.StepDone(step_id=it.step_id, instance=at, took_ns=SECOND) for at in it.group]
 
 
@@ -109,17 +115,17 @@ def test_a_step_is_sent_shortly_before_it_begins() -> None:
     assert first.group == (P0,)
     assert made.taken == 500
     second = sent_at(made, begin_ns + SECOND - AHEAD_NS)
-    assert second.chunks[0].start == 100
+    assert second.step.chunks[0].start == 100
     assert second.ends_ns == begin_ns + 2 * SECOND
     third = sent_at(made, begin_ns + 2 * SECOND - AHEAD_NS)
-    assert third.history[0][0] == cmd.PlacedSlice(P0, 0, 100)
+    assert third.step.chunks[0].history[0] == KvSlice(P0, 0, 100)
 
 
 def sent_at(made: Line, time_ns: int) -> cmd.RunStep:
     """The one step that is sent at a time and not before."""
     assert only(made.wait(until_ns=time_ns - 1), cmd.RunStep) == []
-    (step,) = only(made.wait(until_ns=time_ns), cmd.RunStep)
-    return step
+    (run,) = only(made.wait(until_ns=time_ns), cmd.RunStep)
+    return run
 
 
 def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
@@ -127,17 +133,17 @@ def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
     made = Line(CHUNKS)
     _, first = started(made)
     (second,) = only(made.turn(*done(first)), cmd.RunStep)
-    assert second.chunks[0].start == 100
+    assert second.step.chunks[0].start == 100
     assert second.ends_ns == made.now_ns + SECOND
 
 
 def test_a_step_that_nothing_but_high_priority_steps_precede_is_sent_at_once() -> None:
     short = msgspec.structs.replace(step((P0,), 0, 500), high_priority=True)
-    placement = DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0)
+    placement = DecodePlacement(1, (KvSlice(D0, 0, 500),), D0)
     made = Line(StartPlan(steps=(short,), decode=(placement,)))
     made.turn(made.submit(500, 10))
     made.policy.decisions = (plan(step((P0,), 0, 100, 2), step((P0,), 100, 400, 2), request=2),)
-    (first,) = only(made.turn(made.submit(500, 10)), cmd.RunStep)
+    (first,) = steps_of(made.turn(made.submit(500, 10)))
     assert first.chunks[0].start == 0
 
 
@@ -149,7 +155,7 @@ def test_a_step_is_not_sent_before_an_older_one_of_the_same_instance() -> None:
     sequence, _ = started(made)
     made.policy.decisions = (younger,)
     assert only(made.turn(made.submit(500, 10)), cmd.RunStep) == []
-    second, third = only(made.wait(until_ns=begin_ns + SECOND - AHEAD_NS), cmd.RunStep)
+    second, third = steps_of(made.wait(until_ns=begin_ns + SECOND - AHEAD_NS))
     assert second.chunks[0].sequence_id == sequence
     assert third.chunks[0].sequence_id == sequence + 1
 
@@ -166,23 +172,23 @@ def test_a_step_begins_no_sooner_than_it_was_sent() -> None:
     sent_ns = made.now_ns
     made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=SECOND // 2))
     third = sent_at(made, sent_ns + SECOND - AHEAD_NS)
-    assert (second.chunks[0].start, third.chunks[0].start) == (100, 200)
+    assert [it.step.chunks[0].start for it in (second, third)] == [100, 200]
 
 
 def test_steps_behind_a_late_one_are_sent_later() -> None:
     """When another step is reported, the first one is half a second late."""
-    placement = DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 500),), D0)
+    placement = DecodePlacement(2, (KvSlice(D0, 0, 500),), D0)
     other = StartPlan(steps=(step((P1,), 0, 500, 2),), decode=(placement,))
     made = Line(THREE, other)
     begin_ns = made.now_ns + MS
     commands = made.turn(made.submit(500, 10), made.submit(500, 10))
-    beside, _ = only(commands, cmd.RunStep)
+    beside, _ = steps_of(commands)
     assert beside.group == (P1,)
     assert len(only(made.wait(until_ns=begin_ns + 3 * SECOND // 2 - MS), cmd.RunStep)) == 1
     token = ev.FirstToken(sequence_id=beside.chunks[0].sequence_id)
     made.turn(token, ev.StepDone(step_id=beside.step_id, instance=P1, took_ns=SECOND // 2))
     third = sent_at(made, begin_ns + 5 * SECOND // 2 - AHEAD_NS)
-    assert third.chunks[0].start == 200
+    assert third.step.chunks[0].start == 200
 
 
 def test_a_step_begins_when_all_before_it_were_computed() -> None:
@@ -190,13 +196,13 @@ def test_a_step_begins_when_all_before_it_were_computed() -> None:
     plans = [
         StartPlan(
             steps=(step(group, 0, 500, number),),
-            decode=(DecodePlacement(number, (cmd.PlacedSlice(D0, 0, 500),), D0),),
+            decode=(DecodePlacement(number, (KvSlice(D0, 0, 500),), D0),),
         )
         for number, group in enumerate([(P0,), (P1,), (P0, P1), (P0,)], 1)
     ]
     made = Line(*plans[:3])
     began_ns = made.now_ns + MS
-    steps = only(made.turn(*[made.submit(500, 10) for _ in range(3)]), cmd.RunStep)
+    steps = steps_of(made.turn(*[made.submit(500, 10) for _ in range(3)]))
     tokens = [ev.FirstToken(sequence_id=it.chunks[0].sequence_id) for it in steps]
     made.turn(tokens[0], *done(steps[0]), after_ns=SECOND)
     late = ev.StepDone(step_id=steps[1].step_id, instance=P1, took_ns=SECOND // 2)
@@ -211,13 +217,11 @@ def test_what_no_rank_has_heard_of_is_planned_again() -> None:
     made = Line(CHUNKS)
     sequence, first = started(made)
     rest = step((P1, P0), 100, 400)
-    assert (
-        only(made.decide(Replan(sequence_id=sequence, version=0, steps=(rest,))), cmd.RunStep) == []
-    )
+    assert not steps_of(made.decide(Replan(sequence_id=sequence, version=0, steps=(rest,))))
     assert made.taken == 500
-    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    (second,) = steps_of(made.turn(*done(first)))
     assert (second.group, second.chunks[0].length) == ((P1, P0), 400)
-    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     made.turn(ev.FirstToken(sequence_id=sequence), *done(second))
     assert made.taken == 0
 
@@ -252,7 +256,7 @@ def test_a_new_plan_keeps_its_place_in_the_line() -> None:
     sent = [first]
     while len(sent) < 5 and made.now_ns < 60 * SECOND:
         commands = made.turn(*done(sent[-1]))
-        sent += only(commands, cmd.RunStep) or only(made.wait(), cmd.RunStep)
+        sent += steps_of(commands) or steps_of(made.wait())
     order = [(it.chunks[0].sequence_id - sequence, it.chunks[0].start) for it in sent]
     assert order == [(0, 0), (0, 100), (0, 400), (1, 0), (1, 100)]
 
@@ -274,7 +278,7 @@ def test_younger_steps_move_up_when_a_sequence_leaves() -> None:
     made.policy.decisions = (younger,)
     assert only(made.turn(made.submit(500, 10)), cmd.RunStep) == []
     (moved_up,) = only(made.turn(ev.RequestCancelled(request_id=1)), cmd.RunStep)
-    assert moved_up.group == (P1,)
+    assert moved_up.step.group == (P1,)
     assert moved_up.ends_ns == made.now_ns + SECOND
 
 

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from random_executor import gang_up
-from scheduler_harness import LINK, SECOND, SchedulerHarness, only, sent
+from scheduler_harness import LINK, SECOND, SchedulerHarness, only, sent, steps_of
 
 from csps.protocols.core.errors import ContextLengthExceeded, QueueFull, from_wire
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import gang_of
@@ -356,7 +357,7 @@ def _play(
     served = len(only(commands, cmd.Fail))
     running: list[tuple[cmd.Reserve, list[ev.AnyEvent]]] = []
     while True:
-        steps = only(commands, cmd.RunStep)
+        steps = steps_of(commands)
         for reserve in only(commands, cmd.Reserve):
             check(reserve)
             (step,) = (
@@ -373,7 +374,7 @@ def _play(
         served += 1
 
 
-def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
+def _life(reserve: cmd.Reserve, step: PrefillStep) -> list[ev.AnyEvent]:
     """All that happens to a sequence, at once; the step's other members draw their tokens, too."""
     firsts = [ev.FirstToken(sequence_id=chunk.sequence_id) for chunk in step.chunks]
     done = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_harness import SchedulerHarness, only
+from scheduler_harness import SchedulerHarness, only, steps_of
 from scripted_policies import Scripted
 
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
@@ -35,8 +36,8 @@ CHUNKS = StartPlan(
         step((P0, P1), (0, 10, 200), PlannedChunk(1, 400, 100), PlannedChunk(2, 0, 100)),
     ),
     decode=(
-        DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0),
-        DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 100),), D0),
+        DecodePlacement(1, (KvSlice(D0, 0, 500),), D0),
+        DecodePlacement(2, (KvSlice(D0, 0, 100),), D0),
     ),
 )
 
@@ -53,36 +54,40 @@ def submitted(made: SchedulerHarness) -> list[cmd.AnyCommand]:
 
 def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     commands = submitted(scripted(CHUNKS))
-    first, second, third = only(commands, cmd.RunStep)
+    first, second, third = steps_of(commands)
     first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
-    assert first.history == ((),)
-    assert second.history == ((cmd.PlacedSlice(P0, 0, 100),),)
+    assert first.chunks[0].history == ()
+    assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     history = (
-        cmd.PlacedSlice(P0, 0, 100),
-        cmd.PlacedSlice(P1, 100, 250),
-        cmd.PlacedSlice(P0, 250, 400),
+        KvSlice(P0, 0, 100),
+        KvSlice(P1, 100, 250),
+        KvSlice(P0, 250, 400),
     )
-    assert third.history == (history, ())
-    assert third.chunks == (cmd.Chunk(first_id, 400, 100), cmd.Chunk(two, 0, 100))
+    assert [(chunk.sequence_id, chunk.start, chunk.length) for chunk in third.chunks] == [
+        (first_id, 400, 100),
+        (two, 0, 100),
+    ]
+    assert [chunk.history for chunk in third.chunks] == [history, ()]
+    assert [chunk.last for chunk in third.chunks] == [True, True]
     assert [type(command) for command in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
 def test_kv_with_another_holder_is_history_there_and_takes_slots_there() -> None:
     """Striped rows that the second instance keeps, then all of it kept by turns."""
-    striped = (cmd.PlacedSlice(P0, 0, 99, 2), cmd.PlacedSlice(P1, 1, 100, 2))
-    turns = (cmd.PlacedSlice(P0, 0, 499, 2), cmd.PlacedSlice(P1, 1, 500, 2))
-    moved = PlannedChunk(1, 0, 100, striped, (cmd.PlacedSlice(P1, 0, 100),))
+    striped = (KvSlice(P0, 0, 99, 2), KvSlice(P1, 1, 100, 2))
+    turns = (KvSlice(P0, 0, 499, 2), KvSlice(P1, 1, 500, 2))
+    moved = PlannedChunk(1, 0, 100, striped, (KvSlice(P1, 0, 100),))
     plan = StartPlan(
         steps=(
             step((P0, P1), (0, 50, 100), moved),
             step((P0, P1), (0, 400, 400), PlannedChunk(1, 100, 400, (), turns)),
         ),
-        decode=(DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 500),), D0),),
+        decode=(DecodePlacement(1, (KvSlice(D0, 0, 500),), D0),),
     )
     made = scripted(plan)
-    first, second = only(made.turn(made.submit(500, 10)), cmd.RunStep)
+    first, second = steps_of(made.turn(made.submit(500, 10)))
     assert first.chunks[0].rows == striped
-    assert second.history == ((cmd.PlacedSlice(P1, 0, 100),),)
+    assert second.chunks[0].history == (KvSlice(P1, 0, 100),)
     assert second.chunks[0].placement == turns
     # 50 computed and 50 + 50 kept; then 400 computed, 50 that come back and 200 that are kept.
     assert made.scheduler.counts.prefill_kv == (50 + 100 + 400 + 50 + 200) / 8000
@@ -90,13 +95,11 @@ def test_kv_with_another_holder_is_history_there_and_takes_slots_there() -> None
 
 def test_holders_of_an_answer_have_its_slots() -> None:
     made = SchedulerHarness(
-        Scripted(
-            changed(answer=(cmd.PlacedSlice(D0, 500, 509, 2), cmd.PlacedSlice(D1, 501, 510, 2)))
-        )
+        Scripted(changed(answer=(KvSlice(D0, 500, 509, 2), KvSlice(D1, 501, 510, 2))))
     )  # type: ignore[arg-type]
     made.ready()
     (reserve,) = only(made.turn(made.submit(500, 10)), cmd.Reserve)
-    assert reserve.answer[1] == cmd.PlacedSlice(D1, 501, 510, 2)
+    assert reserve.answer[1] == KvSlice(D1, 501, 510, 2)
     freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=instance) for instance in (D0, D1)]
     made.turn(ev.RequestCancelled(request_id=1))
     made.turn(freed[0])
@@ -108,7 +111,7 @@ def test_holders_of_an_answer_have_its_slots() -> None:
 def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
     made = scripted(CHUNKS)
     commands = submitted(made)
-    steps = only(commands, cmd.RunStep)
+    steps = steps_of(commands)
     first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
@@ -124,7 +127,7 @@ def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
 
 def test_missing_first_token_is_an_error_only_after_the_last_chunk() -> None:
     made = scripted(CHUNKS)
-    steps = only(submitted(made), cmd.RunStep)
+    steps = steps_of(submitted(made))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
         for step in steps
@@ -137,7 +140,7 @@ def test_missing_first_token_is_an_error_only_after_the_last_chunk() -> None:
 def test_gang_that_dies_between_chunks_frees_all_slots() -> None:
     made = scripted(CHUNKS)
     commands = submitted(made)
-    first = only(commands, cmd.RunStep)[0]
+    first = steps_of(commands)[0]
     made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=10))
     commands = made.turn(ev.GangDown(gang=1, reason="died"))
     assert len(only(commands, cmd.Restart)) == 2
@@ -153,7 +156,7 @@ def changed(**changes: object) -> StartPlan:
         "group": (P0, P1),
         "bounds": (0, 250, 500),
         "chunks": (PlannedChunk(1, 0, 500),),
-        "slices": (cmd.PlacedSlice(D0, 0, 500),),
+        "slices": (KvSlice(D0, 0, 500),),
         "master": D0,
         **changes,
     }
@@ -163,11 +166,11 @@ def changed(**changes: object) -> StartPlan:
     return StartPlan(steps=(planned,), decode=(placement,))
 
 
-def with_rows(*rows: cmd.PlacedSlice) -> StartPlan:
+def with_rows(*rows: KvSlice) -> StartPlan:
     return changed(chunks=(PlannedChunk(1, 0, 500, rows),))
 
 
-def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
+def keeping(*keep: KvSlice) -> StartPlan:
     return changed(chunks=(PlannedChunk(1, 0, 500, (), keep),))
 
 
@@ -182,28 +185,28 @@ def keeping(*keep: cmd.PlacedSlice) -> StartPlan:
         (changed(group=(P0, D0)), "another gang"),
         (changed(group=(D0,), bounds=(0, 500)), "no pair"),
         (changed(master=P0), "no pair"),
-        (changed(slices=(cmd.PlacedSlice(P0, 0, 500),)), "another gang"),
-        (changed(slices=(cmd.PlacedSlice(D0, 0, 499),)), "not placed once"),
-        (changed(slices=(cmd.PlacedSlice(D0, 1, 500),)), "not placed once"),
+        (changed(slices=(KvSlice(P0, 0, 500),)), "another gang"),
+        (changed(slices=(KvSlice(D0, 0, 499),)), "not placed once"),
+        (changed(slices=(KvSlice(D0, 1, 500),)), "not placed once"),
         (changed(chunks=(PlannedChunk(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
         (changed(chunks=(PlannedChunk(1, 100, 500),)), "out of order"),
         (changed(chunks=(PlannedChunk(9, 0, 500),)), "is over"),
-        (with_rows(cmd.PlacedSlice(P0, 0, 499), cmd.PlacedSlice(P1, 250, 500)), "each once"),
-        (with_rows(cmd.PlacedSlice(P0, 0, 500, 2), cmd.PlacedSlice(P1, 0, 500, 2)), "each once"),
+        (with_rows(KvSlice(P0, 0, 499), KvSlice(P1, 250, 500)), "each once"),
+        (with_rows(KvSlice(P0, 0, 500, 2), KvSlice(P1, 0, 500, 2)), "each once"),
         (
-            with_rows(cmd.PlacedSlice(P0, 0, 499), cmd.PlacedSlice(P1, 499, 500)),
+            with_rows(KvSlice(P0, 0, 499), KvSlice(P1, 499, 500)),
             "not those of the rows",
         ),
         (
-            with_rows(cmd.PlacedSlice(P0, 0, 250), cmd.PlacedSlice(D0, 250, 500)),
+            with_rows(KvSlice(P0, 0, 250), KvSlice(D0, 250, 500)),
             "outside of the group",
         ),
-        (keeping(cmd.PlacedSlice(P0, 0, 499)), "is not placed once"),
-        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P1, 499, 500)), "is not placed once"),
-        (keeping(cmd.PlacedSlice(D0, 0, 500)), "outside of the group"),
-        (keeping(cmd.PlacedSlice(P0, 0, 500), cmd.PlacedSlice(P0, 500, 501)), "not earlier KV"),
-        (changed(answer=(cmd.PlacedSlice(D0, 500, 509),)), "answer's KV is not placed once"),
-        (changed(answer=(cmd.PlacedSlice(P0, 500, 510),)), "another gang"),
+        (keeping(KvSlice(P0, 0, 499)), "is not placed once"),
+        (keeping(KvSlice(P0, 0, 500), KvSlice(P1, 499, 500)), "is not placed once"),
+        (keeping(KvSlice(D0, 0, 500)), "outside of the group"),
+        (keeping(KvSlice(P0, 0, 500), KvSlice(P0, 500, 501)), "not earlier KV"),
+        (changed(answer=(KvSlice(D0, 500, 509),)), "answer's KV is not placed once"),
+        (changed(answer=(KvSlice(P0, 500, 510),)), "another gang"),
         (
             changed(
                 chunks=(PlannedChunk(1, 0, 500), PlannedChunk(2, 0, 100)), bounds=(0, 250, 600)
@@ -235,7 +238,7 @@ def test_sound_plan_beside_an_unsound_one_is_not_applied() -> None:
 def test_plans_together_must_fit_the_free_slots() -> None:
     """Each plan would fit alone."""
     whole = changed(group=(P0,), bounds=(0, 3000), chunks=(PlannedChunk(1, 0, 3000),),
-                    slices=(cmd.PlacedSlice(D0, 0, 3000),))  # fmt: skip
+                    slices=(KvSlice(D0, 0, 3000),))  # fmt: skip
     (planned,), (placement,) = whole.steps, whole.decode
     other = StartPlan(
         steps=(msgspec.structs.replace(planned, chunks=(PlannedChunk(2, 0, 3000),)),),
@@ -250,8 +253,8 @@ def test_requests_of_several_classes_in_a_step_are_refused() -> None:
     plan = StartPlan(
         steps=(step((P0,), (0, 200), PlannedChunk(1, 0, 100), PlannedChunk(2, 0, 100)),),
         decode=(
-            DecodePlacement(1, (cmd.PlacedSlice(D0, 0, 100),), D0),
-            DecodePlacement(2, (cmd.PlacedSlice(D0, 0, 100),), D0),
+            DecodePlacement(1, (KvSlice(D0, 0, 100),), D0),
+            DecodePlacement(2, (KvSlice(D0, 0, 100),), D0),
         ),
     )
     made = scripted(plan)
@@ -265,7 +268,7 @@ def test_policy_that_names_a_time_decides_again_then() -> None:
     made.turn(made.submit(500, 10))
     assert made.wake_at_ns == 5_000_000_000
     policy.decisions = (changed(),)
-    assert len(only(made.wait(), cmd.RunStep)) == 1
+    assert len(steps_of(made.wait())) == 1
     assert made.wake_at_ns != 5_000_000_000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, Sent, only, sent
+from scheduler_harness import LINK, MS, SECOND, SchedulerHarness, only, sent
 
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -554,15 +554,10 @@ def test_retry_uses_ids_of_its_own() -> None:
     harness = SchedulerHarness().ready()
     numbers = []
     for _ in range(3):
-        plan = harness.start() if not numbers else Sent(*_pair(harness.wait()))
+        plan = harness.start() if not numbers else sent(harness.wait())
         numbers.append(plan.sequence)
         harness.turn(plan.failed())
     assert len(set(numbers)) == 3
-
-
-def _pair(commands: list[cmd.AnyCommand]) -> tuple[cmd.Reserve, cmd.RunStep]:
-    plan = sent(commands)
-    return plan.reserve, plan.step
 
 
 def test_received_sequence_goes_on_if_prefill_dies_in_the_same_round() -> None:

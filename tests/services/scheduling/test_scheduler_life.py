@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import LINK, MS, SECOND, SMALL, SchedulerHarness, Sent, only, sent
 
+from csps.protocols.gang.step_messages import PrefillChunk
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -21,14 +22,12 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
     commands = harness.turn(harness.submit(prompt=3000, output=10))
     assert [type(command) for command in commands] == [cmd.Reserve, cmd.RunStep]
     plan = sent(commands)
-    assert plan.step.chunks == (cmd.Chunk(plan.sequence, 0, 3000),)
-    assert plan.step.bounds == (0, 1500, 3000)
-    assert plan.step.history == ((),)
-    assert (plan.step.strategy, plan.step.cls, plan.step.high_priority) == (
-        "ulysses",
-        "exact",
-        False,
+    assert plan.step.chunks == (
+        PrefillChunk(plan.sequence, 0, 3000, destinations=plan.reserve.slices),
     )
+    assert plan.step.bounds == (0, 1500, 3000)
+    assert (plan.step.strategy, plan.step.high_priority) == ("ulysses", False)
+    assert plan.run.cls == "exact"
     assert [(kv_slice.start, kv_slice.stop) for kv_slice in plan.reserve.slices] == [
         (0, 1500),
         (1500, 3000),
@@ -47,12 +46,12 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
 def test_a_step_ends_when_those_before_it_have_ended() -> None:
     """The predicted time of a token is shared by the group."""
     harness = SchedulerHarness().ready()
-    alone = harness.start(3000).step
-    behind = harness.start(3000).step
+    alone = harness.start(3000).run
+    behind = harness.start(3000).run
     predicted_ns = alone.ends_ns - (harness.now_ns - MS)
     assert behind.ends_ns == alone.ends_ns + predicted_ns
-    short = harness.start(50).step
-    assert short.high_priority
+    short = harness.start(50).run
+    assert short.step.high_priority
     assert harness.now_ns < short.ends_ns < alone.ends_ns
 
 
@@ -60,14 +59,14 @@ def test_a_step_ends_after_those_that_a_short_prompt_has_delayed() -> None:
     harness = SchedulerHarness()
     harness.turn(harness.prefill(1, 9000), harness.decode(), LINK)
     first = harness.start(2000)
-    predicted_ns = first.step.ends_ns - harness.now_ns
+    predicted_ns = first.run.ends_ns - harness.now_ns
     harness.start(2000)
     short = harness.start(50)
     assert short.step.high_priority
     harness.turn(*short.joined())
     harness.turn(*first.joined(), after_ns=predicted_ns)
     second_began_ns = harness.now_ns
-    assert harness.start(2000).step.ends_ns == second_began_ns + 2 * predicted_ns
+    assert harness.start(2000).run.ends_ns == second_began_ns + 2 * predicted_ns
 
 
 def test_a_step_begins_when_the_one_before_it_is_computed() -> None:
@@ -75,11 +74,11 @@ def test_a_step_begins_when_the_one_before_it_is_computed() -> None:
     harness = SchedulerHarness()
     harness.turn(harness.prefill(1, 9000), harness.decode(), LINK)
     first = harness.start(2000)
-    predicted_ns, began_ns = first.step.ends_ns - harness.now_ns, harness.now_ns
+    predicted_ns, began_ns = first.run.ends_ns - harness.now_ns, harness.now_ns
     harness.start(2000)
     done = first.steps_done(took_ns=predicted_ns - 10 * MS)
     harness.turn(first.first_token, *done, after_ns=predicted_ns)
-    assert harness.start(2000).step.ends_ns == began_ns + 3 * predicted_ns - 10 * MS
+    assert harness.start(2000).run.ends_ns == began_ns + 3 * predicted_ns - 10 * MS
 
 
 def test_ids_contain_the_highest_generation_and_are_unique() -> None:
@@ -102,7 +101,7 @@ def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
         if isinstance(command, cmd.Reserve):
             seen.add(command.sequence_id)
         elif isinstance(command, cmd.RunStep):
-            assert {chunk.sequence_id for chunk in command.chunks} <= seen
+            assert {chunk.sequence_id for chunk in command.step.chunks} <= seen
     assert len(seen) == 4
 
 
@@ -252,14 +251,14 @@ def test_request_of_a_batch_is_cancelled_alone() -> None:
     harness = SchedulerHarness()
     requests = [harness.submit(prompt=50), harness.submit(prompt=40)]
     commands = harness.turn(harness.prefill(1, 4000), harness.decode(), LINK, *requests)
-    (step,), (first, other) = only(commands, cmd.RunStep), only(commands, cmd.Reserve)
-    assert [chunk.length for chunk in step.chunks] == [50, 40]
+    (run,), (first, other) = only(commands, cmd.RunStep), only(commands, cmd.Reserve)
+    assert [chunk.length for chunk in run.step.chunks] == [50, 40]
     assert harness.turn(ev.RequestCancelled(request_id=first.request_id)) == [
         cmd.Cancel(sequence_id=first.sequence_id, gangs=(1, 2))
     ]
-    left = Sent(other, step)
+    left = Sent(other, run)
     assert harness.turn(*left.joined()) == [cmd.SetGroup(gang=2, joined=(other.sequence_id,))]
-    harness.turn(left.finished(), *left.freed(), *Sent(first, step).freed())
+    harness.turn(left.finished(), *left.freed(), *Sent(first, run).freed())
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 

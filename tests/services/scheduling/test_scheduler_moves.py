@@ -9,11 +9,12 @@ from collections.abc import Iterable
 
 import pytest
 from random_executor import gang_up
-from scheduler_harness import SchedulerHarness, Sent, only
+from scheduler_harness import SchedulerHarness, Sent, messages
 from scripted_policies import OneMove
 
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.deciding.decisions import DecodePlacement, MovePlan
-from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
 
@@ -31,7 +32,7 @@ def decoding() -> tuple[SchedulerHarness, Sent]:
 
 def moving() -> tuple[SchedulerHarness, Sent]:
     harness, plan = decoding()
-    (move,) = only(harness.turn(harness.submit()), cmd.MoveKv)
+    (move,) = messages(harness.turn(harness.submit()), MoveSequence)
     assert move.sequence_id == plan.sequence
     return harness, plan
 
@@ -53,13 +54,15 @@ def mastered(harness: SchedulerHarness) -> list[int]:
 
 def test_move_names_the_placement_that_the_policy_chose() -> None:
     harness, plan = decoding()
-    (move,) = only(harness.turn(harness.submit()), cmd.MoveKv)
-    assert (move.gang, move.sequence_id, move.master) == (1, plan.sequence, THIRD)
-    assert positions(move.slices) == dict.fromkeys(range(PROMPT), SECOND)
-    assert positions(move.answer) == dict.fromkeys(range(PROMPT, PROMPT + OUTPUT), THIRD)
+    (move,) = messages(harness.turn(harness.submit()), MoveSequence)
+    assert (move.sequence_id, move.before.master, move.after.master) == (
+        plan.sequence, FIRST, THIRD,
+    )  # fmt: skip
+    assert positions(move.after.slices) == dict.fromkeys(range(PROMPT), SECOND)
+    assert positions(move.after.answer) == dict.fromkeys(range(PROMPT, PROMPT + OUTPUT), THIRD)
 
 
-def positions(slices: Iterable[cmd.PlacedSlice]) -> dict[int, int]:
+def positions(slices: Iterable[KvSlice]) -> dict[int, int]:
     return {position: part.instance for part in slices for position in part.span.positions}
 
 
@@ -78,14 +81,14 @@ def test_sequence_is_moved_again_only_when_it_has_moved() -> None:
     harness, plan = moving()
     (sequence,) = harness.scheduler._gangs.by_id[1].decoding.values()
     back = DecodePlacement(
-        plan.request, sequence.slices, FIRST, (cmd.PlacedSlice(FIRST, PROMPT, PROMPT + OUTPUT),)
+        plan.request, sequence.slices, FIRST, (KvSlice(FIRST, PROMPT, PROMPT + OUTPUT),)
     )
     policy = harness.scheduler._policy
     policy.decide = lambda view: [MovePlan(sequence_id=plan.sequence, placement=back)]  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=f"sequence {plan.sequence} is moving already"):
         harness.turn(harness.submit())
-    (again,) = only(harness.turn(ev.Moved(sequence_id=plan.sequence)), cmd.MoveKv)
-    assert again.master == FIRST
+    (again,) = messages(harness.turn(ev.Moved(sequence_id=plan.sequence)), MoveSequence)
+    assert (again.before.master, again.after.master) == (THIRD, FIRST)
     policy.decide = lambda view: []  # type: ignore[method-assign]
     harness.turn(ev.Moved(sequence_id=plan.sequence), plan.finished(OUTPUT))
     assert used(harness) == [5 + OUTPUT, 5, 0]
@@ -122,7 +125,7 @@ def test_sequence_that_an_instance_has_freed_is_not_moved() -> None:
     """The event of the last token is under way."""
     harness, plan = decoding()
     harness.turn(*freed(plan, SECOND))
-    assert not only(harness.turn(harness.submit()), cmd.MoveKv)
+    assert not messages(harness.turn(harness.submit()), MoveSequence)
     harness.turn(plan.finished(OUTPUT))
     harness.turn(*freed(plan, FIRST))
     assert used(harness) == [0, 0, 0]

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 from random_executor import RandomCell
+from scheduler_harness import messages
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.configurator.costs.latency import StepCost
 from csps.configurator.costs.latency_tables import SHIPPED
+from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.core.scheduler import Scheduler
-from csps.services.scheduling.events.commands import MoveKv
 from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.scheduling.policies.registry import make_policy
 
@@ -63,9 +64,7 @@ def test_storm_loses_nothing(seed: int) -> None:
 def test_sequences_move_in_storms() -> None:
     """More than a few, of gangs that may."""
     moving = range(len(POLICIES) - 1, 120, len(POLICIES))
-    moves = [
-        sum(isinstance(command, MoveKv) for command in storm(seed).commands) for seed in moving
-    ]
+    moves = [len(messages(storm(seed).commands, MoveSequence)) for seed in moving]
     assert sum(moves) > 3
 
 

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.core.placement import LAYOUTS
-from csps.services.scheduling.events.commands import PlacedSlice
-from csps.services.scheduling.events.slices import laid_out
+from csps.protocols.core.placement import LAYOUTS, KvSlice, place
 from csps.services.scheduling.state.ledger import coming_slots, decode_slots
 
 INSTANCES = 4
@@ -21,18 +19,18 @@ INSTANCES = 4
 class Placement(NamedTuple):
     """Placement of a sequence for decoding."""
 
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     master: int
-    answer: tuple[PlacedSlice, ...]
+    answer: tuple[KvSlice, ...]
 
 
 @st.composite
-def laid(draw: st.DrawFn, start: int, stop: int, source: int = 0) -> tuple[PlacedSlice, ...]:
+def laid(draw: st.DrawFn, start: int, stop: int, source: int = 0) -> tuple[KvSlice, ...]:
     """Return slices of all these positions, in some layout on some instances."""
     group = draw(st.permutations(range(INSTANCES)))[: draw(st.integers(1, INSTANCES))]
     layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](stop - start, len(group))
-    slices = laid_out(group, layout, start)
-    return tuple(PlacedSlice.of(part.instance, part.span, source) for part in slices if part.tokens)
+    slices = place(group, layout, start=start)
+    return tuple(KvSlice.of(part.instance, part.span, source) for part in slices if part.tokens)
 
 
 @st.composite
@@ -44,7 +42,7 @@ def placements(draw: st.DrawFn, cached: int, prompt: int, output: int) -> Placem
     return Placement((*reused, *rest), draw(st.integers(0, INSTANCES - 1)), answer)
 
 
-def stored(slices: Iterable[PlacedSlice]) -> dict[int, set[int]]:
+def stored(slices: Iterable[KvSlice]) -> dict[int, set[int]]:
     """Return the positions that each instance stores for the sequence itself."""
     found: dict[int, set[int]] = defaultdict(set)
     for part in slices:
@@ -85,7 +83,7 @@ def test_move_needs_a_slot_for_each_position_that_is_not_there_yet(
     _, prompt, output = sizes
     before, after = (data.draw(placements(0, prompt, output)) for _ in range(2))
     if not after.answer:
-        after = after._replace(answer=(PlacedSlice(after.master, prompt, prompt + output),))
+        after = after._replace(answer=(KvSlice(after.master, prompt, prompt + output),))
     sequence = cast(
         Any,
         SimpleNamespace(

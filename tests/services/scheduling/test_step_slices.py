@@ -25,17 +25,22 @@ class LayoutCell(RandomCell):
 
     def _run_step(self, command: cmd.RunStep) -> None:
         super()._run_step(command)
-        for chunk, history in zip(command.chunks, command.history, strict=True):
+        step = command.step
+        for chunk in step.chunks:
             lies = self._lies.setdefault(chunk.sequence_id, {})
             assert sorted(lies) == list(range(chunk.start)), "chunks follow one upon another"
-            told = [(p, kv_slice.instance) for kv_slice in history for p in kv_slice.span.positions]
+            told = [
+                (p, kv_slice.instance)
+                for kv_slice in chunk.history
+                for p in kv_slice.span.positions
+            ]
             assert sorted(told) == sorted(lies.items()), "history is not where it was left"
-            computed = sorted(rows_of(command, chunk))
+            computed = sorted(rows_of(step, chunk))
             positions = range(chunk.start, chunk.start + chunk.length)
             assert [p for p, _ in computed] == list(positions), "not each position once"
             reserve = self.sequences[chunk.sequence_id].reserve
-            lay(lies, chunk, command, reserve if self._elastic else None)
-            assert set(lies.values()) | {it for _, it in computed} <= set(command.group)
+            lay(lies, chunk, step, reserve if self._elastic else None)
+            assert set(lies.values()) | {it for _, it in computed} <= set(step.group)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -18,12 +18,11 @@ from itertools import groupby
 from csps.configurator.costs.cost_table import EXACT, BestOption, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import round_robin
+from csps.protocols.core.placement import KvSlice, round_robin
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import rows_of
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import level_sizes, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
@@ -127,12 +126,12 @@ class KvHolders:
         slices, start = list(cached.slices), cached.tokens
         for instance, size in zip(self.free, sizes, strict=True):
             if size:
-                slices.append(PlacedSlice(instance, start, start + size))
+                slices.append(KvSlice(instance, start, start + size))
                 start += size
                 room[instance] -= size
         return self._with_answer(request, tuple(slices), room, cached.taken)
 
-    def in_place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
+    def in_place(self, request: Request, cached: Cached, rows: tuple[KvSlice, ...]) -> Placed:
         """Place a prompt where it is computed, and its answer there as well if it finds slots."""
         slices, new = (*cached.slices, *rows), tokens_on(rows)
         room = {
@@ -155,7 +154,7 @@ class KvHolders:
     def _with_answer(
         self,
         request: Request,
-        slices: tuple[PlacedSlice, ...],
+        slices: tuple[KvSlice, ...],
         room: Mapping[InstanceId, int],
         taken: Mapping[InstanceId, int],
     ) -> Placed:
@@ -199,7 +198,7 @@ def levelled(tokens: int, resident: Sequence[int], room: Sequence[int]) -> list[
 
 def interleaved(
     start: int, tokens: int, rooms: Sequence[tuple[InstanceId, int]]
-) -> Iterator[PlacedSlice]:
+) -> Iterator[KvSlice]:
     """Yield slices that deal positions from `start` on to the holders in rotation.
 
     A holder without free slots drops out.
@@ -212,7 +211,7 @@ def interleaved(
         rounds = min(room for _, room in rooms)
         now = min(tokens, rounds * len(rooms))
         spans = round_robin(start, start + now, [holder for holder, _ in rooms])
-        yield from (PlacedSlice.of(holder, span) for holder, span in spans.items() if span.length)
+        yield from (KvSlice.of(holder, span) for holder, span in spans.items() if span.length)
         rooms = [(holder, room - rounds) for holder, room in rooms if room > rounds]
         start, tokens = start + now, tokens - now
 
@@ -445,15 +444,13 @@ class ContextParallelPair:
     def _start_whole(self, request: Request, work: Reuse) -> None:
         """Start a short prompt, in one step with earlier ones of this round if possible."""
         (candidate,) = work.candidates
-        placed = self._place(
-            request, NOTHING, (PlacedSlice(candidate.id, 0, request.prompt_tokens),)
-        )
+        placed = self._place(request, NOTHING, (KvSlice(candidate.id, 0, request.prompt_tokens),))
         step = self._high_priority.add(candidate, request, placed, work.strategy, work.time_ns)
         if step is not None:
             self._plans.append(step)
         self._share_slots()
 
-    def _place(self, request: Request, cached: Cached, rows: tuple[PlacedSlice, ...]) -> Placed:
+    def _place(self, request: Request, cached: Cached, rows: tuple[KvSlice, ...]) -> Placed:
         """Place a request for decoding, and take its slots."""
         if self._is_one:
             placed = self._holders.in_place(request, cached, rows)

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from csps.configurator.costs.cost_table import Costs
+from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.deciding.decisions import DecodePlacement, MovePlan
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.policies.loongserve.inputs import Elastic, PendingPrompt, PrefillModel
 from csps.services.scheduling.state.state import Gang, Sequence
@@ -257,7 +257,7 @@ def moves(migration: Migration, sequences: Many[Sequence]) -> Iterator[MovePlan]
     room = dict(migration.targets)
     for sequence in sequences:
         start, stop = sequence.answer_span
-        answer = sequence.answer or (PlacedSlice(sequence.master_id, start, stop),)
+        answer = sequence.answer or (KvSlice(sequence.master_id, start, stop),)
         holders = [kv_slice.instance for kv_slice in (*sequence.slices, *answer)]
         if migration.source not in (*holders, sequence.master_id):
             continue
@@ -271,8 +271,8 @@ def moves(migration: Migration, sequences: Many[Sequence]) -> Iterator[MovePlan]
 
 
 def _migrated(
-    slices: Many[PlacedSlice], source: InstanceId, room: dict[InstanceId, int]
-) -> Iterator[PlacedSlice]:
+    slices: Many[KvSlice], source: InstanceId, room: dict[InstanceId, int]
+) -> Iterator[KvSlice]:
     """Yield the slices, with those of the source on the targets with room."""
     for kv_slice in slices:
         if kv_slice.instance != source:
@@ -283,7 +283,7 @@ def _migrated(
         for target in list(room):
             tokens = min(span.length - first, room[target])
             if tokens:
-                yield PlacedSlice.of(target, span.part(slice(first, first + tokens)))
+                yield KvSlice.of(target, span.part(slice(first, first + tokens)))
                 room[target] -= tokens
                 first += tokens
         assert first == span.length, f"{span.length - first} tokens exceed the migration's targets"

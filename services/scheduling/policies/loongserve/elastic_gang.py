@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 
-from csps.protocols.core.placement import striped
+from csps.protocols.core.placement import KvSlice, place, striped
 from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
@@ -27,9 +27,8 @@ from csps.services.scheduling.deciding.decisions import (
     WakeAt,
 )
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, laid_out, level_sizes, tokens_on
+from csps.services.scheduling.events.slices import bounds_of, level_sizes, tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
 from csps.services.scheduling.policies.loongserve.batching import Dispatcher
 from csps.services.scheduling.policies.loongserve.inputs import (
@@ -178,7 +177,7 @@ class ElasticGang:
                 busy |= instances_of(sequence)
                 continue
             start, stop = sequence.answer_span
-            answer = sequence.answer or (PlacedSlice(sequence.master_id, start, stop),)
+            answer = sequence.answer or (KvSlice(sequence.master_id, start, stop),)
             for kv_slice in (*sequence.slices, *answer):
                 slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + kv_slice.tokens
         return tuple(
@@ -322,7 +321,7 @@ class PrefixReuse:
         self, prompt: PendingPrompt, cached: Cached, holders: Many[Elastic], took_ns: float
     ) -> StartPlan | None:
         members, left = [holder.id for holder in holders], prompt.tokens - cached.tokens
-        slices = laid_out(members, striped(left, len(members)), cached.tokens)
+        slices = place(members, striped(left, len(members)), start=cached.tokens)
         rows = tuple(kv_slice for kv_slice in slices if kv_slice.tokens)
         computed = tokens_on(rows)
         unused = dict(self._gang.unused)
@@ -362,13 +361,13 @@ def _take(unused: dict[InstanceId, int], slots: Mapping[InstanceId, int]) -> Non
 
 def _filled(
     start: int, tokens: int, instances: Many[InstanceId], unused: Mapping[InstanceId, int]
-) -> tuple[PlacedSlice, ...]:
+) -> tuple[KvSlice, ...]:
     """Place positions from `start` on in the slots of one instance after the other."""
     slices, stop = [], start + tokens
     for instance in instances:
         count = min(stop - start, unused[instance])
         if count:
-            slices.append(PlacedSlice(instance, start, start + count))
+            slices.append(KvSlice(instance, start, start + count))
             start += count
     return tuple(slices)
 

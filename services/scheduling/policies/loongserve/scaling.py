@@ -18,7 +18,7 @@ from collections.abc import Sequence as Many
 from itertools import accumulate
 from typing import NamedTuple
 
-from csps.protocols.core.placement import striped
+from csps.protocols.core.placement import KvSlice, place, striped
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
     MovePlan,
@@ -26,9 +26,8 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedStep,
     StartPlan,
 )
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import laid_out, tokens_on
+from csps.services.scheduling.events.slices import tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveNs, targets_of
 from csps.services.scheduling.policies.loongserve.inputs import (
     DecodeGroup,
@@ -193,7 +192,7 @@ def start(
             prompt.id,
             0,
             prompt.tokens,
-            rows=laid_out(members, striped(prompt.tokens, len(members))) if ring else (),
+            rows=place(members, striped(prompt.tokens, len(members))) if ring else (),
         )
         for prompt in prompts
     )
@@ -223,11 +222,11 @@ def _placement(prompt: PendingPrompt, placement: KvPlacement) -> DecodePlacement
     return DecodePlacement(prompt.id, slices, placement.master, answer=answer)
 
 
-def _consecutive(counts: Many[tuple[InstanceId, int]], start: int) -> list[PlacedSlice]:
+def _consecutive(counts: Many[tuple[InstanceId, int]], start: int) -> list[KvSlice]:
     """Return consecutive slices from position `start` on."""
     slices = []
     for instance, tokens in counts:
-        slices.append(PlacedSlice(instance, start, start + tokens))
+        slices.append(KvSlice(instance, start, start + tokens))
         start += tokens
     return slices
 
@@ -265,8 +264,8 @@ def hand_over(
         unused: slots that are not reserved; those of the sequence are taken from them.
     """
     start, stop = sequence.answer_span
-    answer: list[PlacedSlice] = []
-    for kv_slice in sequence.answer or (PlacedSlice(sequence.master_id, start, stop),):
+    answer: list[KvSlice] = []
+    for kv_slice in sequence.answer or (KvSlice(sequence.master_id, start, stop),):
         assert kv_slice.step == 1, (
             f"sequence {sequence.id}: a slice of its answer is not consecutive: {kv_slice}"
         )
@@ -280,7 +279,7 @@ def hand_over(
             (kv_slice.instance, last, kv_slice.stop),
         ):
             if begin < end:
-                answer.append(PlacedSlice(instance, begin, end))
+                answer.append(KvSlice(instance, begin, end))
     placement = DecodePlacement(sequence.request_id, tuple(sequence.slices), master, tuple(answer))
     return MovePlan(sequence_id=sequence.id, placement=placement)
 

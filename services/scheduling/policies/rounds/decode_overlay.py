@@ -20,9 +20,9 @@ import msgspec
 from csps.configurator.costs.cost_table import EXACT, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import DecodePlacement, PiggybackPlan
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import level_sizes, own, shifted, tokens_on
 from csps.services.scheduling.state.state import Cached, Gang, Request
@@ -60,9 +60,9 @@ class DecodeOptions:
 class Placed(msgspec.Struct, frozen=True, gc=False):
     """Placement chosen for a request."""
 
-    slices: tuple[PlacedSlice, ...]
+    slices: tuple[KvSlice, ...]
     master: InstanceId
-    answer: tuple[PlacedSlice, ...] = ()
+    answer: tuple[KvSlice, ...] = ()
     """Holders of the answer's KV; empty: the master."""
     taken: Mapping[InstanceId, int] = MappingProxyType({})
     """Slots of the prefix cache that the slices use, and that are no longer free."""
@@ -129,7 +129,7 @@ class DecodeOverlay:
         if wanted == 1:
             first = self._holders[self._freest[0][1]]
             if first.free >= prompt_tokens + output_tokens:
-                return Placed((PlacedSlice(first.id, 0, prompt_tokens),), first.id)
+                return Placed((KvSlice(first.id, 0, prompt_tokens),), first.id)
         return self._spread(prompt_tokens, output_tokens, wanted)
 
     def place_whole(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
@@ -149,7 +149,7 @@ class DecodeOverlay:
         for holder in roomy[1:]:
             if holder.free * max(1, best.mastered) > best.free * max(1, holder.mastered):
                 best = holder
-        return Placed((PlacedSlice(best.id, 0, prompt_tokens),), best.id)
+        return Placed((KvSlice(best.id, 0, prompt_tokens),), best.id)
 
     def place_after(
         self, cached: Cached | None, prompt_tokens: int, output_tokens: int
@@ -226,7 +226,7 @@ class DecodeOverlay:
         slices, start = [], 0
         for holder, size in zip(holders, sizes, strict=True):
             if size:
-                slices.append(PlacedSlice(holder.id, start, start + size))
+                slices.append(KvSlice(holder.id, start, start + size))
                 start += size
         return Placed(tuple(slices), master.id)
 

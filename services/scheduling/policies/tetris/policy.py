@@ -22,6 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from csps.configurator.costs.cost_table import Costs, StepLatency
+from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
@@ -33,7 +35,6 @@ from csps.services.scheduling.deciding.decisions import (
 )
 from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
-from csps.services.scheduling.events.commands import PlacedSlice, RunStep
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.events.slices import bounds_of, level_sizes, outside, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
@@ -224,7 +225,7 @@ class _Pair:
         return self._balanced(steps, work.cached.slices)
 
     def _balanced(
-        self, steps: Many[PlannedStep], cached: tuple[PlacedSlice, ...]
+        self, steps: Many[PlannedStep], cached: tuple[KvSlice, ...]
     ) -> tuple[PlannedStep, ...]:
         """Balance the history over each chunk's group, as far as slots allow."""
         if len(steps) == 1 and all(kv_slice.source for kv_slice in cached):
@@ -247,7 +248,7 @@ class _Pair:
             sent = [step.end_ns for step in candidate.instance.steps.values() if not step.unsent]
             candidate.free_at_ns = max([self._now_ns, *sent])
         for sequence in view.planned:
-            unsent = _unsent_commands(sequence)
+            unsent = _unsent_steps(sequence)
             if unsent[0].group[0] not in index_of:
                 continue  # The sequence belongs to another gang.
             free_ns = [candidate.free_at_ns for candidate in self._candidates]
@@ -259,12 +260,12 @@ class _Pair:
                 )
                 if steps:
                     continue
-            for command, end_ns in zip(unsent, ends_ns, strict=True):
-                for instance in command.group:
+            for step, end_ns in zip(unsent, ends_ns, strict=True):
+                for instance in step.group:
                     self._candidates[index_of[instance]].free_at_ns = end_ns
 
     def _better(
-        self, sequence: Sequence, first: RunStep, end_ns: int, cost: Costs
+        self, sequence: Sequence, first: PrefillStep, end_ns: int, cost: Costs
     ) -> tuple[PlannedStep, ...]:
         """Plan other chunks from the first unsent one on.
 
@@ -273,7 +274,7 @@ class _Pair:
             less than the improvement rate.
         """
         # The steps already sent compute everything before the first unsent chunk.
-        computed = Cached(first.chunks[0].start, first.history[0])
+        computed = Cached(first.chunks[0].start, first.chunks[0].history)
         work = self._work(sequence.request.prompt_tokens, computed, cost)
         left_ns = end_ns - self._now_ns
         # Other requests pay for a change of plan, as they do for a larger group.
@@ -348,7 +349,7 @@ def _predicted_ends(
     free, ends = list(free_ns), []
     for step in _plan_of(sequence).unsent:
         assert step.command is not None, f"unsent step {step.id} has no command"
-        group = [index_of[instance] for instance in step.command.group]
+        group = [index_of[instance] for instance in step.command.step.group]
         end_ns = max(free[index] for index in group) + step.predicted_ns
         for index in group:
             free[index] = end_ns
@@ -356,9 +357,9 @@ def _predicted_ends(
     return ends
 
 
-def _unsent_commands(sequence: Sequence) -> list[RunStep]:
-    """Return the commands of the steps that no rank has received."""
-    return [step.command for step in _plan_of(sequence).unsent if step.command is not None]
+def _unsent_steps(sequence: Sequence) -> list[PrefillStep]:
+    """Return the steps that no rank has received."""
+    return [step.command.step for step in _plan_of(sequence).unsent if step.command is not None]
 
 
 def _plan_of(sequence: Sequence) -> StepPlan:
@@ -367,7 +368,7 @@ def _plan_of(sequence: Sequence) -> StepPlan:
 
 
 def balanced(
-    steps: Many[PlannedStep], cached: tuple[PlacedSlice, ...], free: dict[InstanceId, int]
+    steps: Many[PlannedStep], cached: tuple[KvSlice, ...], free: dict[InstanceId, int]
 ) -> Iterator[PlannedStep]:
     """Yield the steps of a plan, each with the moves that balance its history.
 
@@ -388,10 +389,10 @@ def balanced(
 
 
 def balancing_moves(
-    history: Many[PlacedSlice],
+    history: Many[KvSlice],
     group: Many[InstanceId],
     free: Mapping[InstanceId, int] | None = None,
-) -> tuple[PlacedSlice, ...]:
+) -> tuple[KvSlice, ...]:
     """Return the slices to move, with their new instances, so that all members hold as much.
 
     Args:
@@ -414,7 +415,7 @@ def balancing_moves(
         return ()
     target_of = {instance: fixed.get(instance, 0) for instance in group}
     target_of |= dict(zip(level, targets, strict=True))
-    movable: dict[InstanceId, list[PlacedSlice]] = {}
+    movable: dict[InstanceId, list[KvSlice]] = {}
     for kv_slice in own(history):
         movable.setdefault(kv_slice.instance, []).append(kv_slice)
     surplus, missing = [], []
@@ -457,7 +458,7 @@ def _targets(total: int, resident: Many[int], free: Many[int | None]) -> list[in
     return [base + (member in more) for member in range(count)]
 
 
-def _last(slices: Many[PlacedSlice], tokens: int) -> Iterator[PlacedSlice]:
+def _last(slices: Many[KvSlice], tokens: int) -> Iterator[KvSlice]:
     """Yield the last tokens of the slices of an instance."""
     for kv_slice in reversed(slices):
         taken = min(tokens, kv_slice.tokens)
@@ -467,8 +468,8 @@ def _last(slices: Many[PlacedSlice], tokens: int) -> Iterator[PlacedSlice]:
 
 
 def _distributed(
-    surplus: list[PlacedSlice], missing: list[tuple[InstanceId, int]]
-) -> Iterator[PlacedSlice]:
+    surplus: list[KvSlice], missing: list[tuple[InstanceId, int]]
+) -> Iterator[KvSlice]:
     """Distribute the surplus in order over the instances that miss tokens."""
     left = iter(surplus)
     kv_slice = next(left, None)
@@ -486,8 +487,8 @@ def _distributed(
             )
 
 
-def _moved(kv_slice: PlacedSlice, skipped: int, tokens: int, instance: InstanceId) -> PlacedSlice:
+def _moved(kv_slice: KvSlice, skipped: int, tokens: int, instance: InstanceId) -> KvSlice:
     """Return some positions of a slice on an instance."""
     start = kv_slice.start + skipped * kv_slice.step
     stop = start + (tokens - 1) * kv_slice.step + 1
-    return PlacedSlice(instance, start, stop, kv_slice.step, kv_slice.source)
+    return KvSlice(instance, start, stop, kv_slice.step, kv_slice.source)

@@ -17,7 +17,8 @@ from csps.loadgen.simulator.kernel import SimulationResult as Run
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
 from csps.protocols.core.errors import ConfigError
-from csps.services.scheduling.events.commands import AnyCommand, MoveKv, Reserve, RunStep
+from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
+from csps.services.scheduling.events.commands import AnyCommand, Reserve, RunStep, ToGang
 from csps.services.scheduling.events.events import AnyEvent, index_of
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
@@ -95,8 +96,13 @@ class Watched:
         return [it for _, it in self.commands if isinstance(it, Reserve)]
 
     @property
-    def steps(self) -> list[RunStep]:
-        return [it for _, it in self.commands if isinstance(it, RunStep)]
+    def steps(self) -> list[PrefillStep]:
+        return [it.step for _, it in self.commands if isinstance(it, RunStep)]
+
+    @property
+    def moves(self) -> list[MoveSequence]:
+        sent = [it.message for _, it in self.commands if isinstance(it, ToGang)]
+        return [message for message in sent if isinstance(message, MoveSequence)]
 
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
@@ -180,7 +186,7 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, migrate: bo
         kv={"bytes_per_token": 1000, "layers": 4},
     )
     watched = Watched(arrivals, model, max_num_ooe=rounds, migrate=migrate)
-    moved = any(isinstance(it, MoveKv) for _, it in watched.commands)
+    moved = bool(watched.moves)
     if not migrate or slots > 300:  # where there are few, little is gained by it
         assert moved == migrate
     assert all(outcome.sequences == 1 and not outcome.error for outcome in watched.run.outcomes)
@@ -221,13 +227,13 @@ def test_a_group_shrinks_when_there_is_room_on_fewer_instances() -> None:
     arrivals = [arrival(0, 10, 600), *together]
     watched = Watched(arrivals, two, tipping_tokens=9000)
     assert watched.instances(4) == [0, 1]
-    (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    assert len({kv_slice.instance for kv_slice in (*move.slices, *move.answer)}) == 1
+    (move,) = watched.moves
+    assert len({kv_slice.instance for kv_slice in (*move.after.slices, *move.after.answer)}) == 1
     token_ns = watched.run.outcomes[3].token_ns
     gaps = [after - before for before, after in pairwise(token_ns)]
     assert (max(gaps[10:20]), max(gaps[-20:])) == (30 * MS, 10 * MS)
     retain = Watched(arrivals, two, tipping_tokens=9000, migrate=False)
-    assert not any(isinstance(it, MoveKv) for _, it in retain.commands)
+    assert not retain.moves
 
 
 def test_groups_become_one_for_a_prompt_that_waits() -> None:
@@ -235,8 +241,8 @@ def test_groups_become_one_for_a_prompt_that_waits() -> None:
     two = cluster(slots=4_000, instances=2, **FAST)
     arrivals = [arrival(0, 300, 300), arrival(100, 300, 300), arrival(300, 3_000, 5)]
     watched = Watched(arrivals, two)
-    (move,) = [it for _, it in watched.commands if isinstance(it, MoveKv)]
-    (elsewhere,) = {kv_slice.instance for kv_slice in (*move.slices, *move.answer)}
+    (move,) = watched.moves
+    (elsewhere,) = {kv_slice.instance for kv_slice in (*move.after.slices, *move.after.answer)}
     first, second, third = watched.reserved
     assert first.master != second.master == elsewhere or second.master != first.master == elsewhere
     step = watched.steps[-1]
@@ -266,7 +272,7 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     arrivals = [arrival(*it) for it in (*decoded, (800, 3_000, 5))]
     watched = Watched(arrivals, cluster(slots=10_000, **LINKS))
     first, second, third, fourth = (it.master for it in watched.reserved[:4])
-    moves = {it.sequence_id: it.master for _, it in watched.commands if isinstance(it, MoveKv)}
+    moves = {it.sequence_id: it.after.master for it in watched.moves}
     expected = {watched.reserved[0].sequence_id: second, watched.reserved[2].sequence_id: fourth}
     assert moves == expected
     assert set(watched.steps[-1].group) == {first, third}
@@ -288,14 +294,14 @@ def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> No
     ends_early = masters[0]
     arrivals = [arrival(0, 20, 20 if master == ends_early else 200) for master in masters]
     watched = Watched(arrivals, two, **options)
-    moves = [it for _, it in watched.commands if isinstance(it, MoveKv)]
+    moves = watched.moves
     reserved = {it.sequence_id: it for it in watched.reserved}
     assert len(moves) == 3
     for move in moves:
         before = reserved[move.sequence_id]
-        assert before.master != move.master == ends_early
-        assert move.slices == before.slices
-        kept = [it for it in move.answer if it.instance == before.master]
+        assert before.master != move.after.master == ends_early
+        assert move.after.slices == before.slices
+        kept = [it for it in move.after.answer if it.instance == before.master]
         assert sum(it.tokens for it in kept) >= 19, "what was drawn is not moved"
     assert all(outcome.sequences == 1 for outcome in watched.run.outcomes)
 
@@ -310,7 +316,7 @@ def test_gangs_that_regroup_all_the_time_lose_nothing(seed: int) -> None:
     options = {"scale_up_batch": 2, "decode_iterations": 1}
     watched = Watched(arrivals, model, gone[:: 3 + seed % 3], **options)
     assert all(outcome.sequences == 1 for outcome in watched.run.outcomes if not outcome.error)
-    assert sum(isinstance(it, MoveKv) for _, it in watched.commands) > 5
+    assert len(watched.moves) > 5
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(it, marks=slow) for it in (1, 2, 3))])
@@ -337,7 +343,7 @@ def test_cancelling_frees_everything(migrate: bool, after_ms: int) -> None:
     model = cluster(slots=4_000, **LINKS)
     watched = Watched(arrivals, model, gone[::2], migrate=migrate)
     assert sum(not outcome.error for outcome in watched.run.outcomes) >= 30
-    assert any(isinstance(it, MoveKv) for _, it in watched.commands) == migrate
+    assert bool(watched.moves) == migrate
 
 
 @pytest.mark.parametrize("seed", [2, 5])
@@ -349,7 +355,7 @@ def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) 
     ]
     model = replace(cluster(slots=4_000, **LINKS), notice_ns=15 * MS)
     watched = Watched(arrivals, model, gone[::2])
-    assert any(isinstance(it, MoveKv) for _, it in watched.commands)
+    assert bool(watched.moves)
     last = watched.reserved[-1]
     assert last.request_id == len(arrivals)
     turn = next(n for n, (_, commands) in enumerate(watched.turns) if last in commands)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from csps.configurator.costs.cost_table import LARGEST_BATCH, CostTable, Unmeasured
 from csps.configurator.costs.latency import DecodeCost, LatencyKey, LinearDecodeCost
 from csps.configurator.costs.latency_tables import SHIPPED
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Location
-from csps.services.scheduling.events.commands import PlacedSlice
 from csps.services.scheduling.events.slices import tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
 from csps.services.scheduling.policies.loongserve.inputs import (
@@ -237,8 +237,8 @@ class Row:
     instance 2 behind."""
 
     id, request_id, master_id, joined_ns, is_moving = 5, 5, 1, 0, False
-    slices = (PlacedSlice(7, 0, 100),)
-    answer = (PlacedSlice(1, 100, 140), PlacedSlice(2, 140, 160))
+    slices = (KvSlice(7, 0, 100),)
+    answer = (KvSlice(1, 100, 140), KvSlice(2, 140, 160))
     answer_span = (100, 160)
 
 

@@ -6,13 +6,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.core.placement import LAYOUTS
-from csps.services.scheduling.events.commands import PlacedSlice
-from csps.services.scheduling.events.slices import laid_out, outside, tokens_on
+from csps.protocols.core.placement import LAYOUTS, KvSlice, place
+from csps.services.scheduling.events.slices import outside, tokens_on
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 
-def positions(shares: tuple[PlacedSlice, ...]) -> list[tuple[int, int]]:
+def positions(shares: tuple[KvSlice, ...]) -> list[tuple[int, int]]:
     """(position, instance), ascending."""
     return sorted(
         (at, share.instance)
@@ -22,30 +21,28 @@ def positions(shares: tuple[PlacedSlice, ...]) -> list[tuple[int, int]]:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[tuple[PlacedSlice, ...], list[int]]:
+def histories(draw: st.DrawFn) -> tuple[tuple[KvSlice, ...], list[int]]:
     """Chunks on nested groups, each in some layout, and the group that follows."""
     instances = draw(st.permutations(range(8)))
     sizes = sorted(draw(st.lists(st.integers(1, 8), min_size=2, max_size=4)))
-    history: tuple[PlacedSlice, ...] = ()
+    history: tuple[KvSlice, ...] = ()
     start = 0
     for size in sizes[:-1]:
         length = draw(st.integers(1, 60))
         layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
-        history += laid_out(sorted(instances[:size]), layout(length, size), start)
+        history += place(sorted(instances[:size]), layout(length, size), start=start)
         start += length
     return history, sorted(instances[: sizes[-1]])
 
 
-def moved(
-    history: tuple[PlacedSlice, ...], moves: tuple[PlacedSlice, ...]
-) -> tuple[PlacedSlice, ...]:
+def moved(history: tuple[KvSlice, ...], moves: tuple[KvSlice, ...]) -> tuple[KvSlice, ...]:
     """Where history lies then."""
     return (*outside(history, moves), *moves)
 
 
 @given(histories())
 def test_members_have_as_much_to_within_a_token(
-    world: tuple[tuple[PlacedSlice, ...], list[int]],
+    world: tuple[tuple[KvSlice, ...], list[int]],
 ) -> None:
     history, group = world
     after = moved(history, balancing_moves(history, group))
@@ -55,7 +52,7 @@ def test_members_have_as_much_to_within_a_token(
 
 
 @given(histories())
-def test_only_displaced_tokens_move(world: tuple[tuple[PlacedSlice, ...], list[int]]) -> None:
+def test_only_displaced_tokens_move(world: tuple[tuple[KvSlice, ...], list[int]]) -> None:
     """As many as the fullest members have above what they are to have; nobody gives and takes."""
     history, group = world
     moves = balancing_moves(history, group)
@@ -72,7 +69,7 @@ def test_only_displaced_tokens_move(world: tuple[tuple[PlacedSlice, ...], list[i
 
 @given(histories(), st.integers(0, 10))
 def test_nobody_takes_in_more_than_there_is_room_for(
-    world: tuple[tuple[PlacedSlice, ...], list[int]], room: int
+    world: tuple[tuple[KvSlice, ...], list[int]], room: int
 ) -> None:
     history, group = world
     moves = balancing_moves(history, group, dict.fromkeys(group, room))
@@ -81,7 +78,7 @@ def test_nobody_takes_in_more_than_there_is_room_for(
 
 @given(histories(), st.integers(1, 3), st.none() | st.integers(0, 30))
 def test_what_others_have_computed_stays_and_counts(
-    world: tuple[tuple[PlacedSlice, ...], list[int]], chunks: int, room: int | None
+    world: tuple[tuple[KvSlice, ...], list[int]], chunks: int, room: int | None
 ) -> None:
     """Members differ by a token, but for those who have more of that."""
     history, group = world
@@ -103,7 +100,7 @@ def test_what_others_have_computed_stays_and_counts(
 
 
 @given(histories())
-def test_what_is_even_stays_where_it_is(world: tuple[tuple[PlacedSlice, ...], list[int]]) -> None:
+def test_what_is_even_stays_where_it_is(world: tuple[tuple[KvSlice, ...], list[int]]) -> None:
     history, group = world
     after = moved(history, balancing_moves(history, group))
     assert balancing_moves(after, group) == ()
