@@ -13,8 +13,8 @@ from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
-from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
-from csps.services.scheduling.events.slices import tokens_on
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings, SchedulerDeadlines
+from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.ledger import decode_slots
 
@@ -35,10 +35,15 @@ class SchedulerHarness:
         limits: QueueLimits | None = None,
         deadlines: SchedulerDeadlines | None = None,
         table: CostTable | None = None,
+        reuse: ReuseSettings | None = None,
     ) -> None:
         costs = Costs(table or CostTable(latencies=Unmeasured()))
         self.scheduler = Scheduler(
-            policy or make_policy("csps", SMALL), costs, limits=limits, deadlines=deadlines
+            policy or make_policy("csps", SMALL),
+            costs,
+            limits=limits,
+            deadlines=deadlines,
+            reuse=reuse,
         )
         self.now_ns = 0
         self.wake_at_ns: int | None = None
@@ -116,7 +121,7 @@ class Sent:
         """Make the events of all received slices."""
         return [
             ev.KvReceived(sequence_id=self.sequence, instance=instance, tokens=tokens + more)
-            for instance, tokens in tokens_on(self.reserve.slices).items()
+            for instance, tokens in tokens_on(own(self.reserve.slices)).items()
         ]
 
     def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:

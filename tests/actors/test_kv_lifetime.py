@@ -179,6 +179,15 @@ def test_kv_evicted_too_early_is_freed_after_the_last_step() -> None:
     assert lifetime.due_evictions(7) == ()
 
 
+def test_kv_evicted_twice_too_early_is_freed_after_the_last_step() -> None:
+    lifetime, step = KvLifetime(), step_of(1, 7, retain=True)
+    lifetime.enter(step)
+    assert not lifetime.evict(7, (Span(0, 1),))
+    assert not lifetime.evict(7, (Span(2, 3),))
+    lifetime.finalize(step, cancelled=False)
+    assert lifetime.due_evictions(7) == (Span(0, 1), Span(2, 3))
+
+
 class Lifetimes(RuleBasedStateMachine):
     """Any order of events: each sequence's KV is freed once, and never while a step has it."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from fake_gangs import FakeCell, FakeGang, fake_cell, loop_iterations, until
 from scripted_policies import OneMove
 
-from csps.protocols.gang.messages import SampledToken, SampledTokens
+from csps.protocols.gang.messages import SampledToken, SampledTokens, SlotsFreed
 from csps.protocols.gang.step_messages import SequenceMoved
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.scheduling.core.scheduler import Scheduler
@@ -82,3 +82,31 @@ async def test_a_request_whose_last_token_was_sampled_is_not_moved() -> None:
             for rank in ranks[:2]:
                 rank.free_cancelled(sequence_id)
             assert len([token async for token in handle]) == COUNT
+
+
+async def test_a_token_of_the_new_master_may_arrive_before_one_of_the_old() -> None:
+    """And a sequence that has moved is forgotten when its new instances have freed it."""
+    async with decoding() as (cell, handle, sequence_id):
+        assert cell.decode.leader.joined[0].instances == (0, 1)
+        other = cell.submit()  # for whose sake the policy moves
+        ranks = cell.decode.ranks
+        await until(lambda: all(rank.moves for rank in ranks))
+        for index in (2, 1):  # each over a connection of its own
+            token = SampledToken(sequence_id=sequence_id, index=index, token=7)
+            ranks[index].notify("tokens", SampledTokens.of([token]))
+            await loop_iterations()
+        await until(lambda: handle.timings.tokens == 3)
+        assert [(await anext(handle)).index for _ in range(3)] == [0, 1, 2]
+        for rank in (0, 1, 2):
+            moved(cell, rank, sequence_id)
+        ranks[0].reserved.pop(sequence_id)
+        last = SampledToken(sequence_id=sequence_id, index=3, token=7, finish_reason="length")
+        await until(lambda: cell.service._sequences.by_id[sequence_id].move is None)
+        ranks[2].notify("tokens", SampledTokens.of([last]))
+        assert len([token async for token in handle]) == 1
+        for rank in (1, 2):
+            ranks[rank].free_cancelled(sequence_id)
+            ranks[rank].notify("freed", SlotsFreed(sequence_id=sequence_id, rank=rank))
+        await until(lambda: sequence_id not in cell.service._sequences.by_id)
+        async with other:
+            pass

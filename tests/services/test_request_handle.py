@@ -10,7 +10,7 @@ import pytest
 from csps.protocols.core.errors import GangLost
 from csps.protocols.gang.messages import SampledToken, Sampling
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.request_spec import PrefixKey, RequestSpec
 
 DEADLINE_S = 60
 
@@ -74,3 +74,23 @@ async def test_a_reader_may_take_tokens_one_by_one(handle: RequestHandle) -> Non
     deliver(handle, 0, 1, 2)
     assert (await anext(handle)).index == 0
     assert await pending(handle) == [1, 2]
+
+
+async def test_an_answers_hashes_are_of_blocks_that_have_kv() -> None:
+    """Nobody computes the last token: a block that ends with it has no hash yet."""
+    key = PrefixKey.of(owner=b"", salt=None, block=4)
+    prompt = np.arange(5, dtype=np.int32)
+    spec = RequestSpec(
+        client_request_id="r",
+        prompt=prompt,
+        sampling=Sampling(max_tokens=9),
+        prefix=key,
+        hashes=key.hashes(prompt),
+    )
+    handle = RequestHandle(spec, request_id=1, on_cancel=lambda handle: None)
+    deliver(handle, 0, 1, 2)
+    assert handle.answer_hashes == ()
+    deliver(handle, 3)
+    (second,) = handle.answer_hashes
+    text = np.array([*prompt, 7, 7, 7], np.int32)
+    assert key.hashes(text) == (*spec.hashes, second)

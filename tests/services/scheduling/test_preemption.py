@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from timed_gangs import MS, TimedCell
+from scheduler_harness import SECOND, SchedulerHarness
+from scripted_policies import Scripted
+from timed_gangs import MS, TimedCell, Watched
 
 from csps.configurator.costs.cost_table import Unmeasured
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, Policy
+from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.policies.registry import make_policy
 
 PATIENT = settings(
@@ -16,19 +23,19 @@ PATIENT = settings(
 )
 LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns=5 * MS)
 OVERTAKING_NS = 300 * MS
+OPTIONS: dict[str, object] = {
+    "spt_tokens": 400,
+    "short_tokens": 50,
+    "urgent_batch_tokens": 100,
+    "spread_tokens": 500,
+    "overtaking_s": OVERTAKING_NS / 1e9,
+}
 
 
 def cell(
     prefill: list[int], decode: list[int], *, measured: float = 1.0, block: int = 0
 ) -> TimedCell:
-    options: dict[str, object] = {
-        "spt_tokens": 400,
-        "short_tokens": 50,
-        "urgent_batch_tokens": 100,
-        "spread_tokens": 500,
-        "overtaking_s": OVERTAKING_NS / 1e9,
-    }
-    policy = make_policy("csps", options)
+    policy = make_policy("csps", OPTIONS)
     return TimedCell(policy, prefill, decode, LATENCIES, measured=measured, block=block)
 
 
@@ -165,6 +172,78 @@ def test_nobody_waits_for_overtakers_longer_than_the_bound(
                 assert played.finished[other] <= since_ns + OVERTAKING_NS
 
 
+class Blocking(Watched):
+    """Works out since when each request is blocked, from the decisions alone, and compares."""
+
+    def __init__(self, policy: Policy, arrivals: list[tuple[int, int, int]]) -> None:
+        super().__init__(policy)
+        self._came_ns = dict(enumerate([at_ns for at_ns, *_ in arrivals], 1))
+        self._since_ns: int | None = None
+        """Time since when every round has found somebody blocked."""
+        self.expected: dict[int, int] = {}
+
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
+        for request in view.blocked:
+            assert view.blocked_ns(request) == self.expected[request.id]
+        decisions = super().decide(view)
+        blocked = [it.request_id for it in decisions if isinstance(it, Blocked)]
+        if not blocked:
+            self._since_ns = None
+        elif self._since_ns is None:
+            self._since_ns = view.now_ns
+        for number in blocked:
+            assert self._since_ns is not None
+            self.expected.setdefault(number, max(self._since_ns, self._came_ns[number]))
+        return decisions
+
+
+CROWDS = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 60), st.integers(0, 60), st.just(2000)).map(lambda gap: gap * MS),
+        st.one_of(st.integers(1, 50), st.integers(51, 900)),
+        st.integers(1, 60),
+    ),
+    min_size=20,
+    max_size=40,
+).map(_absolute)
+"""The queue is blocked, and empty, several times."""
+
+
+@given(CROWDS)
+@PATIENT
+def test_a_request_is_blocked_since_it_waits_in_a_blocked_queue(
+    arrivals: list[tuple[int, int, int]],
+) -> None:
+    watched = Blocking(make_policy("csps", OPTIONS), arrivals)
+    played = TimedCell(watched, [900, 900], [1000], LATENCIES)  # type: ignore[arg-type]
+    played.play(arrivals)
+    assert len(played.finished) == len(arrivals)
+
+
+class Viewed(Scripted):
+    """Decides what it is told, and remembers since when waiting requests count as blocked."""
+
+    def decide(self, view: SchedulerView) -> Sequence[Decision]:
+        self.blocked_ns = {it.id: view.blocked_ns(it) for it in view.waiting("low")}
+        return super().decide(view)
+
+
+def test_a_queue_that_moved_on_is_blocked_anew() -> None:
+    """Nobody was blocked for a while, although somebody waited."""
+    policy = Viewed(Blocked(request_id=1))
+    harness = SchedulerHarness(policy).ready()  # type: ignore[arg-type]
+    first, second = harness.submit(), harness.submit()
+    harness.turn(first, second)
+    first_ns = harness.now_ns
+    harness.turn(ev.LinkUp(prefill=1, decode=2), after_ns=SECOND)
+    assert policy.blocked_ns == {1: first_ns, 2: first_ns}
+    policy.decisions = (Blocked(request_id=2),)
+    harness.turn(ev.RequestCancelled(request_id=1), after_ns=SECOND)
+    second_ns = harness.now_ns
+    harness.turn(ev.LinkUp(prefill=1, decode=2), after_ns=SECOND)
+    assert policy.blocked_ns == {2: second_ns}
+
+
 def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
     """Three long prompts that need all slots, one after the other, under a stream of short ones:
     each of them may be passed for the bound, but not for the bound again for each before it."""
@@ -221,3 +300,5 @@ def test_what_was_measured_takes_the_place_of_what_was_predicted(measured: float
     allowed = (350 * MS - 42 * MS) // passing_ns + 1
     came = (long.delayed_ns + 350 * MS * measured) // (85 * MS) + 1
     assert long.delayed_ns == passing_ns * min(allowed, came)
+    (instance,) = played.scheduler._gangs.by_id[1].instances
+    assert instance.preemption_delay_ns == long.delayed_ns, "requests that wait count it as well"

@@ -47,9 +47,11 @@ def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> P
     )
 
 
-def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
+def plan(
+    *steps: PlannedStep, request: int = 1, length: int = 500, ahead_ns: int = AHEAD_NS
+) -> StartPlan:
     placement = DecodePlacement(request, (KvSlice(D0, 0, length),), D0)
-    return StartPlan(steps=steps, decode=(placement,), ahead_ns=AHEAD_NS)
+    return StartPlan(steps=steps, decode=(placement,), ahead_ns=ahead_ns)
 
 
 CHUNKS = plan(step((P0,), 0, 100), step((P0, P1), 100, 300), step((P0, P1), 400, 100))
@@ -112,18 +114,102 @@ def test_a_step_is_sent_shortly_before_it_begins() -> None:
     _, first = started(made)
     assert first.group == (P0,)
     assert made.taken == 500
-    (second,) = only(made.wait(until_ns=begin_ns + SECOND), cmd.RunStep)
+    second = sent_at(made, begin_ns + SECOND - AHEAD_NS)
     assert second.step.chunks[0].start == 100
     assert second.ends_ns == begin_ns + 2 * SECOND
-    (third,) = steps_of(made.wait(until_ns=begin_ns + 2 * SECOND))
-    assert third.chunks[0].history[0] == KvSlice(P0, 0, 100)
+    third = sent_at(made, begin_ns + 2 * SECOND - AHEAD_NS)
+    assert third.step.chunks[0].history[0] == KvSlice(P0, 0, 100)
+
+
+def sent_at(made: Line, time_ns: int) -> cmd.RunStep:
+    """The one step that is sent at a time and not before."""
+    assert only(made.wait(until_ns=time_ns - 1), cmd.RunStep) == []
+    (run,) = only(made.wait(until_ns=time_ns), cmd.RunStep)
+    return run
 
 
 def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
+    """And its end is predicted anew."""
     made = Line(CHUNKS)
     _, first = started(made)
-    (second,) = steps_of(made.turn(*done(first)))
-    assert second.chunks[0].start == 100
+    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    assert second.step.chunks[0].start == 100
+    assert second.ends_ns == made.now_ns + SECOND
+
+
+def test_a_step_that_nothing_but_high_priority_steps_precede_is_sent_at_once() -> None:
+    short = msgspec.structs.replace(step((P0,), 0, 500), high_priority=True)
+    placement = DecodePlacement(1, (KvSlice(D0, 0, 500),), D0)
+    made = Line(StartPlan(steps=(short,), decode=(placement,)))
+    made.turn(made.submit(500, 10))
+    made.policy.decisions = (plan(step((P0,), 0, 100, 2), step((P0,), 100, 400, 2), request=2),)
+    (first,) = steps_of(made.turn(made.submit(500, 10)))
+    assert first.chunks[0].start == 0
+
+
+def test_a_step_is_not_sent_before_an_older_one_of_the_same_instance() -> None:
+    """Although it is to be sent far ahead."""
+    younger = plan(step((P1,), 0, 500, 2), request=2, ahead_ns=10 * SECOND)
+    made = Line(plan(step((P0,), 0, 100), step((P1, P0), 100, 400)))
+    begin_ns = made.now_ns + MS
+    sequence, _ = started(made)
+    made.policy.decisions = (younger,)
+    assert only(made.turn(made.submit(500, 10)), cmd.RunStep) == []
+    second, third = steps_of(made.wait(until_ns=begin_ns + SECOND - AHEAD_NS))
+    assert second.chunks[0].sequence_id == sequence
+    assert third.chunks[0].sequence_id == sequence + 1
+
+
+THREE = plan(step((P0,), 0, 100), step((P0,), 100, 100), step((P0,), 200, 300))
+
+
+def test_a_step_begins_no_sooner_than_it_was_sent() -> None:
+    """The one before it was computed in half a second, but reported after the next was sent."""
+    made = Line(THREE)
+    begin_ns = made.now_ns + MS
+    _, first = started(made)
+    second = sent_at(made, begin_ns + SECOND - AHEAD_NS)
+    sent_ns = made.now_ns
+    made.turn(ev.StepDone(step_id=first.step_id, instance=P0, took_ns=SECOND // 2))
+    third = sent_at(made, sent_ns + SECOND - AHEAD_NS)
+    assert [it.step.chunks[0].start for it in (second, third)] == [100, 200]
+
+
+def test_steps_behind_a_late_one_are_sent_later() -> None:
+    """When another step is reported, the first one is half a second late."""
+    placement = DecodePlacement(2, (KvSlice(D0, 0, 500),), D0)
+    other = StartPlan(steps=(step((P1,), 0, 500, 2),), decode=(placement,))
+    made = Line(THREE, other)
+    begin_ns = made.now_ns + MS
+    commands = made.turn(made.submit(500, 10), made.submit(500, 10))
+    beside, _ = steps_of(commands)
+    assert beside.group == (P1,)
+    assert len(only(made.wait(until_ns=begin_ns + 3 * SECOND // 2 - MS), cmd.RunStep)) == 1
+    token = ev.FirstToken(sequence_id=beside.chunks[0].sequence_id)
+    made.turn(token, ev.StepDone(step_id=beside.step_id, instance=P1, took_ns=SECOND // 2))
+    third = sent_at(made, begin_ns + 5 * SECOND // 2 - AHEAD_NS)
+    assert third.step.chunks[0].start == 200
+
+
+def test_a_step_begins_when_all_before_it_were_computed() -> None:
+    """The one that is reported last was computed first."""
+    plans = [
+        StartPlan(
+            steps=(step(group, 0, 500, number),),
+            decode=(DecodePlacement(number, (KvSlice(D0, 0, 500),), D0),),
+        )
+        for number, group in enumerate([(P0,), (P1,), (P0, P1), (P0,)], 1)
+    ]
+    made = Line(*plans[:3])
+    began_ns = made.now_ns + MS
+    steps = steps_of(made.turn(*[made.submit(500, 10) for _ in range(3)]))
+    tokens = [ev.FirstToken(sequence_id=it.chunks[0].sequence_id) for it in steps]
+    made.turn(tokens[0], *done(steps[0]), after_ns=SECOND)
+    late = ev.StepDone(step_id=steps[1].step_id, instance=P1, took_ns=SECOND // 2)
+    made.turn(tokens[1], late, after_ns=SECOND // 5)
+    made.policy.decisions = (plans[3],)
+    (behind,) = only(made.turn(made.submit(500, 10)), cmd.RunStep)
+    assert behind.ends_ns == began_ns + 3 * SECOND
 
 
 def test_what_no_rank_has_heard_of_is_planned_again() -> None:
@@ -138,6 +224,15 @@ def test_what_no_rank_has_heard_of_is_planned_again() -> None:
     assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     made.turn(ev.FirstToken(sequence_id=sequence), *done(second))
     assert made.taken == 0
+
+
+def test_a_new_plan_begins_without_the_time_of_the_old_one() -> None:
+    made = Line(CHUNKS)
+    begin_ns = made.now_ns + MS
+    sequence, _ = started(made)
+    made.decide(Replan(sequence_id=sequence, version=0, steps=(step((P1, P0), 100, 400),)))
+    rest = sent_at(made, begin_ns + SECOND - AHEAD_NS)
+    assert rest.ends_ns == begin_ns + 2 * SECOND
 
 
 def test_a_plan_that_stays_is_measured_from_now_on() -> None:
@@ -159,7 +254,7 @@ def test_a_new_plan_keeps_its_place_in_the_line() -> None:
     made.decide(Replan(sequence_id=sequence, version=0, steps=rest))
     assert [number for number, *_ in made.policy.seen] == [sequence, sequence + 1]
     sent = [first]
-    while len(sent) < 5:
+    while len(sent) < 5 and made.now_ns < 60 * SECOND:
         commands = made.turn(*done(sent[-1]))
         sent += steps_of(commands) or steps_of(made.wait())
     order = [(step.chunks[0].sequence_id - sequence, step.chunks[0].start) for step in sent]
@@ -174,6 +269,17 @@ def test_who_leaves_between_chunks_gives_everything_back() -> None:
     made.turn(*done(first))
     assert made.taken == 0
     assert made.policy.seen == []
+
+
+def test_younger_steps_move_up_when_a_sequence_leaves() -> None:
+    younger = plan(step((P1,), 0, 500, 2), request=2)
+    made = Line(CHUNKS)
+    started(made)
+    made.policy.decisions = (younger,)
+    assert only(made.turn(made.submit(500, 10)), cmd.RunStep) == []
+    (moved_up,) = only(made.turn(ev.RequestCancelled(request_id=1)), cmd.RunStep)
+    assert moved_up.step.group == (P1,)
+    assert moved_up.ends_ns == made.now_ns + SECOND
 
 
 def test_a_gang_that_dies_takes_what_was_not_sent_along() -> None:

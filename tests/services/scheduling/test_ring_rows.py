@@ -32,12 +32,29 @@ def step_of(lengths: list[int], starts: list[int], cuts: list[int], strategy: st
     )
 
 
-@settings(max_examples=examples(100))
-@given(
+STEPS = (
     st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.lists(st.integers(0, 500), max_size=3),
 )
+
+
+@settings(max_examples=examples(100))
+@given(*STEPS)
+def test_the_bounds_cut_all_chunks_laid_end_to_end(
+    lengths: list[int], starts: list[int], cuts: list[int]
+) -> None:
+    step = step_of(lengths, starts, cuts, "ulysses")
+    computes = [instance for instance, n in zip(step.group, lengths, strict=True) for _ in range(n)]
+    for chunk, rows in zip(step.chunks, rows_of(step), strict=True):
+        here, computes = computes[: chunk.length], computes[chunk.length :]
+        found = {position: row.instance for row in rows for position in row.span.positions}
+        assert covers_once(span_of(chunk), rows)
+        assert found == dict(enumerate(here, chunk.start))
+
+
+@settings(max_examples=examples(100))
+@given(*STEPS)
 def test_everyone_computes_as_much_of_each_chunk_as_the_bounds_say(
     lengths: list[int], starts: list[int], cuts: list[int]
 ) -> None:

@@ -124,6 +124,16 @@ def test_answer_that_ended_after_a_fault_of_the_same_round_is_over() -> None:
     assert harness.turn(*replaced_decode(harness)) == []
 
 
+def test_answer_that_ended_early_after_a_fault_of_the_same_round_is_over() -> None:
+    """By a stop token: more tokens were allowed."""
+    harness = SchedulerHarness().ready()
+    plan = harness.start(output=10)
+    harness.turn(*plan.joined())
+    harness.turn(DECODE_DOWN, plan.finished(5), *plan.steps_done())
+    assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
+    assert harness.turn(*replaced_decode(harness)) == []
+
+
 def test_gang_that_went_down_in_the_same_round_gets_no_command() -> None:
     harness = SchedulerHarness().ready()
     plan = harness.start()
@@ -256,6 +266,19 @@ def test_requests_wait_while_another_router_finishes_its_own() -> None:
     assert len(fails) == 30, "gangs that nobody holds have as long to come as ever"
 
 
+def test_restarted_request_waits_for_gangs_from_its_restart_on() -> None:
+    """It decoded while there was no prefill gang."""
+    harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
+    plan = harness.start()
+    harness.turn(*plan.joined())
+    harness.turn(PREFILL_DOWN)
+    assert harness.wait(until_ns=harness.now_ns + 20 * SECOND) == []
+    assert len(only(harness.turn(plan.failed(1)), cmd.Restart)) == 1
+    assert harness.wait(until_ns=harness.now_ns + 4 * SECOND) == []
+    commands = harness.wait(until_ns=harness.now_ns + 4 * SECOND)
+    assert [fail.request_id for fail in only(commands, cmd.Fail)] == [plan.request]
+
+
 def test_running_request_does_not_fail_without_gangs() -> None:
     harness = SchedulerHarness(deadlines=SchedulerDeadlines(gang_recovery_ns=5 * SECOND)).ready()
     plan = harness.start()
@@ -301,6 +324,18 @@ def test_attempt_that_fails_on_living_gangs_is_retried_after_a_pause() -> None:
     assert harness.wake_at_ns == harness.now_ns + PAUSE_NS
     assert harness.turn(harness.submit(50)) != []  # the others go on
     assert sent(harness.wait()).request == plan.request
+
+
+def test_token_delivered_after_a_failure_of_the_same_round_does_not_end_the_pause() -> None:
+    harness = SchedulerHarness().ready()
+    plan = harness.start()
+    progress = ev.Progress(generated_tokens=((plan.sequence, 3),))
+    commands = harness.turn(plan.failed(), plan.first_token, progress)
+    assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
+    failed_ns = harness.now_ns
+    again = sent(harness.wait())
+    assert harness.now_ns == failed_ns + PAUSE_NS
+    assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (503, 7)
 
 
 def test_request_cancelled_in_its_pause_is_over() -> None:

@@ -55,6 +55,32 @@ def test_a_step_ends_when_those_before_it_have_ended() -> None:
     assert harness.now_ns < short.ends_ns < alone.ends_ns
 
 
+def test_a_step_ends_after_those_that_a_short_prompt_has_delayed() -> None:
+    harness = SchedulerHarness()
+    harness.turn(harness.prefill(1, 9000), harness.decode(), LINK)
+    first = harness.start(2000)
+    predicted_ns = first.run.ends_ns - harness.now_ns
+    harness.start(2000)
+    short = harness.start(50)
+    assert short.step.high_priority
+    harness.turn(*short.joined())
+    harness.turn(*first.joined(), after_ns=predicted_ns)
+    second_began_ns = harness.now_ns
+    assert harness.start(2000).run.ends_ns == second_began_ns + 2 * predicted_ns
+
+
+def test_a_step_begins_when_the_one_before_it_is_computed() -> None:
+    """That one is reported later, when its KV was sent."""
+    harness = SchedulerHarness()
+    harness.turn(harness.prefill(1, 9000), harness.decode(), LINK)
+    first = harness.start(2000)
+    predicted_ns, began_ns = first.run.ends_ns - harness.now_ns, harness.now_ns
+    harness.start(2000)
+    done = first.steps_done(took_ns=predicted_ns - 10 * MS)
+    harness.turn(first.first_token, *done, after_ns=predicted_ns)
+    assert harness.start(2000).run.ends_ns == began_ns + 3 * predicted_ns - 10 * MS
+
+
 def test_ids_contain_the_highest_generation_and_are_unique() -> None:
     harness = SchedulerHarness()
     harness.turn(harness.prefill(generation=7), harness.decode(generation=3), LINK)

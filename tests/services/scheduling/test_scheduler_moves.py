@@ -5,11 +5,16 @@ It is decoded by instances 0 and 1 of an elastic gang, and moved to 1 and 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 from random_executor import gang_up
 from scheduler_harness import SchedulerHarness, Sent, messages
 from scripted_policies import OneMove
 
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import MoveSequence
+from csps.services.scheduling.deciding.decisions import DecodePlacement, MovePlan
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
 
@@ -39,6 +44,54 @@ def used(harness: SchedulerHarness) -> list[int]:
 
 def freed(plan: Sent, *instances: int) -> list[ev.AnyEvent]:
     return [ev.Freed(sequence_id=plan.sequence, instance=instance) for instance in instances]
+
+
+def mastered(harness: SchedulerHarness) -> list[int]:
+    gang = harness.scheduler._gangs.by_id[1]
+    assert gang.mastered == sum(instance.mastered for instance in gang.instances)
+    return [instance.mastered for instance in gang.instances]
+
+
+def test_move_names_the_placement_that_the_policy_chose() -> None:
+    harness, plan = decoding()
+    (move,) = messages(harness.turn(harness.submit()), MoveSequence)
+    assert (move.sequence_id, move.before.master, move.after.master) == (
+        plan.sequence, FIRST, THIRD,
+    )  # fmt: skip
+    assert positions(move.after.slices) == dict.fromkeys(range(PROMPT), SECOND)
+    assert positions(move.after.answer) == dict.fromkeys(range(PROMPT, PROMPT + OUTPUT), THIRD)
+
+
+def positions(slices: Iterable[KvSlice]) -> dict[int, int]:
+    return {position: part.instance for part in slices for position in part.span.positions}
+
+
+def test_moved_sequence_is_sampled_by_its_new_master() -> None:
+    harness, plan = moving()
+    assert mastered(harness) == [1, 0, 0]
+    harness.turn(ev.Moved(sequence_id=plan.sequence))
+    assert mastered(harness) == [0, 0, 1]
+    (sequence,) = harness.scheduler._gangs.by_id[1].decoding.values()
+    assert sequence.master_id == THIRD
+    assert positions(sequence.slices) == dict.fromkeys(range(PROMPT), SECOND)
+    assert positions(sequence.answer) == dict.fromkeys(range(PROMPT, PROMPT + OUTPUT), THIRD)
+
+
+def test_sequence_is_moved_again_only_when_it_has_moved() -> None:
+    harness, plan = moving()
+    (sequence,) = harness.scheduler._gangs.by_id[1].decoding.values()
+    back = DecodePlacement(
+        plan.request, sequence.slices, FIRST, (KvSlice(FIRST, PROMPT, PROMPT + OUTPUT),)
+    )
+    policy = harness.scheduler._policy
+    policy.decide = lambda view: [MovePlan(sequence_id=plan.sequence, placement=back)]  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=f"sequence {plan.sequence} is moving already"):
+        harness.turn(harness.submit())
+    (again,) = messages(harness.turn(ev.Moved(sequence_id=plan.sequence)), MoveSequence)
+    assert (again.before.master, again.after.master) == (THIRD, FIRST)
+    policy.decide = lambda view: []  # type: ignore[method-assign]
+    harness.turn(ev.Moved(sequence_id=plan.sequence), plan.finished(OUTPUT))
+    assert used(harness) == [5 + OUTPUT, 5, 0]
 
 
 def test_moving_sequence_has_slots_in_both_places() -> None:
