@@ -1,0 +1,151 @@
+"""What is left in the pools of real ranks after conversations is what the router has cached, and
+nothing once that is evicted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from arbitrary_layout_policy import AnyLayout
+from gang_threads import eventually
+from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
+
+from csps.actors.engine.loop import EngineLoop
+from csps.actors.engine.step_run import StepRun
+from csps.protocols.gang.members import GangRole
+from csps.protocols.gang.messages import Sampling
+from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import PrefixKey, RequestSpec
+from csps.services.scheduling.events.events import index_of
+from csps.services.scheduling.events.limits import ReuseSettings
+
+BLOCK = 16
+REUSE = ReuseSettings(enabled=True, max_share=1.0, block_tokens=BLOCK)
+TURNS, BRANCHES = 4, 3
+
+
+def submit(cell: Cell, text: list[int], tokens: int) -> RequestHandle:
+    prompt, prefix = np.array(text, np.int32), PrefixKey(b"owner", BLOCK)
+    return cell.service.submit(
+        RequestSpec(
+            client_request_id="r",
+            prompt=prompt,
+            sampling=Sampling(temperature=0.0, max_tokens=tokens),
+            prefix=prefix,
+            hashes=prefix.hashes(prompt),
+        )
+    )
+
+
+async def converse(cell: Cell) -> int:
+    """Run conversations that begin alike, some branches of each turn at once, and leave one after
+    its first token. Return the number of reused tokens."""
+    random = np.random.default_rng(1)
+    text: list[int] = random.integers(0, 256, 60).tolist()
+    reused = 0
+    for _ in range(TURNS):
+        tails = [random.integers(0, 256, 25 + 30 * branch).tolist() for branch in range(BRANCHES)]
+        handles = [submit(cell, [*text, *tail], 6) for tail in tails]
+        async with submit(cell, text, 400) as left:
+            await anext(left)
+        await asyncio.gather(*map(answer, handles))
+        reused += sum(handle.cached_tokens for handle in handles)
+        text = [*text, *tails[0]]
+    return reused
+
+
+def taken(cell: Cell) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Return the taken slots of each instance, by the router's books and in the pools."""
+    books, pools = {}, {}
+    for instance in cell.service._scheduler._gangs.instances.values():
+        gang = instance.gang
+        role = "elastic" if gang.may_prefill and gang.may_decode else None
+        role = role or ("prefill" if gang.may_prefill else "decode")
+        rank = cell.gangs[role].ranks[index_of(instance.id)]
+        books[instance.id], pools[instance.id] = instance.used, rank.engine.pool.slots.used
+    return books, pools
+
+
+def evict_everything(cell: Cell) -> None:
+    """Evict all that is cached, as a request does that needs every slot."""
+    scheduler, execute = cell.service._scheduler, cell.service._driver._execute
+    assert execute is not None
+    scheduler._round.commands = []
+    needed = {at: instance.capacity for at, instance in scheduler._gangs.instances.items()}
+    assert not scheduler._prefix.make_room(needed), "nothing is cached"
+    execute(scheduler._round.commands)
+
+
+class LastChunksFirst:
+    """Lets the KV of a prompt's last chunk be received before that of the chunks before it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.overtaken = 0
+        """Steps that the last one of their sequence has overtaken."""
+        self._held: dict[tuple[EngineLoop, int], list[StepRun]] = defaultdict(list)
+        self._lock = threading.Lock()
+        sent = EngineLoop._step_sent
+
+        def reordered(loop: EngineLoop, run: StepRun) -> None:
+            chunk, *others = run.step.chunks
+            key = loop, chunk.sequence_id
+            if not others and chunk.destinations and not run.cancelled and not chunk.last:
+                with self._lock:
+                    self._held[key].append(run)
+                return
+            sent(loop, run)
+            with self._lock:
+                held = self._held.pop(key, [])
+                self.overtaken += len(held)
+            for earlier in held:
+                sent(loop, earlier)
+
+        patch.setattr(EngineLoop, "_step_sent", reordered)
+
+
+@pytest.mark.parametrize(
+    ("policy", "roles"),
+    [
+        ("csps", PAIR),
+        ("tetris", PAIR),
+        ("context_parallel", ELASTIC),
+        ("chunked_prefill", ELASTIC),
+        ("loongserve", ELASTIC),
+    ],
+)
+async def test_pools_hold_what_is_cached_and_nothing_after_eviction(
+    policy: str, roles: Sequence[GangRole], tiny_llama: Path
+) -> None:
+    async with real_cell(tiny_llama, policy, roles=roles, reuse=REUSE) as cell:
+        assert await converse(cell)
+        await check_pools(cell)
+
+
+@pytest.mark.parametrize("roles", [PAIR, ELASTIC])
+async def test_so_they_do_in_any_layout_and_order(
+    roles: Sequence[GangRole], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, of which the last one's KV is received first."""
+    order = LastChunksFirst(monkeypatch)
+    async with real_cell(tiny_llama, AnyLayout(7, block=BLOCK), roles=roles, reuse=REUSE) as cell:
+        assert await converse(cell)
+        await check_pools(cell)
+    assert order.overtaken or roles == ELASTIC
+
+
+async def check_pools(cell: Cell) -> None:
+    """Check that idle pools hold what the router's books say, and nothing after eviction."""
+    await eventually(lambda: not cell.service.counts.running)
+    await eventually(lambda: not (cell.service.counts.prefill_kv or cell.service.counts.decode_kv))
+    await eventually(lambda: taken(cell)[0] == taken(cell)[1])
+    books, _ = taken(cell)
+    assert any(books.values())
+    evict_everything(cell)
+    await cell.settled()
+    assert not any(taken(cell)[0].values())
