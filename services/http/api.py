@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
 from csps.services.http.answer import AnswerDelta, GeneratedResponse
-from csps.services.http.body import LargeBytes, counted_body, end_tasks, read_body, while_connected
+from csps.services.http.body import RequestsBeingRead, end_tasks, read_body, while_connected
 from csps.services.http.body_parser import Endpoint, ParsedBody
 from csps.services.http.errors import error_response, on_http_error
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
@@ -48,8 +48,12 @@ _STARTED = int(time.time())
 class Service(Protocol):
     """Interface of the request service (`services.router.service.RequestService`) to the API."""
 
-    def check_room(self, slo: SloBounds) -> None:
-        """Raise `QueueFull` if a request with these objectives would be refused now."""
+    def check_room(self, slo: SloBounds, *, ahead: int) -> None:
+        """Raise `QueueFull` if a request with these objectives would be refused now.
+
+        Args:
+            ahead: requests that are being read, and will be submitted before it.
+        """
         ...
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
@@ -83,7 +87,7 @@ class HttpApi:
     max_body_bytes: int
     parser_pool: ParserPool
     timeline_clients: TimelineClients = field(default_factory=TimelineClients)
-    large_bytes: LargeBytes = field(default_factory=LargeBytes)
+    being_read: RequestsBeingRead = field(default_factory=RequestsBeingRead)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """Return the ASGI application."""
@@ -145,9 +149,9 @@ class HttpApi:
         # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
-        self.service.check_room(self.parser.slo(asked))
-        with counted_body(self.large_bytes) as budget:
-            body = await self._read(request, budget.grown, asked)
+        self.service.check_room(self.parser.slo(asked), ahead=self.being_read.count)
+        with self.being_read.place() as place:
+            body = await self._read(request, place.grown, asked)
             trace = RequestTrace(
                 request.headers,
                 operation="chat" if endpoint == "chat" else "text_completion",

@@ -1,4 +1,4 @@
-"""Request bodies: reading them within bounds, and counting large ones.
+"""Request bodies: reading them within bounds, and counting those that are being read.
 
 `while_connected` cancels work when the client disconnects.
 """
@@ -111,60 +111,45 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
             await task
 
 
-LARGE_BODY_BYTES = 256 * 1024
-MAX_LARGE_BYTES = 256 * 1024 * 1024
-"""Limit on all large bodies that arrive or are parsed."""
+MAX_BYTES = 256 * 1024 * 1024
+"""Limit on all bodies that arrive or are parsed."""
 RETRY_AFTER_S = 2.0
 
 
-class LargeBytes:
-    """Bytes of all large bodies together."""
+class RequestsBeingRead:
+    """Counts requests, and the bytes of their bodies, until the scheduler counts them."""
 
     def __init__(self) -> None:
-        self.in_use = 0
+        self.count = 0
+        self.bytes = 0
 
-    def take(self, more: int, *, own: int) -> None:
-        """Count `more` bytes of a body of which `own` are counted already.
-
-        Raises:
-            QueueFull: other bodies leave too little room; a body alone may have any length.
-        """
-        if self.in_use > own and self.in_use + more > MAX_LARGE_BYTES:
-            raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
-        self.in_use += more
-
-    def free(self, size: int) -> None:
-        """Discount bytes."""
-        self.in_use -= size
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """Count a request from before its body's first byte until this context ends."""
+        place = Place(self)
+        self.count += 1
+        try:
+            yield place
+        finally:
+            self.count -= 1
+            self.bytes -= place.bytes
 
 
-class BodyBudget:
-    """Counts one body from when it is large until nothing needs it any more."""
+class Place:
+    """One request that is being read."""
 
-    def __init__(self, large_bytes: LargeBytes) -> None:
-        self._large_bytes = large_bytes
-        self._counted = 0
+    def __init__(self, all_of_them: RequestsBeingRead) -> None:
+        self._all = all_of_them
+        self.bytes = 0
 
     def grown(self, size: int) -> None:
         """Count the body at its new length.
 
         Raises:
-            QueueFull: other large bodies leave too little room.
+            QueueFull: other bodies leave too little room; a body alone may have any length.
         """
-        if size > LARGE_BODY_BYTES:
-            self._large_bytes.take(size - self._counted, own=self._counted)
-            self._counted = size
-
-    def release(self) -> None:
-        """Discount the body."""
-        self._large_bytes.free(self._counted)
-
-
-@contextmanager
-def counted_body(large_bytes: LargeBytes) -> Iterator[BodyBudget]:
-    """Count a body from before its first byte until the handler is done with it."""
-    budget = BodyBudget(large_bytes)
-    try:
-        yield budget
-    finally:
-        budget.release()
+        more = size - self.bytes
+        if self._all.bytes > self.bytes and self._all.bytes + more > MAX_BYTES:
+            raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
+        self._all.bytes += more
+        self.bytes = size

@@ -171,15 +171,18 @@ class RequestService:
 
     # --- used by the HTTP layer ----------------------------------------------------------------
 
-    def check_room(self, slo: SloBounds) -> None:
+    def check_room(self, slo: SloBounds, *, ahead: int) -> None:
         """Refuse a request before its body is read, knowing only its objectives.
+
+        Args:
+            ahead: requests that are being read, and will be submitted before it.
 
         Raises:
             QueueFull: too many requests wait, or the server is shutting down.
         """
         try:
             self._check_open()
-            if (refusal := self._scheduler.refusal_unread()) is not None:
+            if (refusal := self._scheduler.refusal_unread(ahead)) is not None:
                 raise error_of(refusal)
         except RequestError as error:
             self._observer.refused(error, slo)
