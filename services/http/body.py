@@ -1,4 +1,4 @@
-"""Request bodies: reading them within bounds, and counting those that are being read.
+"""Request bodies: reading them within bounds, and counting what is read and what waits to be sent.
 
 `while_connected` cancels work when the client disconnects.
 """
@@ -112,8 +112,58 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 
 
 MAX_BYTES = 256 * 1024 * 1024
-"""Limit on all bodies that arrive or are parsed."""
+"""Limit on all bodies that arrive or are parsed, and on all answers that wait to be sent."""
 RETRY_AFTER_S = 2.0
+
+
+class ByteBudget:
+    """Bytes that all requests may hold together for one purpose.
+
+    Args:
+        what: what they hold, for the error.
+        exempt: bytes that each may hold in any case.
+    """
+
+    def __init__(self, what: str, *, exempt: int = 0) -> None:
+        self._what, self._exempt = what, exempt
+        self.in_use = 0
+
+    @contextmanager
+    def share(self) -> Iterator[ByteShare]:
+        """Count the bytes of one request until this context ends."""
+        share = ByteShare(self)
+        try:
+            yield share
+        finally:
+            self.in_use -= share.bytes
+
+    def take(self, more: int, *, own: int) -> None:
+        """Count `more` bytes of a request of which `own` are counted already.
+
+        Raises:
+            QueueFull: others leave too little room; a request alone may hold any number.
+        """
+        others = self.in_use - own
+        if others and own + more > self._exempt and self.in_use + more > MAX_BYTES:
+            raise QueueFull(f"too many {self._what}", retry_after_s=RETRY_AFTER_S)
+        self.in_use += more
+
+
+class ByteShare:
+    """Bytes of one request."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self.bytes = 0
+
+    def grown(self, size: int) -> None:
+        """Count the request's bytes anew.
+
+        Raises:
+            QueueFull: other requests leave too little room.
+        """
+        self._budget.take(size - self.bytes, own=self.bytes)
+        self.bytes = size
 
 
 class RequestsBeingRead:
@@ -121,35 +171,19 @@ class RequestsBeingRead:
 
     def __init__(self) -> None:
         self.count = 0
-        self.bytes = 0
+        self._bytes = ByteBudget("long prompts are being read")
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of their bodies."""
+        return self._bytes.in_use
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self) -> Iterator[ByteShare]:
         """Count a request from before its body's first byte until this context ends."""
-        place = Place(self)
         self.count += 1
         try:
-            yield place
+            with self._bytes.share() as share:
+                yield share
         finally:
             self.count -= 1
-            self.bytes -= place.bytes
-
-
-class Place:
-    """One request that is being read."""
-
-    def __init__(self, all_of_them: RequestsBeingRead) -> None:
-        self._all = all_of_them
-        self.bytes = 0
-
-    def grown(self, size: int) -> None:
-        """Count the body at its new length.
-
-        Raises:
-            QueueFull: other bodies leave too little room; a body alone may have any length.
-        """
-        more = size - self.bytes
-        if self._all.bytes > self.bytes and self._all.bytes + more > MAX_BYTES:
-            raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
-        self._all.bytes += more
-        self.bytes = size
