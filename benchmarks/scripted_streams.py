@@ -35,7 +35,7 @@ class ScriptedService:
         self._handles: dict[int, RequestHandle] = {}
         self._count = 0
 
-    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+    def check_room(self, slo: SloBounds, api_key: ApiKey, *, ahead: int) -> None:
         """Accept every request."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:

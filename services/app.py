@@ -31,7 +31,7 @@ a wake-up through a pipe and a fight for the interpreter, which doubled the cost
 """
 GRACE_S = 10.0
 """Time for a replica to close after the server has drained."""
-HEALTH_CHECKS = {"health_check_period_s": 1, "health_check_timeout_s": 2}
+HEALTH_CHECKS: dict[str, Any] = {"health_check_period_s": 1, "health_check_timeout_s": 2}
 """Serve notices a killed replica at the next check, and ends one that leaves three checks in a row
 without an answer: a frozen one within 7 s, half of the time in which requests are to be served
 again. Serve's default of 30 s for an answer made it 90 s. A replica answers in milliseconds unless

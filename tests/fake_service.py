@@ -37,7 +37,7 @@ class FakeService:
         self.trouble = ""
         self.capacity_check: CapacityCheck | None = None
 
-    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+    def check_room(self, slo: SloBounds, api_key: ApiKey, *, ahead: int) -> None:
         """Accept every request, unless `submit` fails."""
 
     def submit(self, spec: RequestSpec) -> RequestHandle:

@@ -8,6 +8,7 @@ does much, shorter holds of the lock go unnoticed.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from asyncio.events import Handle
@@ -23,6 +24,9 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 @contextmanager
 def watched_loop(limit_s: float = LIMIT_S) -> Iterator[None]:
     """Fail unless every callback and every hold of the interpreter within was shorter."""
+    # As the router does at its start: what was imported would be searched in the middle of it.
+    gc.collect()
+    gc.freeze()
     callbacks = _Callbacks()
     holds = _Holds()
     with callbacks.measured(), holds.measured():

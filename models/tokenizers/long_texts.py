@@ -138,5 +138,5 @@ def _loses_nothing(step: Step) -> bool:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return len(new.encode()) >= len(old.encode())
         case {"type": "Split", "behavior": behavior}:
-            return behavior != "Removed"
+            return bool(behavior != "Removed")
     return step["type"] in {"NFC", "Prepend", "ByteLevel", "Digits", "Metaspace"}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,15 +22,15 @@ from csps.protocols.openai.responses import (
     AssistantMessage,
     ChatChoice,
     ChatCompletionResponse,
-    ChatLogprobs,
     ChatStream,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionResponse,
     CompletionStream,
     FinishReason,
     TextLogprob,
     Usage,
+    WholeChat,
+    WholeCompletion,
 )
 from csps.services.http.errors import last_event
 from csps.services.http.request_parser import ParsedRequest
@@ -93,50 +94,40 @@ class GeneratedResponse:
 
     # --- without streaming ---
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
-        deltas = [delta async for batch in self.deltas() for delta in batch]
-        text = "".join(delta.text for delta in deltas)
-        logprobs = [delta.logprob for delta in deltas if delta.logprob is not None]
-        reason = deltas[-1].finish_reason
-        assert reason is not None, "deltas() ended without a finish reason"
-        body = (
-            self._completion(text, logprobs, reason)
-            if not self._options.chat
-            else self._chat(text, logprobs, reason)
-        )
-        return body.model_dump(exclude={"csps"} if body.csps is None else None)
+    async def whole(self, grown: Callable[[int], None]) -> list[bytes]:
+        """Return the body of an answer that is not streamed, in pieces.
 
-    def _completion(
-        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
-    ) -> CompletionResponse:
-        choice = CompletionChoice(
-            text=text,
-            logprobs=CompletionLogprobs.of(logprobs) if logprobs else None,
-            finish_reason=reason,
-        )
+        Args:
+            grown: called with the body's length again and again; an exception from it ends the
+                request.
+        """
+        body = WholeChat() if self._options.chat else WholeCompletion()
+        reason: FinishReason | None = None
+        async with aclosing(self.deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    body.push(delta.text, delta.logprob)
+                grown(body.bytes)
+                reason = deltas[-1].finish_reason
+        assert reason is not None, "deltas() ended without a finish reason"
+        return body.pieces(self._chat(reason) if self._options.chat else self._completion(reason))
+
+    def _completion(self, reason: FinishReason) -> CompletionResponse:
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice],
+            choices=[CompletionChoice(text="", finish_reason=reason)],
             usage=self._usage(),
             csps=self._report(),
         )
 
-    def _chat(
-        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
-    ) -> ChatCompletionResponse:
-        choice = ChatChoice(
-            message=AssistantMessage(content=text),
-            logprobs=ChatLogprobs.of(logprobs) if logprobs else None,
-            finish_reason=reason,
-        )
+    def _chat(self, reason: FinishReason) -> ChatCompletionResponse:
         return ChatCompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice],
+            choices=[ChatChoice(message=AssistantMessage(content=""), finish_reason=reason)],
             usage=self._usage(),
             csps=self._report(),
         )

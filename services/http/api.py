@@ -9,9 +9,10 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -24,7 +25,13 @@ from starlette.types import Receive, Scope, Send
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
 from csps.services.http.answer import AnswerDelta, GeneratedResponse
-from csps.services.http.body import LargeBytes, counted_body, end_tasks, read_body, while_connected
+from csps.services.http.body import (
+    ByteBudget,
+    RequestsBeingRead,
+    end_tasks,
+    read_body,
+    while_connected,
+)
 from csps.services.http.body_parser import Endpoint, ParsedBody
 from csps.services.http.errors import error_response, on_http_error
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
@@ -39,6 +46,8 @@ from csps.services.telemetry.request_trace import RequestTrace
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 FIRST_TOKEN_GRACE_S = 10.0
+EXEMPT_BYTES = 1024 * 1024
+"""Bytes of an answer that may always wait to be read."""
 CLIENT_GONE = 499
 """Status for access logs; the client is gone and never reads it."""
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -48,8 +57,12 @@ _STARTED = int(time.time())
 class Service(Protocol):
     """Interface of the request service (`services.router.service.RequestService`) to the API."""
 
-    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
-        """Raise `QueueFull` or `RateLimited` if such a request would be refused now."""
+    def check_room(self, slo: SloBounds, api_key: ApiKey, *, ahead: int) -> None:
+        """Raise `QueueFull` or `RateLimited` if such a request would be refused now.
+
+        Args:
+            ahead: requests that are being read, and will be submitted before it.
+        """
         ...
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
@@ -83,7 +96,11 @@ class HttpApi:
     max_body_bytes: int
     parser_pool: ParserPool
     timeline_clients: TimelineClients = field(default_factory=TimelineClients)
-    large_bytes: LargeBytes = field(default_factory=LargeBytes)
+    being_read: RequestsBeingRead = field(default_factory=RequestsBeingRead)
+    answers: ByteBudget = field(
+        default_factory=partial(ByteBudget, "long answers wait to be read", exempt=EXEMPT_BYTES)
+    )
+    """Counts answers that are not streamed, until they are sent."""
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """Return the ASGI application."""
@@ -136,7 +153,10 @@ class HttpApi:
         response, streams = await self._receive(request, endpoint, api_key, began_ns)
         if streams:
             return await _stream(request, response)
-        return JSONResponse(await while_connected(request.receive, response.whole()))
+        with ExitStack() as counted:
+            share = counted.enter_context(self.answers.share())
+            pieces = await while_connected(request.receive, response.whole(share.grown))
+            return WholeAnswer(pieces, close=counted.pop_all().close)
 
     async def _receive(
         self, request: Request, endpoint: Endpoint, api_key: ApiKey, began_ns: int
@@ -145,9 +165,9 @@ class HttpApi:
         # Headers first: a server without room refuses before it reads a large body.
         client_request_id = client_request_id_of(request)
         asked = read_slo(request.headers)
-        self.service.check_room(self.parser.slo(asked), api_key)
-        with counted_body(self.large_bytes) as budget:
-            body = await self._read(request, budget.grown, asked)
+        self.service.check_room(self.parser.slo(asked), api_key, ahead=self.being_read.count)
+        with self.being_read.place() as place:
+            body = await self._read(request, place.grown, asked)
             trace = RequestTrace(
                 request.headers,
                 operation="chat" if endpoint == "chat" else "text_completion",
@@ -267,6 +287,39 @@ def _guarded(handler: Handler) -> Handler:
             return error_response(error)
 
     return guarded
+
+
+WRITE_BYTES = 64 * 1024
+
+
+class WholeAnswer(Response):
+    """Sends a body in pieces, each when the client has taken the one before; then calls `close`."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], *, close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+        self._close = close
+        self.init_headers({"content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all pieces."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            waiting: list[bytes] = []
+            for piece in self._pieces:
+                waiting.append(piece)
+                if sum(map(len, waiting)) >= WRITE_BYTES:
+                    body = b"".join(waiting)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    waiting.clear()
+                    await asyncio.sleep(0)  # others' turn: `send` waits only for a slow client
+            body = b"".join(waiting)
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            self._close()
 
 
 HEARTBEAT_S = 15.0

@@ -1,4 +1,4 @@
-"""Request bodies: reading them within bounds, and counting large ones.
+"""Request bodies: reading them within bounds, and counting what is read and what waits to be sent.
 
 `while_connected` cancels work when the client disconnects.
 """
@@ -111,60 +111,79 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
             await task
 
 
-LARGE_BODY_BYTES = 256 * 1024
-MAX_LARGE_BYTES = 256 * 1024 * 1024
-"""Limit on all large bodies that arrive or are parsed."""
+MAX_BYTES = 256 * 1024 * 1024
+"""Limit on all bodies that arrive or are parsed, and on all answers that wait to be sent."""
 RETRY_AFTER_S = 2.0
 
 
-class LargeBytes:
-    """Bytes of all large bodies together."""
+class ByteBudget:
+    """Bytes that all requests may hold together for one purpose.
 
-    def __init__(self) -> None:
+    Args:
+        what: what they hold, for the error.
+        exempt: bytes that each may hold in any case.
+    """
+
+    def __init__(self, what: str, *, exempt: int = 0) -> None:
+        self._what, self._exempt = what, exempt
         self.in_use = 0
 
+    @contextmanager
+    def share(self) -> Iterator[ByteShare]:
+        """Count the bytes of one request until this context ends."""
+        share = ByteShare(self)
+        try:
+            yield share
+        finally:
+            self.in_use -= share.bytes
+
     def take(self, more: int, *, own: int) -> None:
-        """Count `more` bytes of a body of which `own` are counted already.
+        """Count `more` bytes of a request of which `own` are counted already.
 
         Raises:
-            QueueFull: other bodies leave too little room; a body alone may have any length.
+            QueueFull: others leave too little room; a request alone may hold any number.
         """
-        if self.in_use > own and self.in_use + more > MAX_LARGE_BYTES:
-            raise QueueFull("too many long prompts are being read", retry_after_s=RETRY_AFTER_S)
+        others = self.in_use - own
+        if others and own + more > self._exempt and self.in_use + more > MAX_BYTES:
+            raise QueueFull(f"too many {self._what}", retry_after_s=RETRY_AFTER_S)
         self.in_use += more
 
-    def free(self, size: int) -> None:
-        """Discount bytes."""
-        self.in_use -= size
 
+class ByteShare:
+    """Bytes of one request."""
 
-class BodyBudget:
-    """Counts one body from when it is large until nothing needs it any more."""
-
-    def __init__(self, large_bytes: LargeBytes) -> None:
-        self._large_bytes = large_bytes
-        self._counted = 0
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self.bytes = 0
 
     def grown(self, size: int) -> None:
-        """Count the body at its new length.
+        """Count the request's bytes anew.
 
         Raises:
-            QueueFull: other large bodies leave too little room.
+            QueueFull: other requests leave too little room.
         """
-        if size > LARGE_BODY_BYTES:
-            self._large_bytes.take(size - self._counted, own=self._counted)
-            self._counted = size
-
-    def release(self) -> None:
-        """Discount the body."""
-        self._large_bytes.free(self._counted)
+        self._budget.take(size - self.bytes, own=self.bytes)
+        self.bytes = size
 
 
-@contextmanager
-def counted_body(large_bytes: LargeBytes) -> Iterator[BodyBudget]:
-    """Count a body from before its first byte until the handler is done with it."""
-    budget = BodyBudget(large_bytes)
-    try:
-        yield budget
-    finally:
-        budget.release()
+class RequestsBeingRead:
+    """Counts requests, and the bytes of their bodies, until the scheduler counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._bytes = ByteBudget("long prompts are being read")
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of their bodies."""
+        return self._bytes.in_use
+
+    @contextmanager
+    def place(self) -> Iterator[ByteShare]:
+        """Count a request from before its body's first byte until this context ends."""
+        self.count += 1
+        try:
+            with self._bytes.share() as share:
+                yield share
+        finally:
+            self.count -= 1

@@ -257,7 +257,7 @@ def _spawn(link: socket.socket) -> subprocess.Popen[bytes]:
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
         [sys.executable, "-m", parser_process.__name__],
-        stdin=link,
+        stdin=link.fileno(),
         env={**os.environ, **one_thread, **path},
     )
 

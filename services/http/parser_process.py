@@ -15,9 +15,10 @@ import struct
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 
 from csps.models.network.checkpoint_json import InvalidTextError
 from csps.protocols.core.errors import InvalidRequest, RequestError, to_wire
@@ -75,7 +76,7 @@ def _be_the_first_to_go() -> None:
         score.write("1000")
 
 
-def _read(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
+def _read(stream: BufferedRWPair) -> tuple[dict[str, Any], bytes]:
     lengths = stream.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         sys.exit(0)  # the router has closed the socket
@@ -83,7 +84,7 @@ def _read(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return message_of(stream.read(message_bytes)), stream.read(body_bytes)
 
 
-def _write(stream: BinaryIO, message: dict[str, Any]) -> None:
+def _write(stream: BufferedRWPair, message: dict[str, Any]) -> None:
     stream.write(frame(message))
     stream.flush()
 

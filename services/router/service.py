@@ -204,8 +204,11 @@ class RequestService:
 
     # --- used by the HTTP layer ----------------------------------------------------------------
 
-    def check_room(self, slo: SloBounds, api_key: ApiKey) -> None:
+    def check_room(self, slo: SloBounds, api_key: ApiKey, *, ahead: int) -> None:
         """Refuse a request before its body is read, knowing only its objectives and its key.
+
+        Args:
+            ahead: requests that are being read, and will be submitted before it.
 
         Raises:
             QueueFull: too many requests wait, or the server is shutting down.
@@ -214,7 +217,7 @@ class RequestService:
         try:
             self._check_open()
             self._limiter.check_request(api_key)
-            if (refusal := self._scheduler.refusal_unread()) is not None:
+            if (refusal := self._scheduler.refusal_unread(ahead)) is not None:
                 raise error_of(refusal)
         except RequestError as error:
             self._observer.refused(error, slo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from csps.protocols.core.errors import (
     TransferError,
     Unauthorized,
 )
+from csps.protocols.openai import responses
 from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
     DONE,
@@ -45,6 +47,8 @@ from csps.protocols.openai.responses import (
     ModelList,
     TextLogprob,
     Usage,
+    WholeChat,
+    WholeCompletion,
     error_body,
     error_event,
 )
@@ -136,6 +140,71 @@ def test_chat_answer() -> None:
     assert [entry.logprob for entry in logprobs.content] == [-0.5, -0.25]
     assert logprobs.content[0].top_logprobs[1].bytes == [0xE2, 0x82]
     assert logprobs.content[0].top_logprobs[1].logprob == -9999.0
+
+
+logprobs_of_tokens = st.builds(
+    TextLogprob,
+    token=st.text(max_size=4),
+    token_bytes=st.binary(max_size=4),
+    logprob=st.floats(max_value=0, allow_nan=False),
+    offset=st.integers(0, 99),
+    top=st.lists(
+        st.builds(
+            TextLogprob,
+            token=st.text(max_size=2),
+            token_bytes=st.binary(max_size=4),
+            logprob=st.floats(max_value=0, allow_nan=False),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@given(
+    tokens=st.lists(st.tuples(st.text(max_size=5), logprobs_of_tokens), max_size=9),
+    has_logprobs=st.booleans(),
+    csps=st.none() | st.just({"plan": None, 'text":""': '"content":"","logprobs":null'}),
+    piece_characters=st.integers(1, 50),
+)
+def test_an_answer_encoded_by_token_is_the_whole(
+    tokens: list[tuple[str, TextLogprob]],
+    has_logprobs: bool,
+    csps: dict[str, Any] | None,
+    piece_characters: int,
+) -> None:
+    """The models at once are the oracle."""
+    shared: dict[str, Any] = {"id": '"text":""', "created": 9, "usage": USAGE, "csps": csps}
+    shared["model"] = '"content":"","logprobs":null'
+    text = "".join(text for text, _ in tokens)
+    entries = [entry for _, entry in tokens] if has_logprobs else []
+
+    def completion(text: str, logprobs: CompletionLogprobs | None) -> CompletionResponse:
+        choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason="stop")
+        return CompletionResponse(choices=[choice], **shared)
+
+    def chat(text: str, logprobs: ChatLogprobs | None) -> ChatCompletionResponse:
+        message = AssistantMessage(content=text)
+        choice = ChatChoice(message=message, logprobs=logprobs, finish_reason="stop")
+        return ChatCompletionResponse(choices=[choice], **shared)
+
+    with mock.patch.object(responses._Joined, "PIECE_CHARACTERS", piece_characters):
+        for whole, empty, at_once in (
+            (
+                WholeCompletion(),
+                completion("", None),
+                completion(text, CompletionLogprobs.of(entries) if entries else None),
+            ),
+            (
+                WholeChat(),
+                chat("", None),
+                chat(text, ChatLogprobs.of(entries) if entries else None),
+            ),
+        ):
+            for shown, entry in tokens:
+                whole.push(shown, entry if has_logprobs else None)
+            body = json.loads(b"".join(whole.pieces(empty)))
+            excluded = {"csps"} if csps is None else None
+            assert body == json.loads(at_once.model_dump_json(exclude=excluded))
 
 
 def test_completion_answer() -> None:

@@ -18,8 +18,7 @@ from paused_parsers import paused
 from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.services.http import body as body_budget
 from csps.services.http.api import HttpApi
-from csps.services.http.body import LARGE_BODY_BYTES
-from csps.services.http.parser_pool import ParserPool
+from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.settings.credentials import ApiKeys
@@ -199,6 +198,33 @@ async def test_a_full_queue_refuses_before_reading_the_body(parser: RequestParse
         waiting.cancel()
 
 
+async def test_requests_being_read_count_as_waiting(parser: RequestParser) -> None:
+    """41 of 41 bodies of 250 KB passed a queue of one, and were read and tokenized first."""
+    closed = FakeGang("prefill", "p1")
+    closed.may_connect.clear()
+    limits = QueueLimits(max_waiting=2)
+    async with served(parser, limits=limits, prefill=closed, ready=False) as server:
+        async with server.sending(1000, b"0123456789") as reader:
+            await until(lambda: server.api.being_read.bytes == 10)
+            async with server.sending(1000, b""):
+                await until(lambda: server.api.being_read.count == 2)
+                many = (server.complete(prompt="x" * 250_000) for _ in range(40))
+                for answer in await asyncio.gather(*many):
+                    check_error(answer, 429, "queue_full")
+                assert server.api.being_read.count == 2
+                assert not server.api.parser_pool.pids, "a body was parsed"
+            await until(lambda: server.api.being_read.count == 1)
+            # One leaves while its body is read; another takes its place, and keeps it in the queue.
+            waiting = asyncio.ensure_future(server.complete())
+            await until(lambda: server.cell.service.counts.waiting == 1)
+            assert server.api.being_read.count == 1
+            check_error(await server.complete(), 429, "queue_full")
+            assert not reader.at_eof()
+            waiting.cancel()
+        await until(lambda: not server.api.being_read.count)
+        assert not server.api.being_read.bytes
+
+
 @pytest.mark.parametrize("deadline", ["body_deadline_s", "body_silence_s"])
 async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
     http = HttpSettings(**{deadline: 0.01})
@@ -207,31 +233,45 @@ async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
         assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
 
 
+LARGE_BYTES = 2 * SMALL_BODY_BYTES
+
+
 async def test_short_requests_do_not_wait_for_large_bodies(parser: RequestParser) -> None:
     async with served(parser) as server:
         server.cell.run_by_itself()
         async with paused(server.api.parser_pool):
-            prompt = "x" * LARGE_BODY_BYTES
+            prompt = "x" * LARGE_BYTES
             large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
-            await until(lambda: server.api.large_bytes.in_use > 40 * LARGE_BODY_BYTES)
+            await until(lambda: server.api.being_read.bytes > 40 * LARGE_BYTES)
             assert (await server.complete()).status_code == 200
             assert not any(answer.done() for answer in large)
         answers = await asyncio.gather(*large)
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
 
-async def test_large_bodies_that_arrive_are_limited(
+async def test_a_client_that_leaves_while_its_body_is_parsed_gives_its_place_back(
+    parser: RequestParser,
+) -> None:
+    async with served(parser) as server, paused(server.api.parser_pool):
+        leaving = asyncio.ensure_future(server.complete(prompt="x" * LARGE_BYTES))
+        await until(lambda: server.api.being_read.bytes > LARGE_BYTES)
+        leaving.cancel()
+        await until(lambda: not server.api.being_read.count)
+        assert not server.api.being_read.bytes
+
+
+async def test_bodies_that_arrive_are_limited(
     parser: RequestParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 2 * size)
+    size = LARGE_BYTES
+    monkeypatch.setattr(body_budget, "MAX_BYTES", 2 * size)
     async with served(parser) as server:
         server.cell.run_by_itself()
         prompt = "x" * size
         async with server.sending(10 * size, bytes(size)):
-            await until(lambda: server.api.large_bytes.in_use == size)
+            await until(lambda: server.api.being_read.bytes == size)
             check_error(await server.complete(prompt=prompt), 429, "queue_full")
             assert (await server.complete()).status_code == 200
-        await until(lambda: not server.api.large_bytes.in_use)
+        await until(lambda: not server.api.being_read.bytes)
         # Read, and too long for the gangs.
         check_error(await server.complete(prompt=prompt), 400, "context_length_exceeded")

@@ -85,7 +85,7 @@ async def test_limits_of_a_key_count_until_its_requests_end() -> None:
     async with fake_cell(limiter=limiter, observer=metrics) as cell:
 
         def submit(key: ApiKey) -> RequestHandle:
-            cell.service.check_room(SloBounds(), key)
+            cell.service.check_room(SloBounds(), key, ahead=0)
             return cell.service.submit(replace(request_spec(tokens=300), api_key=key))
 
         first = submit(alice)

@@ -79,17 +79,20 @@ class Admission:
             )
         return None
 
-    def refusal_unread(self, tokens: int = 0) -> QueueFull | None:
+    def refusal_unread(self, tokens: int = 0, *, ahead: int = 0) -> QueueFull | None:
         """Return the error with which a request is refused of which only the tokens are known, or
         None.
 
         An empty queue takes everyone: whether a request fits at all is another question.
+
+        Args:
+            ahead: requests that will be submitted before it.
         """
         limits = self._limits
         if self.draining:
             return QueueFull("the server is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
-        if self.waiting >= limits.max_waiting:
-            reason = f"{self.waiting} requests are waiting"
+        if self.waiting + ahead >= limits.max_waiting:
+            reason = f"{self.waiting + ahead} requests are waiting"
         elif self.waiting and self.waiting_tokens + tokens > limits.max_waiting_tokens:
             reason = f"{self.waiting_tokens} tokens are waiting"
         else:

@@ -45,6 +45,7 @@ def test_full_queue_refuses_with_a_retry_time() -> None:
         assert refusal == refuse.error
     harness.turn(ev.RequestCancelled(request_id=first.request_id))
     assert harness.scheduler.refusal_unread() is None
+    assert harness.scheduler.refusal_unread(ahead=1) == refuse.error, "who is read counts as well"
 
 
 def test_a_tenant_beyond_its_share_of_slots_is_refused() -> None:
