@@ -148,9 +148,9 @@ class KvTransferSettings(SettingsSection):
     """Transfers that a decode rank receives at a time, each from one prefill rank. Further ones
     wait in the order of their requests' first transfer, and a request keeps its slots until all of
     its KV is received."""
-    checksum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of messages whose bytes are compared at the receiver: 1 for hardware in doubt. A
-    difference fails the attempt, which is repeated. 0 by default: TCP has checksums."""
+    checksum: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Fraction of messages whose bytes are compared at the receiver: 1 for hardware in doubt, which
+    TCP's checksums do not find. A difference fails the attempt, which is repeated."""
 
     @property
     def in_flight_bytes(self) -> int:

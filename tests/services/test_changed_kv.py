@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +19,17 @@ from tiny_checkpoints import reference_tokens
 from csps.actors.comm.process_group import Pending
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.message import KvBody, KvHeader
+from csps.models.network.spec import read_spec
 from csps.protocols.core.errors import TransferError
 from csps.protocols.gang.members import GangRole
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.router.service import RequestService
+from csps.services.settings.settings import KvTransferSettings
 
 PROMPT = prompt_of(40, 1).tolist()
 WORDS = 6
+RANKS = 2
+"""Ranks of each gang."""
 
 
 class Wire:
@@ -36,23 +40,26 @@ class Wire:
         """Messages still to be corrupted."""
         self.spoilt: set[int] = set()
         """Attempts of which a message was corrupted."""
+        self.broken = False
+        """Corrupts every message, by so little that answers are still answers."""
         send = KvConnection.send
 
         def changed(end: KvConnection, peer: int, header: KvHeader, body: KvBody) -> Pending:
-            if self.to_spoil and header.sequence_id not in self.spoilt:
-                self.to_spoil -= 1
+            once = self.to_spoil and header.sequence_id not in self.spoilt
+            if once or self.broken:
+                self.to_spoil -= bool(once)
                 self.spoilt.add(header.sequence_id)
                 body = replace(body, v=body.v.clone())
-                body.v.view(torch.int32).view(-1)[7] ^= 1 << 30
+                body.v.view(torch.int32).view(-1)[7] ^= 1 << 30 if once else 1
             return send(end, peer, header, body)
 
         monkeypatch.setattr(KvConnection, "send", changed)
 
 
 @asynccontextmanager
-async def served(model: Path, folder: Path) -> AsyncIterator[RequestService]:
+async def served(model: Path, folder: Path, checked: float = 1.0) -> AsyncIterator[RequestService]:
     def plan(role: GangRole) -> GangPlan:
-        return GangPlan(model_dir=str(model), role=role, instances=2, kv_checksum=1.0)
+        return GangPlan(model_dir=str(model), role=role, instances=RANKS, kv_checksum=checked)
 
     async with thread_gang(plan("prefill")) as prefill, thread_gang(plan("decode")) as decode:
         cluster, service = make_router(prefill.members, decode.members, folder / "generations")
@@ -94,6 +101,27 @@ async def test_a_request_whose_kv_is_changed_every_time_fails(
             await answer(greedy(service, PROMPT, WORDS))
         assert len(wire.spoilt) == 3
         wire.to_spoil = 0
+        assert await answer(greedy(service, PROMPT, WORDS)) == reference_tokens(
+            tiny_llama, PROMPT, WORDS
+        )
+
+
+async def test_a_link_that_changes_everything_is_found_by_default(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of each sender's messages to a receiver is compared: one of the first ten."""
+    wire, by_default = Wire(monkeypatch), KvTransferSettings().checksum
+    assert 0 < by_default < 1
+    async with served(tiny_llama, tmp_path, by_default) as service:
+        wire.broken = True
+        attempts, layers = 1, read_spec(tiny_llama).layers
+        for _ in range(RANKS * RANKS * 10 // layers + 1):
+            handle = greedy(service, PROMPT, WORDS)
+            with suppress(TransferError):
+                await answer(handle)
+            attempts = max(attempts, handle.timings.attempts)
+        assert attempts > 1
+        wire.broken = False
         assert await answer(greedy(service, PROMPT, WORDS)) == reference_tokens(
             tiny_llama, PROMPT, WORDS
         )
