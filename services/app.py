@@ -31,7 +31,7 @@ a wake-up through a pipe and a fight for the interpreter, which doubled the cost
 """
 GRACE_S = 10.0
 """Time for a replica to close after the server has drained."""
-HEALTH_CHECKS: dict[str, Any] = {"health_check_period_s": 1, "health_check_timeout_s": 2}
+HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 1.0, 2.0
 """Serve notices a killed replica at the next check, and ends one that leaves three checks in a row
 without an answer: a frozen one within 7 s, half of the time in which requests are to be served
 again. Serve's default of 30 s for an answer made it 90 s. A replica answers in milliseconds unless
@@ -65,7 +65,8 @@ def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -
         num_replicas=1,
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": SHELL_CPUS, **(one_loop() if ingress else {})},
-        **HEALTH_CHECKS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
@@ -90,7 +91,8 @@ def _gang(name: str, settings: Settings, section: AnyGang) -> serve.Deployment:
         num_replicas=section.ranks,
         gang_scheduling_config=GangSchedulingConfig(gang_size=section.ranks),
         ray_actor_options=resources,
-        **HEALTH_CHECKS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
