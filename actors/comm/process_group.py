@@ -97,10 +97,7 @@ def indexed_device(name: str) -> torch.device:
     NCCL keeps a communicator by the index of its device, and looks for the index of a tensor's
     device. Of one that was connected without an index it knows nothing.
     """
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 class LaunchOrder:
