@@ -57,9 +57,7 @@ def indexed_device(name: str) -> torch.device:
     NCCL keeps a communicator by the index of its device, and looks for the index of a tensor's
     device. Of one that was connected without an index it knows nothing.
     """
-    if name == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 class LaunchOrder:
