@@ -31,11 +31,13 @@ a wake-up through a pipe and a fight for the interpreter, which doubled the cost
 """
 GRACE_S = 10.0
 """Time for a replica to close after the server has drained."""
-HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 1.0, 2.0
-"""Serve notices a killed replica at the next check, and ends one that leaves three checks in a row
-without an answer: a frozen one within 7 s, half of the time in which requests are to be served
-again. Serve's default of 30 s for an answer made it 90 s. A replica answers in milliseconds unless
-its machine is busy; a single stall of less than 6 s never counts three times."""
+HEALTH_CHECK_PERIOD_S = 1.0
+"""Period of Serve's health checks: a killed replica is noticed at the next one."""
+ROUTER_ANSWER_S, ANSWER_S = 2.5, 5.0
+"""Time for a replica to answer a check. Serve ends a replica that leaves three in a row unanswered:
+a frozen router after 9 s of the 15 s in which requests are to be served again, and others after
+16 s. A frozen rank is noticed earlier by the router's pings, and nobody waits for the rest. On an
+overloaded machine healthy routers took 2 s and more to answer; Serve's default is 30 s."""
 
 
 def build(settings: Settings) -> Application:
@@ -66,7 +68,7 @@ def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": SHELL_CPUS, **(one_loop() if ingress else {})},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        health_check_timeout_s=ROUTER_ANSWER_S if ingress else ANSWER_S,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
@@ -92,7 +94,7 @@ def _gang(name: str, settings: Settings, section: AnyGang) -> serve.Deployment:
         gang_scheduling_config=GangSchedulingConfig(gang_size=section.ranks),
         ray_actor_options=resources,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        health_check_timeout_s=ANSWER_S,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
