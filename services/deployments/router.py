@@ -23,7 +23,7 @@ from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
 from csps.services.router.service import RequestService
-from csps.services.settings.credentials import ApiKeys, ClusterSecret, TimelineClients
+from csps.services.settings.credentials import ApiKeys, ClusterSecret
 from csps.services.settings.settings import Settings
 from csps.services.telemetry import tracing
 from csps.services.telemetry.metrics import Metrics
@@ -47,6 +47,7 @@ class Router:
         self._metrics = Metrics(settings.model_name)
         self._tokenizer_pool = TokenizerPool()
         self._keys = ApiKeys.load(settings.api_keys_file)
+        self._keys.warn_of_unknown(settings.auth.names)
         self._watching: asyncio.Task[None] | None = None
         table = initial_costs(settings)
         self._log = open_log(settings, table)
@@ -77,7 +78,7 @@ class Router:
             keys=self._keys,
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
-            timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
+            auth=self._settings.auth,
             tokenizer_pool=self._tokenizer_pool,
         )
         return api.app(self._lifespan)

@@ -36,7 +36,8 @@ from csps.services.http.request_parser import (
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
-from csps.services.settings.credentials import ApiKeys, TimelineClients
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import AuthSettings
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import RequestTrace
 
@@ -91,7 +92,7 @@ class HttpApi:
     keys: ApiKeys
     metrics: Metrics
     max_body_bytes: int
-    timeline_clients: TimelineClients = field(default_factory=TimelineClients)
+    auth: AuthSettings = field(default_factory=AuthSettings)
     tokenizer_pool: TokenizerPool = field(default_factory=TokenizerPool)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
@@ -157,11 +158,13 @@ class HttpApi:
         self.service.check_room(self.parser.slo(asked), api_key)
         with self.tokenizer_pool.counted_body() as budget:
             body = await self._read(request, budget.grown, asked)
+            may_diagnose = self.auth.may_diagnose(api_key)
             metadata = RequestMetadata(
                 client_request_id=client_request_id,
                 asked=asked,
                 capacity_check=self.service.capacity_check,
                 api_key=api_key,
+                may_explain=may_diagnose,
             )
             parse_body = partial(
                 self.tokenizer_pool.run, body, partial(parse, metadata=metadata), budget
@@ -171,7 +174,7 @@ class HttpApi:
                 operation=operation,
                 client_request_id=client_request_id,
                 began_ns=began_ns,
-                may_ask=self.timeline_clients.include(request.headers.get("authorization")),
+                may_ask=may_diagnose,
             )
             try:
                 with trace:

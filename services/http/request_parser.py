@@ -51,6 +51,8 @@ class RequestMetadata:
     capacity_check: CapacityCheck | None = None
     """Capacity of the gangs; None before the first ones."""
     api_key: ApiKey = NO_KEY
+    may_explain: bool = True
+    """True if the client may ask for `explain`; otherwise it is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,9 @@ class RequestParser:
             prefix=prefix,
             hashes=() if prefix is None else prefix.hashes(ids),
         )
+        if not metadata.may_explain:
+            options = request.csps.model_copy(update={"explain": False})
+            request = request.model_copy(update={"csps": options})
         return ParsedRequest(request=request, spec=spec)
 
     def _prefix(
