@@ -51,21 +51,6 @@ def extract(carrier: Mapping[str, object]) -> Context:
     return _PROPAGATOR.extract(fields, context=Context())
 
 
-def without_timeline(context: Context) -> Context:
-    """Remove the request for a timeline, for a client that may not ask for one."""
-    span = trace.get_current_span(context).get_span_context()
-    if STATE_KEY not in span.trace_state:
-        return context
-    unmarked = trace.SpanContext(
-        span.trace_id,
-        span.span_id,
-        is_remote=span.is_remote,
-        trace_flags=span.trace_flags,
-        trace_state=span.trace_state.delete(STATE_KEY),
-    )
-    return trace.set_span_in_context(trace.NonRecordingSpan(unmarked), context)
-
-
 def wants_timeline(context: trace.SpanContext) -> bool:
     """Return True if the trace of a span includes a timeline of every rank."""
     return context.trace_flags.sampled and context.trace_state.get(STATE_KEY) == TIMELINE

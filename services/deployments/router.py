@@ -24,7 +24,7 @@ from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.scheduler_factory import initial_costs, make_scheduler, open_log
 from csps.services.router.service import RequestService
-from csps.services.settings.credentials import ApiKeys, ClusterSecret, TimelineClients
+from csps.services.settings.credentials import ApiKeys, ClusterSecret
 from csps.services.settings.settings import Settings
 from csps.services.telemetry import tracing
 from csps.services.telemetry.metrics import Metrics
@@ -49,6 +49,7 @@ class Router:
         self._parser = RequestParser(settings)
         self._parser_pool = ParserPool(self._parser.body_parser)
         self._keys = ApiKeys.load(settings.api_keys_file)
+        self._keys.warn_of_unknown(settings.auth.names)
         self._watching: asyncio.Task[None] | None = None
         table = initial_costs(settings)
         self._log = open_log(settings, table)
@@ -79,7 +80,7 @@ class Router:
             keys=self._keys,
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
-            timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
+            auth=self._settings.auth,
             parser_pool=self._parser_pool,
         )
         return api.app(self._lifespan)

@@ -39,7 +39,8 @@ from csps.services.http.request_parser import RequestMetadata, RequestParser, re
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
-from csps.services.settings.credentials import ApiKeys, TimelineClients
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import AuthSettings
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import RequestTrace
 
@@ -95,7 +96,7 @@ class HttpApi:
     metrics: Metrics
     max_body_bytes: int
     parser_pool: ParserPool
-    timeline_clients: TimelineClients = field(default_factory=TimelineClients)
+    auth: AuthSettings = field(default_factory=AuthSettings)
     being_read: RequestsBeingRead = field(default_factory=RequestsBeingRead)
     answers: ByteBudget = field(
         default_factory=partial(ByteBudget, "long answers wait to be read", exempt=EXEMPT_BYTES)
@@ -168,12 +169,13 @@ class HttpApi:
         self.service.check_room(self.parser.slo(asked), api_key, ahead=self.being_read.count)
         with self.being_read.place() as place:
             body = await self._read(request, place.grown, asked)
+            may_diagnose = self.auth.may_diagnose(api_key)
             trace = RequestTrace(
                 request.headers,
                 operation="chat" if endpoint == "chat" else "text_completion",
                 client_request_id=client_request_id,
                 began_ns=began_ns,
-                may_ask=self.timeline_clients.include(request.headers.get("authorization")),
+                may_ask=may_diagnose,
             )
             try:
                 with trace:
@@ -184,6 +186,7 @@ class HttpApi:
                         asked=asked,
                         capacity_check=self.service.capacity_check,
                         api_key=api_key,
+                        may_explain=may_diagnose,
                     )
                     return self._submit(parsed, metadata, trace)
             except BaseException as error:

@@ -32,6 +32,8 @@ class RequestMetadata:
     capacity_check: CapacityCheck | None = None
     """Capacity of the gangs; None before the first ones."""
     api_key: ApiKey = NO_KEY
+    may_explain: bool = True
+    """True if the client may ask for `explain`; otherwise it is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,8 @@ class RequestParser:
             prefix=body.prefix,
             hashes=body.hashes,
         )
-        return ParsedRequest(spec=spec, answer=body.answer)
+        explain = body.answer.explain and metadata.may_explain
+        return ParsedRequest(spec=spec, answer=replace(body.answer, explain=explain))
 
     def _warn_of_tokens_without_embedding(self, vocab: int) -> None:
         if (highest := self.tokenizer.highest_id) >= vocab:

@@ -159,7 +159,10 @@ def reuse_lines(usage: dict[str, Any]) -> list[str]:
 
 
 def plan_lines(report: dict[str, Any]) -> list[str]:
-    """Describe the plan and the placement in words."""
+    """Describe the plan and the placement in words; nothing if the key may not ask for them
+    (`auth.diagnostics`)."""
+    if not report:
+        return []
     plan, placement = report["plan"], report["placement"]
     bounds = placement["bounds"]
     chunks = ", ".join(str(stop - start) for start, stop in pairwise(bounds))

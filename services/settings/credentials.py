@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 SECRET_VARIABLE = "CSPS_CLUSTER_SECRET"
 KEYS_VARIABLE = "CSPS_API_KEYS"
 SECRET_MIN_LENGTH = 16
-TIMELINE_WORDS = ("everyone", "nobody")
 WATCH_PERIOD_S = 1.0
 """Time between two readings of the key file; a change counts at the second."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -137,6 +136,12 @@ class ApiKeys:
         if not self._open and key.digest not in self._known:
             raise Unauthorized(KEY_REVOKED)
 
+    def warn_of_unknown(self, names: Iterable[str]) -> None:
+        """Warn of names in the settings that no key has. A key may still come."""
+        for name in names:
+            if name not in self._tenants:
+                _log.warning("auth: no API key is named %s", name)
+
     async def watch(
         self, on_revoked: Callable[[Set[bytes]], None], *, period_s: float = WATCH_PERIOD_S
     ) -> None:
@@ -184,43 +189,6 @@ class ApiKeys:
 
 def _names(keys: Iterable[ApiKey]) -> str:
     return ", ".join(sorted(key.name for key in keys)) or "none"
-
-
-class TimelineClients:
-    """Clients that may request a timeline: thousands of spans, which ranks have to write."""
-
-    def __init__(self, keys: ApiKeys | None = None, *, everyone: bool = True) -> None:
-        """Allow everyone, nobody, or the holders of some keys.
-
-        Args:
-            keys: keys of the allowed clients; None means everyone or nobody.
-        """
-        self._keys, self._everyone = keys, everyone
-
-    @classmethod
-    def load(cls, setting: str) -> TimelineClients:
-        """Read the setting `telemetry.timeline_clients`.
-
-        Raises:
-            ConfigError: the setting names a file that cannot be read, or that holds no key.
-        """
-        if setting in TIMELINE_WORDS:
-            return cls(everyone=setting == "everyone")
-        where = f"telemetry.timeline_clients: {setting}"
-        keys = _keys_in(_read(setting, where), where)
-        if not keys:
-            raise ConfigError(f"{where} holds no key")
-        return cls(ApiKeys(keys), everyone=False)
-
-    def include(self, authorization: str | None) -> bool:
-        """Return True if the client with this Authorization header may request a timeline."""
-        if self._keys is None:
-            return self._everyone
-        try:
-            self._keys.check(authorization)
-        except Unauthorized:
-            return False
-        return True
 
 
 def _read(path: str, where: str) -> str:

@@ -19,8 +19,8 @@ from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
+from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
-from csps.services.settings.credentials import TIMELINE_WORDS
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -236,6 +236,24 @@ class AuthSettings(SettingsSection):
     """Limits of each name."""
     overrides: dict[str, KeyLimits] = {}
     """Other limits of some names; what is not given there is as in `limits`."""
+    diagnostics: Literal["everyone", "nobody"] | tuple[str, ...] | None = None
+    """Names whose clients may look into the server: with `explain`, with a `traceparent` of their
+    own, or with a timeline, which is thousands of spans that ranks have to write. Of others these
+    are ignored. None: everyone where there are no keys, and nobody where there are."""
+
+    def may_diagnose(self, key: ApiKey) -> bool:
+        """Return whether the client with this key may look into the server."""
+        if self.diagnostics is None:
+            return not key.name
+        if isinstance(self.diagnostics, str):
+            return self.diagnostics == "everyone"
+        return key.name in self.diagnostics
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of keys in these settings."""
+        allowed = self.diagnostics if isinstance(self.diagnostics, tuple) else ()
+        return (*self.overrides, *allowed)
 
     def limits_of(self, name: str) -> KeyLimits:
         """Return the limits of a name."""
@@ -276,26 +294,19 @@ class TelemetrySettings(SettingsSection):
     spans_dir: str = "run/traces"
     """Directory for a file of OTLP-JSON per process, if there is no endpoint (`csps trace`)."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Fraction of requests that are traced, unless the client's `traceparent` decides."""
+    """Fraction of requests that are traced, unless the `traceparent` of a client that may
+    (`auth.diagnostics`) decides."""
     timeline_sample: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of requests whose trace also has every phase on every rank (`docs/traces.md`),
-    unless the client's `tracestate` asks for it; more than `sample` has no effect. 0 by default: a
-    long prompt has thousands of phases, and the next step waits while they are recorded."""
-    timeline_clients: str = "everyone"
-    """Clients that may request a timeline: "everyone", "nobody", or a file with their API keys, one
-    a line."""
+    unless the `tracestate` of a client that may (`auth.diagnostics`) asks for it; more than
+    `sample` has no effect. 0 by default: a long prompt has thousands of phases, and the next step
+    waits while they are recorded."""
     project: str = "csps"
     """Value of `openinference.project.name`, which groups traces in Arize Phoenix."""
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths."""
-        clients = self.timeline_clients
-        return self.model_copy(
-            update={
-                "spans_dir": _absolute(self.spans_dir),
-                "timeline_clients": clients if clients in TIMELINE_WORDS else _absolute(clients),
-            }
-        )
+        return self.model_copy(update={"spans_dir": _absolute(self.spans_dir)})
 
 
 class TopologySettings(SettingsSection):

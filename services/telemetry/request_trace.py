@@ -51,11 +51,10 @@ class RequestTrace:
 
         Args:
             began_ns: time at which its headers were complete (`time.time_ns()`).
-            may_ask: True if its client may request a timeline.
+            may_ask: True if its client may continue a trace of its own, and so decide whether the
+                request is traced and has a timeline. Otherwise a new trace begins.
         """
-        context = trace_context.extract(headers)
-        if not may_ask:
-            context = trace_context.without_timeline(context)
+        context = trace_context.extract(headers if may_ask else {})
         self._span = _TRACER.start_span(
             "llm_request",
             context=context,

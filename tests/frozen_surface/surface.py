@@ -152,7 +152,6 @@ from csps.services.http.request_parser import RequestParser
 from csps.services.http.request_parser import read_slo
 from csps.services.http.api import EventStream
 from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.credentials import TIMELINE_WORDS
 from csps.services.launch.ray_head import RUN_DIR
 from csps.services.launch.ray_head import STATE_FILE
 from csps.services.launch.ray_head import RayHead
@@ -237,7 +236,6 @@ def settings() -> Json:
     return {
         "keys": fields_of(Settings),
         "policies": {name: _policy(name) for name in _policies()},
-        "who may ask for timelines": sorted(TIMELINE_WORDS),
         "deployments": sorted([*ONE_OF_EACH, *GANGS]),
         "models that ship": Settings().model_dir.name,
         "workloads": sorted(WORKLOADS),

@@ -22,6 +22,7 @@ from csps.services.settings.credentials import (
     ClusterSecret,
     cluster_secret,
 )
+from csps.services.settings.settings import AuthSettings, KeyLimits
 
 
 @pytest.mark.parametrize("header", ["Bearer one", "bearer two", "Bearer  two "])
@@ -208,6 +209,19 @@ async def test_keys_of_the_environment_outlive_a_change_of_the_file(
     await watched.until(lambda: watched.known("two"))
     assert watched.known("root")
     assert not watched.known("one")
+
+
+def test_names_in_the_settings_that_no_key_has_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    auth = AuthSettings(
+        overrides={"alice": KeyLimits(), "carol": KeyLimits()}, diagnostics=("bob",)
+    )
+    ApiKeys(["alice one"]).warn_of_unknown(auth.names)
+    assert [record.getMessage() for record in caplog.records] == [
+        "auth: no API key is named carol",
+        "auth: no API key is named bob",
+    ]
 
 
 # --- the cluster secret ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from free_ports import free_port
 
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
 from csps.protocols.core.errors import FaultError
-from csps.services.launch.demo_command import StreamedAnswer, ask, summary, usage_hints
+from csps.services.launch.demo_command import StreamedAnswer, ask, plan_lines, summary, usage_hints
 from csps.services.launch.deploy_config import read_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "config.yaml"
@@ -46,6 +46,10 @@ def test_reused_kv_is_shown_beside_the_time_that_it_saved(cached: int) -> None:
 def test_without_a_server_the_error_says_how_to_start_one() -> None:
     with pytest.raises(FaultError, match=r"no server at http://127.0.0.1:\d+ .*`make serve`"):
         ask(read_config(CONFIG, port=free_port()), "hello")
+
+
+def test_a_key_that_may_not_ask_for_the_plan_gets_an_answer_all_the_same() -> None:
+    assert plan_lines({}) == []
 
 
 class _Guarded(BaseHTTPRequestHandler):

@@ -496,13 +496,34 @@ async def test_requests_without_a_known_key_are_refused(api: HttpApi) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("diagnostics", "key", "explained"),
+    [(None, "", True), (None, "one", False), (("alice",), "one", True), (("alice",), "two", False)],
+)
+async def test_explain_is_for_those_who_may_ask(
+    api: HttpApi, diagnostics: Any, key: str, explained: bool
+) -> None:
+    keys = ApiKeys(["alice one", "bob two"] if key else [])
+    app = replace(api, keys=keys, auth=AuthSettings(diagnostics=diagnostics)).app()
+    body = completion(csps={"explain": True})
+    header = {"authorization": f"Bearer {key}"} if key else {}
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        whole = await client.post("/v1/completions", json=body, headers=header)
+        streamed = await client.post(
+            "/v1/completions", json={**body, "stream": True}, headers=header
+        )
+    assert whole.status_code == 200
+    assert ("csps" in whole.json()) is explained
+    assert any("csps" in event for event in events(streamed.text)) is explained
+
+
 async def test_a_key_revoked_while_its_request_is_read_is_refused(
     api: HttpApi, service: FakeService, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("alice secret")
     keys = ApiKeys.load(str(file))
-    half_read = asyncio.Event()
+    accepted, half_read = asyncio.Event(), asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:
         yield b'{"model": "tiny", '
@@ -510,11 +531,15 @@ async def test_a_key_revoked_while_its_request_is_read_is_refused(
         yield b'"prompt": "Say it."}'
 
     app = replace(api, keys=keys).app()
+    note = patch.object(service, "check_room", lambda slo, key: accepted.set())
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         header = {"authorization": "Bearer secret"}
-        reading = asyncio.create_task(
-            client.post("/v1/completions", content=body(), headers=header)
-        )
+        with note:
+            reading = asyncio.create_task(
+                client.post("/v1/completions", content=body(), headers=header)
+            )
+            async with asyncio.timeout(DEADLINE_S):
+                await accepted.wait()
         file.write_text("alice other")
         watching = asyncio.create_task(keys.watch(lambda digests: half_read.set(), period_s=0.001))
         async with asyncio.timeout(DEADLINE_S):

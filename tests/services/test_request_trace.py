@@ -18,8 +18,8 @@ from csps.protocols.rpc.trace_context import wants_timeline
 from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
-from csps.services.settings.credentials import ApiKeys, TimelineClients
-from csps.services.settings.settings import Settings, TelemetrySettings
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import AuthSettings, Settings, TelemetrySettings
 from csps.services.telemetry import request_trace
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.tracing import make_provider
@@ -91,33 +91,47 @@ async def test_an_error_has_the_type_that_the_client_received(
     assert attributes["error.type"] == body["error"]["code"] == "queue_full"
 
 
-KEY = {"authorization": "Bearer friend"}
+FRIEND, OTHER = ({"authorization": f"Bearer {name}'s"} for name in ("friend", "other"))
+KEYS = ["friend friend's", "other other's"]
 
 
 @pytest.mark.parametrize(
-    ("clients", "headers", "timeline"),
+    ("diagnostics", "keys", "headers", "allowed"),
     [
-        ("everyone", {}, True),
-        ("nobody", KEY, False),
-        ("keys", KEY, True),
-        ("keys", {"authorization": "Bearer other"}, False),
-        ("keys", {}, False),
+        (None, [], {}, True),
+        ("nobody", [], {}, False),
+        (None, KEYS, FRIEND, False),
+        ("everyone", KEYS, OTHER, True),
+        (["friend"], KEYS, FRIEND, True),
+        (["friend"], KEYS, OTHER, False),
     ],
 )
-async def test_a_setting_decides_who_may_request_a_timeline(
+async def test_a_setting_decides_whose_traces_and_timelines_continue(
     server: Server,
     spans: InMemorySpanExporter,
-    tmp_path: Path,
-    clients: str,
+    diagnostics: Any,
+    keys: list[str],
     headers: dict[str, str],
-    timeline: bool,
+    allowed: bool,
 ) -> None:
-    if clients == "keys":
-        file = tmp_path / "keys"
-        file.write_text("friend\n")
-        clients = str(file)
-    await server.ask({**ASKED, **headers}, timeline_clients=TimelineClients.load(clients))
+    auth = AuthSettings(diagnostics=diagnostics)
+    await server.ask({**ASKED, **headers}, auth=auth, keys=ApiKeys(keys))
     context = named(spans)["llm_request"].context
-    assert wants_timeline(context) is timeline
-    assert context.trace_state["vendor"] == "7"
-    assert context.trace_id == 7
+    assert wants_timeline(context) is allowed
+    assert (context.trace_id == 7) is allowed
+    assert ("vendor" in context.trace_state) is allowed
+
+
+async def test_a_client_that_may_not_cannot_have_its_request_traced(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a sampled `traceparent` overrode `telemetry.sample` for everyone."""
+    exporter = InMemorySpanExporter()
+    provider = make_provider("csps-router", TelemetrySettings(sample=0), InMemorySpanExporter())
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(request_trace, "_TRACER", provider.get_tracer("test"))
+    options = {"auth": AuthSettings(diagnostics=("friend",)), "keys": ApiKeys(KEYS)}
+    await server.ask({**ASKED, **OTHER}, **options)
+    assert not exporter.get_finished_spans()
+    await server.ask({**ASKED, **FRIEND}, **options)
+    assert "llm_request" in named(exporter)
