@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 
 from csps.protocols.core.errors import CspsError
 from csps.protocols.gang.messages import FinishReason, SampledToken
 from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ClientTooSlow, RequestHandle, UnreadTokens
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.live_sequences import LiveSequence
 from csps.services.scheduling.events.events import AnyEvent, RequestCancelled, RequestId, Submitted
 from csps.services.telemetry.observer import RequestObserver
 from csps.services.telemetry.request_trace import record_spans
+
+_log = logging.getLogger(__name__)
 
 
 class LiveRequests:
@@ -36,6 +39,7 @@ class LiveRequests:
         self._observer, self._post_event = observer, post_event
         self._on_first_token = on_first_token
         self._live: dict[RequestId, RequestHandle] = {}
+        self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.none_left = asyncio.Event()
         """Set while no request is live."""
@@ -55,7 +59,12 @@ class LiveRequests:
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
         """Register a request and queue it at the scheduler."""
-        handle = RequestHandle(spec, request_id=next(self._request_ids), on_cancel=self._cancel)
+        handle = RequestHandle(
+            spec,
+            request_id=next(self._request_ids),
+            on_cancel=self._cancel,
+            unread_by_all=self._unread,
+        )
         self._live[handle.request_id] = handle
         self.none_left.clear()
         self._observer.submitted(handle)
@@ -102,6 +111,9 @@ class LiveRequests:
             self._observer.token(handle, now - last)
         if token.finish_reason is not None:
             self._finish(handle, token.finish_reason)
+        elif handle.too_far_behind:
+            # Not here: the caller goes on with the token's sequence.
+            asyncio.get_running_loop().call_soon(self._end_slow, handle)
 
     def handed_over(self, handle: RequestHandle) -> None:
         """Record that all KV was received and the decode gang was told to decode."""
@@ -131,6 +143,21 @@ class LiveRequests:
         handle.fail(error)
         self._remove(handle)
         self._observer.failed(handle, error)
+
+    def _end_slow(self, handle: RequestHandle) -> None:
+        """End a request whose client reads too slowly; nothing else would bound its tokens."""
+        if handle.ended:
+            return
+        unread = handle.unread_tokens
+        _log.warning(
+            "request %s is cancelled: its client has left %d tokens unread",
+            handle.spec.client_request_id, unread,
+        )  # fmt: skip
+        handle.drop_unread()
+        self._post_event(RequestCancelled(request_id=handle.request_id))
+        self.fail(
+            handle, ClientTooSlow(f"The answer is read too slowly: {unread} tokens were unread.")
+        )
 
     def _cancel(self, handle: RequestHandle) -> None:
         self._post_event(RequestCancelled(request_id=handle.request_id))
