@@ -1,5 +1,5 @@
-"""Limits for HTTP headers: a deadline, after which a client is answered 408, and a size, beyond
-which it is answered 431.
+"""Limits for HTTP connections: a deadline for headers, after which a client is answered 408; a size
+of headers, beyond which it is answered 431; a deadline for clients to read their answers.
 
 Neither Serve nor uvicorn, its HTTP server, has any: half a request line would occupy a connection,
 and with it a file descriptor, for as long as the client likes, and a header without end would
@@ -34,6 +34,9 @@ HEADER_DEADLINE_S = 10.0
 VARIABLE = "CSPS_HEADER_DEADLINE_S"
 """Environment variable that changes the deadline; Ray's proxies start before the settings are
 read."""
+WRITE_DEADLINE_S = 30.0
+"""Deadline for a client to take `LEAST_TAKEN_BYTES` of an answer that waits for it."""
+LEAST_TAKEN_BYTES = 16 * 1024
 MAX_CONNECTIONS = 2048
 """Limit of connections to one HTTP server of this process. Each may hold 64 KiB of headers and
 what one read brings of a body."""
@@ -125,6 +128,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = False
         self._in_body = False
+        self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         """Bytes of the present request's line, header names and values so far."""
         self._unparsed_bytes = 0
@@ -141,8 +145,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadline."""
+        """Stop the deadlines."""
         self._disarm()
+        self._stop_write_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -233,8 +238,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # --- the deadline --------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Start the deadline for the rest of a body that is answered already."""
+        """Start the deadlines for the rest of the answer, and of a body that is answered early."""
         super().on_response_complete()
+        self._start_write_deadline()
         if self._refusal is not None:
             self._send_refusal()
         elif self._in_body:
@@ -258,7 +264,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return self._arm()
         if self._in_headers and self._refusal is None and not self.transport.is_closing():
             self.transport.write(_REQUEST_TIMEOUT)
+        self._start_write_deadline()
         return self.transport.close()
+
+    # --- answers that are not read -------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Start the deadline for an answer that the client does not take."""
+        super().pause_writing()
+        self._start_write_deadline()
+
+    def resume_writing(self) -> None:
+        """Stop the deadline."""
+        super().resume_writing()
+        self._stop_write_deadline()
+
+    def _start_write_deadline(self) -> None:
+        self._stop_write_deadline()
+        waiting = self.transport.get_write_buffer_size()
+        if waiting:
+            self._write_deadline = self.loop.call_later(
+                WRITE_DEADLINE_S, self._write_expired, waiting
+            )
+
+    def _stop_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _write_expired(self, waiting: int) -> None:
+        """Drop the connection if the client has taken next to nothing of the `waiting` bytes."""
+        left = self.transport.get_write_buffer_size()
+        if left and waiting - left < LEAST_TAKEN_BYTES:
+            self.transport.abort()  # `close` would wait for the client to read them
+        else:
+            self._start_write_deadline()
 
     # --- refusals ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from csps.protocols.attention.plan import AttentionPlan
+from csps.protocols.core.errors import RequestError
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import FinishReason, PrefillDone, SampledToken
 from csps.protocols.rpc import trace_context
@@ -104,6 +105,26 @@ class Marks:
 
 BATCH_ENTRIES = 512
 """Limit of a batch of tokens: tokens and their alternatives."""
+MAX_UNREAD_ENTRIES = 65_536
+"""Limit of tokens and alternatives that a client leaves unread: some 18 MiB."""
+MAX_UNREAD_TOGETHER = 1_048_576
+"""Limit for all clients together, beyond which each may leave only `SPARED_ENTRIES` unread."""
+SPARED_ENTRIES = 1_024
+
+
+class ClientTooSlow(RequestError):
+    """The client reads its answer so slowly that too many tokens are unread."""
+
+    status = 408
+    code = "client_too_slow"
+
+
+class UnreadTokens:
+    """Counts the unread tokens of all requests, with their alternatives."""
+
+    def __init__(self) -> None:
+        self.entries = 0
+
 
 State = Literal["queued", "reserving", "prefill", "receiving", "decoding", "finished", "failed"]
 
@@ -132,7 +153,12 @@ class RequestHandle:
     """
 
     def __init__(
-        self, spec: RequestSpec, *, request_id: int, on_cancel: Callable[[RequestHandle], None]
+        self,
+        spec: RequestSpec,
+        *,
+        request_id: int,
+        on_cancel: Callable[[RequestHandle], None],
+        unread_by_all: UnreadTokens | None = None,
     ) -> None:
         self.spec = spec
         self.request_id = request_id
@@ -157,6 +183,8 @@ class RequestHandle:
         """Trace headers of `context`, for messages to ranks."""
         self._on_cancel = on_cancel
         self._tokens: deque[SampledToken] = deque()
+        self._unread = 0
+        self._unread_by_all = unread_by_all or UnreadTokens()
         self._generated: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
         self._cut = False
@@ -184,6 +212,24 @@ class RequestHandle:
         tokens = np.concatenate((spec.prompt, self.generated_tokens[:-1]))
         return spec.prefix.hashes(tokens, spec.hashes)
 
+    @property
+    def too_far_behind(self) -> bool:
+        """Return whether the reader has left more tokens unread than it may."""
+        most = MAX_UNREAD_ENTRIES
+        if self._unread_by_all.entries > MAX_UNREAD_TOGETHER:
+            most = SPARED_ENTRIES
+        return self._unread > most
+
+    @property
+    def unread_tokens(self) -> int:
+        """Return the number of unread tokens."""
+        return len(self._tokens)
+
+    def drop_unread(self) -> None:
+        """Drop the unread tokens; nobody will read them."""
+        self._tokens.clear()
+        self._read(self._unread)
+
     def cancel(self, reason: FinishReason = "cancelled") -> None:
         """Stop the work on all ranks, drop unread tokens and end the iteration.
 
@@ -193,7 +239,7 @@ class RequestHandle:
             reason: "stop" if the caller found a stop string.
         """
         if not self.ended:
-            self._tokens.clear()
+            self.drop_unread()
             self.finish_reason = reason
             self._on_cancel(self)
 
@@ -205,7 +251,9 @@ class RequestHandle:
     async def __anext__(self) -> SampledToken:
         if not self._tokens and not await self._more():
             raise StopAsyncIteration
-        return self._tokens.popleft()
+        token = self._tokens.popleft()
+        self._read(_entries(token))
+        return token
 
     async def pending(self) -> list[SampledToken]:
         """Return unread tokens; wait for one, and return none after the last.
@@ -221,7 +269,8 @@ class RequestHandle:
         entries = 0
         while self._tokens and entries < BATCH_ENTRIES:
             batch.append(token := self._tokens.popleft())
-            entries += 1 + len(token.top_logprobs)
+            entries += _entries(token)
+        self._read(entries)
         self._cut = bool(self._tokens)
         return batch
 
@@ -246,6 +295,11 @@ class RequestHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
+        self.drop_unread()
+
+    def _read(self, entries: int) -> None:
+        self._unread -= entries
+        self._unread_by_all.entries -= entries
 
     # --- used by the router ---
 
@@ -324,6 +378,7 @@ class RequestHandle:
         self.timings.tokens += 1
         self._generated.append(token.token)
         self._tokens.append(token)
+        self._read(-_entries(token))
         self._wake()
         return None if last is None else now - last
 
@@ -348,6 +403,10 @@ class RequestHandle:
             "placement": _explained_placement(self.placement) if self.placement else None,
             "timings": asdict(self.timings),
         }
+
+
+def _entries(token: SampledToken) -> int:
+    return 1 + len(token.top_logprobs)
 
 
 def _explained_placement(placement: AttemptPlacement) -> dict[str, Any]:

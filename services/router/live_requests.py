@@ -12,7 +12,7 @@ from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Una
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import FinishReason, SampledToken
 from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ClientTooSlow, RequestHandle, UnreadTokens
 from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_sequences import (
@@ -64,6 +64,7 @@ class LiveRequests:
         self._observer, self._post_event = observer, post_event
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
+        self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
         self.none_left = asyncio.Event()
@@ -84,7 +85,12 @@ class LiveRequests:
 
     def submit(self, spec: RequestSpec) -> RequestHandle:
         """Register a request and queue it at the scheduler."""
-        handle = RequestHandle(spec, request_id=next(self._request_ids), on_cancel=self._cancel)
+        handle = RequestHandle(
+            spec,
+            request_id=next(self._request_ids),
+            on_cancel=self._cancel,
+            unread_by_all=self._unread,
+        )
         self._live[handle.request_id] = handle
         self.none_left.clear()
         self._limiter.begin(spec.api_key, int(spec.prompt.size))
@@ -191,6 +197,9 @@ class LiveRequests:
             )
             self.end(sequence)
             return
+        if handle.too_far_behind:
+            # Not here: what follows goes on with the token's sequence.
+            asyncio.get_running_loop().call_soon(self._end_slow, handle)
         if first:
             self._post_event(FirstToken(sequence_id=sequence.id))
             if sequence.command.piggybacked:
@@ -256,6 +265,21 @@ class LiveRequests:
         """End a request whose API key was revoked."""
         self._post_event(_cancelled(handle))
         self.fail(handle, Unauthorized(KEY_REVOKED))
+
+    def _end_slow(self, handle: RequestHandle) -> None:
+        """End a request whose client reads too slowly; nothing else would bound its tokens."""
+        if handle.ended:
+            return
+        unread = handle.unread_tokens
+        _log.warning(
+            "request %s is cancelled: its client has left %d tokens unread",
+            handle.spec.client_request_id, unread,
+        )  # fmt: skip
+        handle.drop_unread()
+        self._post_event(_cancelled(handle))
+        self.fail(
+            handle, ClientTooSlow(f"The answer is read too slowly: {unread} tokens were unread.")
+        )
 
     def _cancel(self, handle: RequestHandle) -> None:
         self._post_event(_cancelled(handle))

@@ -169,6 +169,7 @@ from csps.services.measured.fits import RING as RING_FIT
 from csps.services.router.decision_log import DecisionLog
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.requests.request_spec import PrefixKey
+from csps.services.requests.request_handle import ClientTooSlow
 from csps.services.requests.request_handle import AttemptPlacement as Placement
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloName as SloObjective
@@ -218,6 +219,7 @@ TRACEPARENT = {"traceparent": f"00-{7:032x}-{9:016x}-01", "tracestate": "csps=ti
 ERRORS_ELSEWHERE = (
     BadLogits,
     BodyTooSlow,
+    ClientTooSlow,
     HeadersTooLarge,
     MethodNotAllowed,
     NoSuchRoute,

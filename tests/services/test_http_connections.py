@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fake_gangs import until
 from fake_service import FakeService
 from live_server import serving
 from ray.serve._private import replica
@@ -76,6 +78,11 @@ class MemoryTransport(asyncio.Transport):
 
     def abort(self) -> None:
         self.closed = True
+
+    waiting = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
 
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
@@ -341,13 +348,22 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     header_deadline.install()
 
 
+@pytest.fixture(scope="module")
+def parser(tiny_llama: Path) -> RequestParser:
+    return RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
+
+
 @pytest.fixture
-def api(tiny_llama: Path) -> HttpApi:
-    parser = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
+async def service(parser: RequestParser) -> FakeService:
+    return FakeService(parser.tokenizer, "Yes.")
+
+
+@pytest.fixture
+def api(parser: RequestParser, service: FakeService) -> HttpApi:
     return HttpApi(
         parser=parser,
         parser_pool=ParserPool(parser.body_parser),
-        service=FakeService(parser.tokenizer, "Yes."),
+        service=service,
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
         max_body_bytes=1_000_000,
@@ -380,3 +396,70 @@ async def test_a_refusal_comes_behind_the_answer_before_it(api: HttpApi) -> None
     first, second = answer.split(b"HTTP/1.1 ")[1:]
     assert first.startswith(b"200 ")
     assert second.startswith(b"431 ")
+
+
+# --- clients that do not read ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_loses_its_connection(
+    api: HttpApi, service: FakeService, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    dropped = small_buffers(monkeypatch)
+    monkeypatch.setattr(header_deadline, "WRITE_DEADLINE_S", 0.05)
+    service.script *= 1000
+    fields = {"stream": stream, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20}
+    messages = [{"role": "user", "content": "x"}]
+    body = json.dumps({"model": "tiny", "messages": messages, **fields}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    async with serving(api.app()) as url, asyncio.timeout(DEADLINE_S):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            client.sendall(head % len(body) + body)
+            client.setblocking(False)
+            await dropped.wait()
+            answer = await rest_of(client)
+        await until(lambda: service.handles[0].ended and not api.answers.in_use)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"[DONE]" not in answer, "the answer is whole"
+    assert b'"usage"' not in answer, "the answer is whole"
+    assert service.handles[0].unread_tokens == 0
+
+
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Have the kernel take little for a client; return what is set when a connection is dropped."""
+    dropped = asyncio.Event()
+    made, expired = BoundedHttpProtocol.connection_made, BoundedHttpProtocol._write_expired
+
+    def connection_made(self: BoundedHttpProtocol, transport: asyncio.Transport) -> None:
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    def write_expired(self: BoundedHttpProtocol, waiting: int) -> None:
+        expired(self, waiting)
+        if self.transport.is_closing():
+            dropped.set()
+
+    monkeypatch.setattr(BoundedHttpProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(BoundedHttpProtocol, "_write_expired", write_expired)
+    return dropped
+
+
+async def rest_of(client: socket.socket) -> bytes:
+    """Return what the server has sent until the connection ended, in whatever way."""
+    loop, received = asyncio.get_running_loop(), b""
+    with suppress(ConnectionResetError):
+        while part := await loop.sock_recv(client, 2**20):
+            received += part
+    return received
+
+
+async def test_a_client_that_reads_slowly_keeps_its_connection(connection: Connection) -> None:
+    protocol, transport = connection.protocol, connection.transport
+    for waiting, left, dropped in ((100_000, 60_000, False), (60_000, 59_000, True)):
+        transport.waiting = left
+        protocol._write_expired(waiting)
+        assert transport.closed == dropped

@@ -31,7 +31,8 @@ from csps.protocols.gang.messages import (
     SamplerInputs,
 )
 from csps.protocols.rpc.schema import decode, pack
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests import request_handle
+from csps.services.requests.request_handle import ClientTooSlow, RequestHandle
 from csps.services.requests.request_spec import ApiKey, SloBounds
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
@@ -864,3 +865,53 @@ async def test_a_broken_scheduler_fails_the_health_check_and_refuses_requests() 
             cell.submit()
         with pytest.raises(AssertionError, match="a mistake of ours"):
             cell.service.check_health()
+
+
+# --- clients that read slowly ----------------------------------------------------------------
+
+
+async def test_a_request_whose_client_does_not_read_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """100,000 unread tokens with 20 alternatives took 553 MiB."""
+    monkeypatch.setattr(request_handle, "MAX_UNREAD_ENTRIES", 10)
+    metrics = Metrics("m")
+    async with fake_cell(observer=metrics) as cell:
+        handle = cell.submit(max_tokens=100)
+        sequence_id = await cell.decoding(handle)
+        for index in range(1, 20):
+            cell.decode.sample(sequence_id, index)
+        await until(lambda: handle.ended)
+        await until(lambda: sequence_id in cell.decode.leader.cancelled)
+        cell.decode.free(sequence_id)
+        await cell.wait_until_free()
+        assert not handle.unread_tokens
+        with pytest.raises(ClientTooSlow, match=r"\d\d tokens were unread"):
+            await handle.pending()
+    assert "request r is cancelled: its client has left" in caplog.text
+    counted = b'csps:requests_refused_total{code="client_too_slow",model_name="m"} 1.0'
+    assert counted in metrics.render()
+
+
+async def test_unread_tokens_of_all_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has read almost everything is not affected."""
+    monkeypatch.setattr(request_handle, "MAX_UNREAD_TOGETHER", 20)
+    monkeypatch.setattr(request_handle, "SPARED_ENTRIES", 3)
+    async with fake_cell() as cell:
+        handles = [cell.submit(max_tokens=100) for _ in range(3)]
+        ids = [await cell.decoding(handle) for handle in handles]
+        for index in range(1, 9):
+            cell.decode.sample(ids[0], index)
+            cell.decode.sample(ids[1], index)
+        cell.decode.sample(ids[2], 1)
+        await until(lambda: handles[2].unread_tokens == 2)
+        assert not any(handle.ended for handle in handles)
+        for index in range(2, 6):
+            assert (await handles[2].pending())[-1].index == index - 1
+            cell.decode.sample(ids[2], index)
+            cell.decode.sample(ids[0], index + 7)
+            await until(lambda index=index: handles[2].unread_tokens == 1)
+        await until(lambda: handles[0].ended)
+        assert not handles[2].ended
+        await handles[1].pending()
+        assert not handles[1].ended
