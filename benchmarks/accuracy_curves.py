@@ -91,7 +91,7 @@ def _draw_curve(
 def table(samples: Sequence[AccuracySample], regressor: AccuracyModel) -> Iterator[str]:
     """Return a Markdown table."""
     yield (
-        "| tokens | group | N_v | strategy | judged by | window | drop ratio | lost, measured | "
+        "| tokens | group | N_v | strategy | scored by | window | drop ratio | lost, measured | "
         "95 % | of | lost, predicted |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|"

@@ -10,6 +10,9 @@ from documented_commands import BENCHMARKS, DOCUMENTS, ROOT, arguments, benchmar
 
 PAPERS = ROOT / "docs" / "papers.md"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_SOURCE = re.compile(r"`([\w/]+\.py)`")
+TO_WRITE = {"services/scheduling/policies/longest_first.py"}
+"""Files that a how-to tells its reader to write."""
 ROOMS = ("actors", "configurator", "kernels", "loadgen", "models", "protocols", "services")
 
 
@@ -36,6 +39,18 @@ def test_links_lead_somewhere(document: Path) -> None:
         if heading and "://" not in link:
             target = (document.parent / page).resolve() if page else document
             assert heading in headings(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_source_files_exist(document: Path) -> None:
+    folders = [*ROOMS, "benchmarks", "src", "tests", "tools"]
+    files = {
+        str(path.relative_to(ROOT)) for name in folders for path in (ROOT / name).rglob("*.py")
+    }
+    ends = {"/".join(parts[-count:]) for path in files for parts in [path.split("/")]
+            for count in range(1, len(parts) + 1)}  # fmt: skip
+    named = set(_SOURCE.findall(document.read_text(encoding="utf-8")))
+    assert named - ends - TO_WRITE == set()
 
 
 def test_every_mechanism_has_code_and_a_test_and_numbers_if_measured() -> None:
