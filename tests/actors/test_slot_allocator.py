@@ -162,3 +162,31 @@ def test_slots_that_are_not_there_are_not_shared() -> None:
         slots.share_slots(2, 1, span(0, 4))
     assert slots.tokens(2) == 1
     slots.check_integrity()
+
+
+def test_more_of_a_sequence_may_be_shared_later() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(0, 8)])
+    slots.share_slots(2, 1, span(0, 4))
+    slots.share_slots(2, 1, span(2, 6))
+    assert slots.tokens(2) == 6
+    slots.check_integrity()
+    slots.free_sequence(1)
+    assert slots.used == 6
+    slots.drop_shared(2)
+    assert slots.used == 0
+    slots.check_integrity()
+
+
+def test_pinned_slots_are_free_when_the_last_pin_is_gone() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(0, 8)])
+    pins = [slots.pin(1, span(0, 4)), slots.pin(1, span(2, 6))]
+    slots.free_sequence(1)
+    assert slots.used == 6
+    slots.check_integrity()
+    slots.unpin(pins[0])
+    assert slots.used == 4
+    slots.unpin(pins[1])
+    assert slots.used == 0
+    slots.check_integrity()

@@ -1081,25 +1081,25 @@ RANK_GAPS = (
         test=f"{SLOT_ALLOCATOR}::test_slots_that_are_not_there_are_not_shared",
     ),
     Fault(
-        name="Slots that are shared anew are entered twice.",
+        name="What a sequence shares already is taken for slots of its own.",
         file="actors/kv_cache/slot_allocator.py",
         old="new = slots[np.isin(slots, known, invert=True)]",
         new="new = slots",
-        test=KV_POOL,
+        test=f"{SLOT_ALLOCATOR}::test_more_of_a_sequence_may_be_shared_later",
     ),
     Fault(
         name="Pinned slots are free when their sequence is.",
         file="actors/kv_cache/slot_allocator.py",
         old="            self._ref_counts[slots] += 1\n            self._pinned",
         new="            self._pinned",
-        test=KV_POOL,
+        test=f"{SLOT_ALLOCATOR}::test_pinned_slots_are_free_when_the_last_pin_is_gone",
     ),
     Fault(
         name="Slots that are unpinned stay pinned.",
         file="actors/kv_cache/slot_allocator.py",
         old="            self._unref(np.sort(pinned.slots))\n",
         new="            np.sort(pinned.slots)\n",
-        test=KV_POOL,
+        test=f"{SLOT_ALLOCATOR}::test_pinned_slots_are_free_when_the_last_pin_is_gone",
     ),
 )
 

@@ -39,7 +39,11 @@ TEST_LIMIT_S = 60
 
 HASTE = (
     ("tests/services/fake_gangs.py", "PATIENCE_S = 60.0", "PATIENCE_S = 10.0"),
-    ("tests/conftest.py", "derandomize=True", "derandomize=True, phases=[Phase.generate]"),
+    (
+        "tests/conftest.py",
+        "derandomize=True",
+        "derandomize=True, phases=[Phase.explicit, Phase.generate]",
+    ),
     ("tests/conftest.py", "import HealthCheck, settings", "import HealthCheck, Phase, settings"),
 )
 """Files of tests, their text, and what the copy has in its place: tests wait for less time for what

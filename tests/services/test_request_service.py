@@ -141,10 +141,11 @@ async def test_the_requests_of_a_revoked_key_end() -> None:
 
 async def test_every_rank_gets_the_step_with_its_own_tokens() -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1", instances=3, tp=2)) as cell:
+        await cell.prefilling(cell.submit(tokens=900))  # the first instance is busy
         handle = cell.submit(tokens=1500)
         step = await cell.prefilling(handle)
-        assert len(step.group) == 2
-        tokens = [rank.steps[0].tokens for rank in cell.prefill.ranks]
+        assert step.group == (1, 2)
+        tokens = [rank.steps[1].tokens for rank in cell.prefill.ranks]
         expected = handle.spec.prompt.astype("<i4")
         for instance in range(3):
             own_tokens = b""
