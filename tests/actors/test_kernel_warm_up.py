@@ -15,7 +15,7 @@ from tiny_checkpoints import make_checkpoint
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import HeadSplit, query_groups
-from csps.actors.comm.process_group import host_store
+from csps.actors.comm.rendezvous import host_store
 from csps.actors.worker import rank as rank_module
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
@@ -93,7 +93,9 @@ def test_kernels_are_compiled_before_the_rank_can_be_reached(
     monkeypatch.setattr(rank_module, "warm_up", warm)
     monkeypatch.setattr(RpcThread, "start", served)
     plan = GangPlan(model_dir=str(tiny_llama), role="elastic", instances=1)
-    rank = Rank(RankConfig(**plan.rank_fields(0)), secret=SECRET, store=host_store("127.0.0.1"))
+    rank = Rank(
+        RankConfig(**plan.rank_fields(0)), secret=SECRET, store=host_store("127.0.0.1", SECRET)
+    )
     try:
         rank.start()
     finally:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from gang_driver import Request, even_shares, job_of, prompt_of
@@ -75,7 +75,7 @@ async def test_a_high_priority_step_runs_between_two_layers_while_weights_travel
         for sequence_id, length in enumerate((90, 7), start=1)
     ]
     long, high_priority = (
-        replace(
+        msgspec.structs.replace(
             job_of(
                 [request.chunk()], group, strategy="gathered_weights", high_priority=group == [1]
             ),

@@ -182,4 +182,4 @@ def test_options_of_sp_ntp_alone_are_refused_before_the_step_starts(
     step = job_of(BOUNDS, [LONG, SHORT])
     plan = replace(plan_of(3, 0.5, 16), **change)
     with pytest.raises(ConfigError, match=what):
-        msgspec.structs.replace(step, strategy="sp_tp", csa=plan)
+        msgspec.structs.replace(step, strategy="sp_tp", csa=plan).check()

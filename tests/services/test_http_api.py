@@ -471,7 +471,7 @@ async def test_a_limit_of_a_key_answers_as_openai_does(
     client: httpx.AsyncClient, service: FakeService
 ) -> None:
     limiter = KeyLimiter(AuthSettings(limits=KeyLimits(requests_per_minute=1)))
-    with patch.object(service, "check_room", lambda slo, key: limiter.check_request(key)):
+    with patch.object(service, "check_room", lambda slo, key, ahead: limiter.check_request(key)):
         assert (await client.post("/v1/completions", json=completion())).status_code == 200
         response = await client.post("/v1/completions", json=completion())
     assert (response.status_code, response.headers["retry-after"]) == (429, "60")
@@ -531,7 +531,7 @@ async def test_a_key_revoked_while_its_request_is_read_is_refused(
         yield b'"prompt": "Say it."}'
 
     app = replace(api, keys=keys).app()
-    note = patch.object(service, "check_room", lambda slo, key: accepted.set())
+    note = patch.object(service, "check_room", lambda slo, key, ahead: accepted.set())
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         header = {"authorization": "Bearer secret"}
         with note:
