@@ -127,7 +127,7 @@ class _Table:
         self._changed = asyncio.Event()
 
 
-class RendezvousStore(Store):  # type: ignore[misc]  # torch's stubs have no type for it
+class RendezvousStore(Store):
     """A connection to a store, for torch. Any thread may call it."""
 
     def __init__(self, thread: _LoopThread, client: RpcClient) -> None:

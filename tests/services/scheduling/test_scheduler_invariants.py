@@ -112,7 +112,7 @@ def test_queue_stays_in_order_of_admission(moves: list[tuple[str, int]]) -> None
         assert (request in queue) == (number in expected)
         assert len(queue) == len(expected)
         for parity, line in enumerate(LINES):
-            numbers = [request.id for request in queue.by_priority[line]]
+            numbers = [request.id for request in queue.startable[line]]
             assert numbers == sorted(number for number in expected if number % 2 == parity)
     assert {request.id for request in queue.everyone()} == expected
 
