@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
-import openai
 import pytest
 from black_holes import borrowed, sockets_of, swallow
-from deployed_server import DEADLINE_S, MODEL, Deployed, deployed, slowdown
+from deployed_server import DEADLINE_S, Deployed, deployed, slowdown
 from outage import Outage
 from tiny_checkpoints import make_checkpoint, random_tokens
+from watched_streams import Talk, client_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -81,9 +81,8 @@ class Streams:
     """Long greedy answers that are streamed while something breaks."""
 
     def __init__(self, server: Deployed) -> None:
-        self._url = f"{server.url}/v1"
-        self.texts: list[str] = []
-        self.failures: list[BaseException] = []
+        self._server = server
+        self.talks = [Talk({"prompt": prompt, "max_tokens": STREAM_TOKENS}) for prompt in STREAMED]
         self._begun = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._read_all()))
         self._thread.start()
@@ -91,40 +90,27 @@ class Streams:
 
     def close(self) -> None:
         """Wait until every stream has ended."""
-        self._thread.join(DEADLINE_S)
+        self._thread.join(2 * DEADLINE_S)
         assert not self._thread.is_alive(), "a stream does not end"
 
-    async def _read_all(self) -> None:
-        async with openai.AsyncOpenAI(
-            base_url=self._url, api_key="none", timeout=DEADLINE_S, max_retries=0
-        ) as client:
-            ends = await asyncio.gather(
-                *(self._read(client, prompt) for prompt in STREAMED), return_exceptions=True
-            )
-        self.texts = [end for end in ends if isinstance(end, str)]
-        self.failures = [end for end in ends if isinstance(end, BaseException)]
+    def check(self, undisturbed: Streams) -> None:
+        """Check that all streams ended as undisturbed ones do."""
+        for talk, expected in zip(self.talks, undisturbed.talks, strict=True):
+            assert talk.tokens == STREAM_TOKENS, f"{talk.tokens} tokens: {talk.over!r}"
+            talk.check(expected)
 
-    async def _read(self, client: openai.AsyncOpenAI, prompt: list[int]) -> str:
-        texts = []
-        async for chunk in await client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=STREAM_TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        ):
-            texts.append(chunk.choices[0].text)
-            if len(texts) == 10:
-                self._begun.set()
-        return "".join(texts)
+    async def _read_all(self) -> None:
+        async with client_of(self._server) as client:
+            reading = [asyncio.create_task(talk.read(client)) for talk in self.talks]
+            await self.talks[0].says(10)
+            self._begun.set()
+            await asyncio.gather(*reading, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Deployed) -> list[str]:
+def undisturbed(server: Deployed) -> Streams:
     with closing(Streams(server)) as streams:
-        pass
-    return streams.texts
+        return streams
 
 
 GANGS = [("PrefillGang", 0), ("PrefillGang", 1), ("DecodeGang", 0), ("DecodeGang", 1)]
@@ -139,7 +125,7 @@ CASES = [
 @pytest.mark.parametrize(("fault", "deployment", "index"), CASES)
 def test_answers_come_again(
     server: Deployed,
-    undisturbed: list[str],
+    undisturbed: Streams,
     fault: Callable[[Deployed, int], None],
     deployment: str,
     index: int,
@@ -169,7 +155,8 @@ def test_answers_come_again(
         streams.close()
     if deployment != "Router":
         assert not outage.failed
-        assert streams is None or streams.texts == undisturbed
+        if streams is not None:
+            streams.check(undisturbed)
     assert took_s <= factor * (KILLED_S if fault is kill else FROZEN_S)
     server.wait_ready()
     server.assert_all_slots_free()

@@ -21,6 +21,7 @@ import openai
 import pytest
 from deployed_server import MODEL, Deployed, commands_in, replaced, slowdown
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
+from watched_streams import Talk, client_of
 
 from csps.cli import main
 from csps.models.tokenizers.tokenizer import Tokenizer
@@ -328,31 +329,39 @@ def test_a_frozen_rank_is_replaced_and_a_stream_goes_on(
 ) -> None:
     """Its connections stand and its kernel acknowledges everything. The other processes and faults
     are in test_frozen_processes.py."""
-    prompt, count, factor = random_tokens(300, seed=1), 1_000, slowdown()
+    fields, factor = {"prompt": random_tokens(300, seed=1), "max_tokens": 400}, slowdown()
     pid = server.replicas("DecodeGang")[0]["pid"]
-    chunks, texts = stream(client, prompt, count), []
-    texts.append(next(chunks).choices[0].text)
-    os.kill(pid, signal.SIGSTOP)
-    red, longest_s, last = threading.Event(), 0.0, time.monotonic()
-    watching = threading.Thread(target=until_red, args=(server, red))
-    watching.start()
-    for chunk in chunks:
-        texts.append(chunk.choices[0].text)
-        longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
-    assert "".join(texts) == expected(prompt, count)
+
+    async def listen() -> tuple[Talk, Talk, float, bool]:
+        async with client_of(server) as streaming:
+            undisturbed, talk = Talk(fields), Talk(fields)
+            await undisturbed.read(streaming)
+            reading = asyncio.create_task(talk.read(streaming))
+            await talk.says(1)
+            os.kill(pid, signal.SIGSTOP)
+            watching = asyncio.create_task(becomes_red(server))
+            longest_s, last = 0.0, time.monotonic()
+            while not talk.over:
+                talk.news.clear()
+                await talk.news.wait()
+                longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
+            await reading
+            return undisturbed, talk, longest_s, await watching
+
+    undisturbed, talk, longest_s, red = asyncio.run(listen())
+    assert talk.tokens == undisturbed.tokens == 400
+    talk.check(undisturbed)
     assert longest_s <= FROZEN_S * factor
-    watching.join(DEADLINE_S)
-    assert red.is_set(), "/health was green all the time"
+    assert red, "/health was green all the time"
     check_recovers(server, client, expected)
 
 
-def until_red(server: Deployed, red: threading.Event) -> None:
-    """Note that `/health` becomes red."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and not red.is_set():
-        if httpx.get(f"{server.url}/health", timeout=DEADLINE_S).status_code != httpx.codes.OK:
-            red.set()
-        time.sleep(0.1)
+async def becomes_red(server: Deployed) -> bool:
+    """Wait until `/health` is red."""
+    async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=DEADLINE_S) as client:
+        while (await client.get(f"{server.url}/health")).status_code == httpx.codes.OK:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    return True
 
 
 STREAMS = [
