@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -181,37 +182,47 @@ class Deployed:
         """Wait until `/health` reports ready."""
         wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)
 
-    def assert_all_slots_free(self) -> None:
-        """Assert that every rank of all gangs becomes empty, by asking the ranks.
+    def assert_only_cache_left(self) -> None:
+        """Assert that every rank of all gangs becomes idle, by asking the ranks, and that to the
+        router all slots are free but those of cached KV.
 
         A gang that has just lost a rank is still being replaced, perhaps by one on other ports, so
         a rank that does not answer is looked up again.
         """
         deadline = time.monotonic() + DEADLINE_S
-        used: object = "no rank was asked"
+        busy: object = "no rank was asked"
         while time.monotonic() < deadline:
             try:
-                used = self._used(deadline)
+                busy = self._busy(deadline)
             except FaultError as exc:
-                used = exc
-            if not used:
-                return
+                busy = exc
+            if not busy:
+                return self.wait_zero("kv_cache_usage_perc")
             time.sleep(POLL_S)
-        raise AssertionError(f"not all slots are free: {used}")
+        raise AssertionError(f"not all ranks are idle: {busy}")
 
-    def _used(self, deadline: float) -> list[RankStats]:
-        """Return the ranks that hold something at the deadline; none as soon as all are free."""
+    def _busy(self, deadline: float) -> list[RankStats]:
+        """Return the ranks that are not idle at the deadline; none as soon as all are."""
         addresses = self.registry.rank_addresses()
         while True:
             stats = _answers(addresses, "stats", RankStats)
-            used = [
-                rank
-                for rank in stats
-                if rank.kv_used or rank.requests or rank.running or rank.waiting
-            ]
-            if not used or time.monotonic() > deadline:
-                return used
+            busy = [rank for rank in stats if rank.requests or rank.running or rank.waiting]
+            if not busy or time.monotonic() > deadline:
+                return busy
             time.sleep(POLL_S)
+
+    def slots_taken(self) -> list[int]:
+        """Return the slots that each gang has taken, cached KV included."""
+        return [sum(rank.kv_used for rank in ranks) for ranks in self._stats_by_gang()]
+
+    def slots(self) -> list[int]:
+        """Return the slots that each gang has."""
+        return [sum(rank.kv_slots for rank in ranks) for ranks in self._stats_by_gang()]
+
+    def _stats_by_gang(self) -> list[list[RankStats]]:
+        stats = _answers(self.registry.rank_addresses(), "stats", RankStats)
+        first = [at for at, rank in enumerate(stats) if rank.rank == 0]
+        return [stats[begin:end] for begin, end in pairwise([*first, len(stats)])]
 
 
 @contextmanager
@@ -280,7 +291,7 @@ def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, A
             "model": str(model_dir),
             "served_model_name": MODEL,
             "telemetry": {"spans_dir": str(run_dir / "traces")},
-            "kv_reuse": {"enabled": False},  # so that every slot has to come back
+            "kv_reuse": {"max_share": 1.0},  # so that only requests make the cache give way
             **args,
         },
     }

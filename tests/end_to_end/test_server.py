@@ -1,8 +1,8 @@
 """The real application on a real Ray, driven by the official client.
 
 `csps serve` has put it in the place of the server that test_serve_command.py has left, if that ran.
-The tests share it and leave it as they found it: each ends with every slot free. The last one stops
-it.
+The tests share it and leave it as they found it: each ends with nothing left but cached KV. The
+last one stops it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_many_requests_of_mixed_length_at_once(server: Deployed, expected: Expec
         return [answer.choices[0].text for answer in answers]
 
     assert asyncio.run(ask_all()) == [expected(prompt, 6) for prompt in prompts]
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 def test_models_health_and_metrics(server: Deployed, client: openai.OpenAI) -> None:
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_while_decoding_frees_everything(
     next(chunks)
     next(chunks)
     chunks.close()
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -272,7 +272,7 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
             request.cancel()
 
     asyncio.run(leave())
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) 
     """
     prompt = random_tokens(300, seed=1)
     assert ask(client.with_options(max_retries=20), prompt, 12) == expected(prompt, 12)
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_rank_killed_during_prefill_goes_unnoticed(
     server.kill_replica(gang)
     asking.join(DEADLINE_S)
     assert answers == [expected(prompt, 2)]
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 def test_a_frozen_rank_is_replaced_and_a_stream_goes_on(
@@ -408,7 +408,7 @@ def test_no_stream_sees_a_rank_die(server: Deployed, gang: str) -> None:
     disturbed = asyncio.run(all_streams(server, lambda: server.kill_replica(gang)))
     assert disturbed == undisturbed
     server.wait_ready()
-    server.assert_all_slots_free()
+    server.assert_only_cache_left()
 
 
 def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
