@@ -101,12 +101,12 @@ async def test_a_token_of_the_new_master_may_arrive_before_one_of_the_old() -> N
             moved(cell, rank, sequence_id)
         ranks[0].reserved.pop(sequence_id)
         last = SampledToken(sequence_id=sequence_id, index=3, token=7, finish_reason="length")
-        await until(lambda: cell.service._sequences.by_id[sequence_id].move is None)
+        await until(lambda: cell.service._requests.sequences[sequence_id].move is None)
         ranks[2].notify("tokens", SampledTokens.of([last]))
         assert len([token async for token in handle]) == 1
         for rank in (1, 2):
             ranks[rank].free_cancelled(sequence_id)
             ranks[rank].notify("freed", SlotsFreed(sequence_id=sequence_id, rank=rank))
-        await until(lambda: sequence_id not in cell.service._sequences.by_id)
+        await until(lambda: sequence_id not in cell.service._requests.sequences)
         async with other:
             pass

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import KvRetained, SlotsFreed
 from csps.protocols.rpc.schema import pack
+from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import PendingRanks
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps
@@ -91,7 +92,7 @@ def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
 
 
 def notifications(events: list[AnyEvent]) -> RankNotifications:
-    requests = LiveRequests(NullObserver(), events.append, lambda handle: None)
+    requests = LiveRequests(NullObserver(), events.append, lambda handle: None, KeyLimiter())
     no_steps = cast(RunningSteps, None)
     return RankNotifications(requests, no_steps, events.append, on_received=lambda _: None)
 
