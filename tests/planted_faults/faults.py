@@ -50,7 +50,7 @@ SCHEDULER = (
         file="services/scheduling/state/ledger.py",
         old=".used -= before - count",
         new=".used -= count",
-        test=f"{PREFIX_STORMS}::test_what_is_kept_is_there_and_what_is_read_stays",
+        test=f"{PREFIX_STORMS}::test_what_is_retained_is_there_and_what_is_read_stays",
     ),
     Fault(
         name="An owner that has freed everything stays in the ledger.",
@@ -71,14 +71,14 @@ SCHEDULER = (
         file="services/scheduling/core/launcher.py",
         old="for ref in (*prefill_refs.values(), *decode_refs.values()):",
         new="for ref in prefill_refs.values():",
-        test=f"{PREFIX_STORMS}::test_what_is_kept_is_there_and_what_is_read_stays",
+        test=f"{PREFIX_STORMS}::test_what_is_retained_is_there_and_what_is_read_stays",
     ),
     Fault(
         name="References to the prefix caches of the two gangs are taken for one another.",
         file="services/scheduling/core/launcher.py",
         old="prefill_ref, decode_ref = prefill_refs.get(request.id), decode_refs.get(request.id)",
         new="decode_ref, prefill_ref = prefill_refs.get(request.id), decode_refs.get(request.id)",
-        test=f"{PREFIX_STORMS}::test_what_is_kept_is_there_and_what_is_read_stays",
+        test=f"{PREFIX_STORMS}::test_what_is_retained_is_there_and_what_is_read_stays",
     ),
     Fault(
         name="Steps are sent before the reservations of their sequences.",
@@ -92,13 +92,13 @@ SCHEDULER = (
         file="services/scheduling/state/prefix_tree.py",
         old="            refs=segment.refs,\n",
         new="",
-        test=f"{PREFIX_STORMS}::test_what_is_kept_is_there_and_what_is_read_stays",
+        test=f"{PREFIX_STORMS}::test_what_is_retained_is_there_and_what_is_read_stays",
     ),
     Fault(
-        name="A report of a step does not count as a heartbeat.",
-        file="services/scheduling/core/scheduler.py",
-        old="        self._gangs.note_heartbeat(event.instance)\n        step = ",
-        new="        step = ",
+        name="The report of a step is no sign of life of those that waited for it.",
+        file="services/scheduling/core/steps.py",
+        old="for waiting in (step, *_waiting_for(step, instance)):",
+        new="for waiting in (step,):",
         test=f"{FAULTY}::test_step_that_waits_for_others_of_the_gang_is_not_reset",
     ),
     Fault(
@@ -148,9 +148,9 @@ SCHEDULER = (
     Fault(
         name="A gang does not owe the tokens of a piggybacked request.",
         file="services/scheduling/core/sequences.py",
-        old="        gang.owing[sequence.id] = self._round.now_ns\n",
-        new="        gang.owing.pop(sequence.id, None)\n",
-        test=f"{PIGGYBACK}::test_a_gang_that_owes_a_rider_its_token_and_is_silent_is_reset",
+        old="        self._owe(sequence)\n        return self._reuse",
+        new="        return self._reuse",
+        test=f"{PIGGYBACK}::test_a_gang_that_owes_a_piggybacked_request_its_token_and_is_silent_is_reset",
     ),
     Fault(
         name="The first token of an attempt after a fault is not counted.",
@@ -197,8 +197,8 @@ SCHEDULER = (
     Fault(
         name="Requests fail without gangs by the time that others have waited.",
         file="services/scheduling/core/faults.py",
-        old="since_ns = max(unready_ns, request.waiting_since_ns)",
-        new="since_ns = unready_ns",
+        old="since_ns = max(missing_ns, request.waiting_since_ns)",
+        new="since_ns = missing_ns",
         test=f"{FAULTY}::test_request_that_waits_too_long_for_gangs_fails",
     ),
 )
@@ -562,7 +562,7 @@ POLICIES = (
         file="services/scheduling/policies/chunked_prefill.py",
         old="            self._overlay.take(placed, output)\n",
         new="            self._overlay.has_room(prompt, output)\n",
-        test=f"{PIGGYBACK}::test_whoever_has_room_rides_at_once_in_order_of_admission",
+        test=f"{PIGGYBACK}::test_whoever_has_room_is_piggybacked_at_once_in_order_of_admission",
     ),
     Fault(
         name="chunked_prefill: younger requests pass one without enough slots.",
@@ -588,8 +588,8 @@ POLICIES = (
     Fault(
         name="csps: the younger of the heads of two queues goes first.",
         file="services/scheduling/policies/csps/policy.py",
-        old="take_long = long[next_long].id < short[next_short].id",
-        new="take_long = long[next_long].id > short[next_short].id",
+        old="take_long = order_key(long[next_long]) < order_key(short[next_short])",
+        new="take_long = order_key(long[next_long]) > order_key(short[next_short])",
         test=f"{SCHEDULING}/test_csps_policy.py::test_whoever_is_blocked_is_passed_by_what_ends_within_the_bound",
     ),
     Fault(
@@ -618,7 +618,7 @@ POLICIES = (
         file="services/scheduling/policies/loongserve/scaling.py",
         old="first = max(kv_slice.start, min(kv_slice.stop, seen))",
         new="first = kv_slice.start",
-        test=f"{SCHEDULING}/loongserve/test_loongserve_regrouping.py::test_what_was_drawn_stays_when_another_master_goes_on",
+        test=f"{SCHEDULING}/loongserve/test_loongserve_regrouping.py::test_what_was_generated_stays_when_another_master_goes_on",
     ),
     Fault(
         name="loongserve: the sequences of an instance that is emptied cost no iterations.",
@@ -671,8 +671,8 @@ ROUTER = (
     Fault(
         name="A cancelled request that was to be piggybacked joins all the same.",
         file="services/router/dispatch.py",
-        old="        if sequence.over:\n            return\n        sequence.decode.notify",
-        new="        sequence.decode.notify",
+        old="        if sequence.over:\n            return\n        message = ",
+        new="        message = ",
         test=f"{PIGGYBACKED}::test_a_request_cancelled_while_slots_are_reserved_never_joins",
     ),
     Fault(
@@ -692,14 +692,14 @@ ROUTER = (
     ),
     Fault(
         name="A sequence that a rank has freed is still moved.",
-        file="services/router/rank_notifications.py",
+        file="services/router/live_requests.py",
         old="        sequence.decode_ended = True\n",
         new="        sequence.decode_ended = False\n",
         test=f"{MOVED_REQUESTS}::test_a_request_whose_last_token_was_sampled_is_not_moved",
     ),
     Fault(
         name="The scheduler does not learn of the first token of an attempt after a fault.",
-        file="services/router/rank_notifications.py",
+        file="services/router/live_requests.py",
         old="first = sequence.next_index == sequence.first_index",
         new="first = sequence.next_index == 0",
         test=SECOND_TOKEN,
@@ -730,7 +730,7 @@ ROUTER = (
     ),
     Fault(
         name="A sequence of a lost gang is never forgotten.",
-        file="services/router/live_sequences.py",
+        file="services/router/live_requests.py",
         old="            sequence.pending_free.clear()\n            self.end(sequence)",
         new="            self.end(sequence)",
         test=f"{SERVICE}::test_a_dead_decode_gangs_sequences_are_forgotten",
@@ -773,6 +773,7 @@ ROUTER = (
 )
 
 EVENTS = "tests/services/test_scheduler_events.py"
+PENDING = "tests/services/test_pending_ranks.py"
 ALL_ATTEMPTS = f"{EVENTS}::test_an_end_counts_the_tokens_of_all_attempts"
 ALL_RANKS = f"{EVENTS}::test_reports_of_all_ranks_of_an_instance_are_one_event"
 NEW_MASTER = f"{MOVED_REQUESTS}::test_a_token_of_the_new_master_may_arrive_before_one_of_the_old"
@@ -780,7 +781,7 @@ NEW_MASTER = f"{MOVED_REQUESTS}::test_a_token_of_the_new_master_may_arrive_befor
 REPORTS = (
     Fault(
         name="A finished answer counts the tokens of its last attempt only.",
-        file="services/router/rank_notifications.py",
+        file="services/router/live_requests.py",
         old="sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes",
         new=(
             "sequence_id=sequence.id, "
@@ -790,7 +791,7 @@ REPORTS = (
     ),
     Fault(
         name="A failed sequence counts the tokens of former attempts only.",
-        file="services/router/rank_notifications.py",
+        file="services/router/live_requests.py",
         old="generated_tokens=sequence.next_index,\n",
         new="generated_tokens=sequence.first_index,\n",
         test=ALL_ATTEMPTS,
@@ -805,8 +806,11 @@ REPORTS = (
     Fault(
         name="A rank that frees slots is taken for an instance.",
         file="services/router/rank_notifications.py",
-        old="instance = instance_id(gang_number, sequence.decode.instance_of(rank))",
-        new="instance = instance_id(gang_number, rank)",
+        old=(
+            "instance = instance_id(gang_number, gang.instance_of(rank))\n"
+            "            self._requests.free("
+        ),
+        new="instance = instance_id(gang_number, rank)\n            self._requests.free(",
         test=ALL_RANKS,
     ),
     Fault(
@@ -822,21 +826,21 @@ REPORTS = (
     Fault(
         name="A heartbeat of a rank is taken for an instance's.",
         file="services/router/rank_notifications.py",
-        old="self._note_heartbeat(gang_number, gang.instance_of(rank))",
-        new="self._note_heartbeat(gang_number, rank)",
+        old=("self._note_heartbeat(gang_number, gang.instance_of(rank))\n            for token in"),
+        new="self._note_heartbeat(gang_number, rank)\n            for token in",
         test=ALL_RANKS,
     ),
     Fault(
         name="A token that a new master sends early is dropped.",
-        file="services/router/rank_notifications.py",
+        file="services/router/live_requests.py",
         old="            sequence.move.early[token.index] = token\n",
         new="            sequence.move.early.pop(token.index, None)\n",
         test=NEW_MASTER,
     ),
     Fault(
         name="A token that a new master sent early is kept back for ever.",
-        file="services/router/rank_notifications.py",
-        old="            self._token(sequence.move.early.pop(sequence.next_index))\n",
+        file="services/router/live_requests.py",
+        old="            self.deliver(sequence.move.early.pop(sequence.next_index))\n",
         new="            sequence.move.early.pop(sequence.next_index)\n",
         test=NEW_MASTER,
     ),
@@ -856,17 +860,17 @@ REPORTS = (
     ),
     Fault(
         name="An answer to Retain counts when the first rank of an instance has sent it.",
-        file="services/router/rank_notifications.py",
-        old="complete = min(pending.answers.get(member, 0) for member in gang.ranks_of(index))",
-        new="complete = max(pending.answers.get(member, 0) for member in gang.ranks_of(index))",
-        test=f"{EVENTS}::test_an_instance_has_answered_a_message_when_all_its_ranks_have",
+        file="services/router/live_sequences.py",
+        old="        if missing:\n            return False\n",
+        new="",
+        test=f"{PENDING}::test_an_instance_answers_each_message_with_the_last_of_its_ranks",
     ),
     Fault(
-        name="Answers to Retain are expected no more when one rank has sent all of its own.",
+        name="Answers to Retain are expected no more when the first message is answered.",
         file="services/router/rank_notifications.py",
-        old="if min(answers) >= pending.times:",
-        new="if max(answers) >= pending.times:",
-        test=f"{EVENTS}::test_an_instance_has_answered_a_message_when_all_its_ranks_have",
+        old="if not any(pending):",
+        new="if not all(pending):",
+        test=f"{PENDING}::test_an_instance_answers_each_message_with_the_last_of_its_ranks",
     ),
     Fault(
         name="A gang has as many positions as the rank with most.",
@@ -966,8 +970,8 @@ RANKS = (
     Fault(
         name="Retained KV is freed when all of it was sent.",
         file="actors/engine/kv_lifetime.py",
-        old="sent = sequence_id in self._sent and sequence_id not in self._retained",
-        new="sent = sequence_id in self._sent",
+        old="if cancelled or (whole and chunk.destinations and not retained):",
+        new="if cancelled or (whole and chunk.destinations):",
         test=f"{KV_LIFETIME}::test_retained_kv_is_freed_when_it_is_cancelled",
     ),
     Fault(
@@ -983,7 +987,7 @@ RANKS = (
     Fault(
         name="A sequence with several steps is freed after the first one.",
         file="actors/engine/kv_lifetime.py",
-        old="        if self._steps[sequence_id]:\n            return False\n        del",
+        old="        if self._steps[sequence_id]:\n            return\n        del",
         new="        del",
         test=f"{KV_LIFETIME}::test_an_earlier_chunk_may_be_sent_after_the_last",
     ),
