@@ -73,7 +73,8 @@ def measured(arguments: Sequence[str]) -> list[PhaseTime]:
 
 
 def _phases(network: Network, tokens: int, device: str, rounds: int) -> Iterator[PhaseTime]:
-    layer: Layer = network.layers[0]
+    # The last layer stands for all: of mixtures of experts, the first ones may have none.
+    layer: Layer = network.layers[-1]
     spec = network.spec
     rotary = network.rotary(torch.arange(tokens, device=device))
     x_td = network.embed(torch.arange(tokens, device=device) % 256)

@@ -47,7 +47,7 @@ from testbed.link import Link
 from testbed.network import two_servers
 
 from csps.configurator.model.fits import RingPoint, fit_rule, regret
-from csps.models.checkpoints.loading import count_parameters
+from csps.models.checkpoints.loading import measure_weights
 from csps.models.network.spec import read_spec
 from csps.protocols.attention.plan import RINGS
 from csps.protocols.attention.ring_choice import flops_per_second, prefill_flops, utilization
@@ -367,7 +367,7 @@ def _flops(model: Path, tokens: int) -> float:
     """
     spec = read_spec(model)
     outside = spec.vocab * spec.hidden * (1 if spec.tie_embeddings else 2)
-    inside = count_parameters(model) - outside
+    inside = measure_weights(model).parameters - outside
     layers = spec.layers - 1
     return prefill_flops(
         parameters=inside * layers // spec.layers,

@@ -1,4 +1,4 @@
-"""Read parts of tensors, checksums and a digest from a checkpoint's safetensors files.
+"""Read parts of weights, checksums and a digest from a checkpoint's safetensors files.
 
 Pickled checkpoints (`*.bin`, `*.pt`) are not read: unpickling runs whatever the file says.
 """
@@ -18,12 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from csps.models.network.checkpoint_json import (
-    CheckpointError,
-    MissingTensorError,
-    UnsupportedModelError,
-    read_json,
-)
+from csps.models.checkpoints.stored_tensor import StoredTensor, WeightFiles, read_quantization
+from csps.models.network.checkpoint_json import CheckpointError, read_json
 from csps.models.network.parameters import Place, TensorBlock
 
 
@@ -79,43 +75,44 @@ def weights_digest(model_dir: Path, overrides: Mapping[str, Any] | None = None) 
     return digest.hexdigest()
 
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+READ_ELEMENTS = 2**20
+"""Numbers of a tensor that are read at a time: dequantizing takes a few times their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The open weight files of a model directory."""
+    """An open model directory."""
 
     model_dir: Path
     overrides: Mapping[str, Any]
     """Values that replace those of config.json."""
-    files: Mapping[str, Any]
-    """Tensor name to the open file that holds it."""
+    weights: WeightFiles
 
-    def read(self, place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Read the blocks of a place, stacked by rows, and no other bytes.
+    def read(self, place: Place, into: Tensor) -> None:
+        """Read the blocks of a place, stacked by rows, and no other numbers.
+
+        Args:
+            into: the tensor to be filled, as `empty` returns it.
 
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
             CheckpointError: the tensor has another shape than the configuration asks for.
         """
-        width = () if place[0].columns is None else (len(place[0].columns),)
-        stacked = torch.empty(
-            (sum(len(block.rows) for block in place), *width),
-            dtype=torch.float32 if place[0].full_precision else dtype,
-            device=device,
-        )
         start = 0
         for block in place:
-            stop = start + len(block.rows)
-            stacked[start:stop].copy_(self._read_block(block))
-            start = stop
-        return stacked
+            stored, columns = self.stored(block), block.columns
+            across = () if columns is None else (slice(columns.start, columns.stop),)
+            step = max(1, READ_ELEMENTS // max(1, into[0].numel()))
+            for first in range(block.rows.start, block.rows.stop, step):
+                last = min(first + step, block.rows.stop)
+                part = stored.read((slice(first, last), *across), block.index)
+                into[start : start + len(part)].copy_(part)
+                start += len(part)
 
     def count(self, place: Place) -> int:
         """Count the elements of a place by the files' headers; raise what `read` would raise."""
         for block in place:
-            self._slice(block)
+            self.stored(block)
         return sum(
             len(block.rows) * (1 if block.columns is None else len(block.columns))
             for block in place
@@ -127,39 +124,40 @@ class Checkpoint:
         Raises:
             MissingTensorError: the checkpoint has no such tensor.
         """
-        stored: Tensor = self._file(tensor).get_tensor(tensor)
+        self.weights.open(tensor)
+        stored: Tensor = self.weights.files[tensor].get_tensor(tensor)
         identity = (tensor, str(stored.dtype), tuple(stored.shape), tensor_checksum(stored))
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
-    def _read_block(self, block: TensorBlock) -> Tensor:
-        stored = self._slice(block)
-        rows = slice(block.rows.start, block.rows.stop)
-        if block.columns is None:
-            values: Tensor = stored[rows]
-        else:
-            values = stored[rows, block.columns.start : block.columns.stop]
-        return values
+    def stored(self, block: TensorBlock) -> StoredTensor:
+        """Return the tensor that a block is of.
 
-    def _slice(self, block: TensorBlock) -> Any:
-        stored = self._file(block.tensor).get_slice(block.tensor)
-        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        if shape != block.shape:
+        Raises:
+            MissingTensorError: the checkpoint has no such tensor.
+            CheckpointError: the tensor has another shape than the configuration asks for.
+        """
+        stored = self.weights.find(block.tensor)
+        if stored.shape != block.shape:
             raise CheckpointError(
-                f"{self.model_dir}: {block.tensor} has shape {shape}, "
+                f"{self.model_dir}: {block.tensor} has shape {stored.shape}, "
                 f"but config.json asks for {block.shape}"
-            )
-        if dtype not in _FLOATS:
-            raise UnsupportedModelError(
-                f"{self.model_dir}: {block.tensor} is stored as {dtype}; "
-                f"supported: {', '.join(_FLOATS)}"
             )
         return stored
 
-    def _file(self, tensor: str) -> Any:
-        if tensor not in self.files:
-            raise MissingTensorError(f"{self.model_dir}: the weight files have no tensor {tensor}")
-        return self.files[tensor]
+
+def empty(place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return a tensor for the blocks of a place, not yet read."""
+    width = () if place[0].columns is None else (len(place[0].columns),)
+    rows = sum(len(block.rows) for block in place)
+    return torch.empty((rows, *width), dtype=memory_dtype(place, dtype), device=device)
+
+
+def memory_dtype(place: Place, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a parameter in memory, where others have `dtype`."""
+    precise = {4: torch.float32, 8: torch.float64}
+    least = place[0].least_bytes
+    return dtype if dtype.itemsize >= least else precise[least]
 
 
 @contextmanager
@@ -172,14 +170,17 @@ def open_checkpoint(
         overrides: values that replace those of config.json (`OVERRIDABLE`).
 
     Raises:
-        CheckpointError: there are none, or a file is damaged.
+        CheckpointError: there are none, a file is damaged, or weights are quantized in a way that
+            cannot be read.
     """
+    quantization = read_quantization(read_json(model_dir / "config.json"))
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _weight_files(model_dir):
             opened = stack.enter_context(_open(path))
             files.update(dict.fromkeys(opened.keys(), opened))
-        yield Checkpoint(model_dir=model_dir, overrides=overrides or {}, files=files)
+        weights = WeightFiles(folder=model_dir, files=files, quantization=quantization)
+        yield Checkpoint(model_dir=model_dir, overrides=overrides or {}, weights=weights)
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

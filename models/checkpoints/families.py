@@ -16,7 +16,7 @@ from csps.models.network.parameters import (
     ModelParameters,
     Place,
     columns,
-    full_precision,
+    precise,
     rows,
     whole,
 )
@@ -154,8 +154,8 @@ def _expert_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerPa
         gate_up=gate_up,
         down=down,
         experts=ExpertParameters(
-            router=full_precision(whole(prefix + "gate.weight", experts.count, hidden)),
-            router_bias=None if bias is None else full_precision(bias),
+            router=precise(whole(prefix + "gate.weight", experts.count, hidden), 8),
+            router_bias=None if bias is None else precise(bias, 4),
             gate_up=tuple(block for gate_up, _ in mlps for block in gate_up),
             down=tuple(block for _, down in mlps for block in down),
         ),

@@ -1,14 +1,15 @@
 """Load a network from a model directory."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from csps.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from csps.models.checkpoints.checkpoint import Checkpoint, empty, memory_dtype, open_checkpoint
 from csps.models.checkpoints.families import (
     expert_places,
     glm_places,
@@ -16,9 +17,12 @@ from csps.models.checkpoints.families import (
     llama_places,
     phi3_places,
 )
+from csps.models.checkpoints.stored_tensor import FLOATS, StoredTensor
 from csps.models.network.network import AllReduce, Network
 from csps.models.network.parameters import ModelParameters, Place, TensorBlock
 from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
+
+_log = logging.getLogger(__name__)
 
 _PLACES: Mapping[str, Callable[[ModelSpec, TpShard], ModelParameters[Place]]] = {
     "llama": llama_places,
@@ -44,7 +48,7 @@ def _places(checkpoint: Checkpoint, spec: ModelSpec, shard: TpShard) -> ModelPar
     """Return the places of every parameter that a rank needs, by the names that the files use."""
     if not spec.wrapped:
         return _PLACES[spec.family](spec, shard)
-    old = any(name.startswith("language_model.") for name in checkpoint.files)
+    old = any(name.startswith("language_model.") for name in checkpoint.weights.files)
     names = _WRAPPED_NAMES if old else _NEW_WRAPPED_NAMES
 
     def renamed(block: TensorBlock) -> TensorBlock:
@@ -52,9 +56,21 @@ def _places(checkpoint: Checkpoint, spec: ModelSpec, shard: TpShard) -> ModelPar
         return replace(block, tensor=names[begin] + block.tensor.removeprefix(begin))
 
     # config.json of a wrapped model says too little about the head.
-    tied = spec.tie_embeddings and f"{names['lm_head.']}weight" not in checkpoint.files
+    tied = spec.tie_embeddings and not checkpoint.weights.has(f"{names['lm_head.']}weight")
     places = _PLACES[spec.family](replace(spec, tie_embeddings=tied), shard)
     return places.map(lambda place: tuple(map(renamed, place)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSizes:
+    """What the first of an instance's ranks loads."""
+
+    parameters: int
+    loaded_bytes: int
+    stored_bytes: int
+    """Bytes of the tensors that it reads, in the weight files, complete."""
+    quantized: tuple[str, ...]
+    """Formats of those that are not stored as floats."""
 
 
 def load_network(
@@ -108,10 +124,25 @@ def read_network(
         )
     spec = read_spec(checkpoint.model_dir, checkpoint.overrides)
     shard = tp_shard_of(spec, tp_rank, tp_size)
-    parameters = _places(checkpoint, spec, shard).map(
-        lambda place: checkpoint.read(place, dtype, device)
-    )
+    places = _places(checkpoint, spec, shard)
+    _log_quantized(_sizes(checkpoint, places, dtype), dtype)
+    # All tensors before any is read: otherwise malloc places some between the temporary ones of
+    # dequantization, whose holes then stay. Pages that nobody has written take no memory.
+    parameters = places.map(lambda place: empty(place, dtype, device))
+    for place, parameter in zip(places, parameters, strict=True):
+        checkpoint.read(place, parameter)
     return Network.of(spec, shard, parameters, all_reduce if tp_size > 1 else None)
+
+
+def _log_quantized(sizes: WeightSizes, dtype: torch.dtype) -> None:
+    if sizes.quantized:
+        _log.info(
+            "weights stored as %s (%.1f GiB) take %.1f GiB as %s on this rank",
+            ", ".join(sizes.quantized),
+            sizes.stored_bytes / 2**30,
+            sizes.loaded_bytes / 2**30,
+            str(dtype).removeprefix("torch."),
+        )
 
 
 def weights_checksum(
@@ -125,15 +156,19 @@ def weights_checksum(
     spec = read_spec(checkpoint.model_dir, checkpoint.overrides)
     # Whole stored tensors: the sum must not depend on the tensor parallelism of the network.
     places = _places(checkpoint, spec, tp_shard_of(spec, 0, 1))
-    names = sorted({block.tensor for place in places for block in place})[part::parts]
+    names = _parts(_stored(checkpoint, places))[part::parts]
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(checkpoint.checksum, names)) % 2**63
 
 
-def count_parameters(
-    model_dir: Path, overrides: Mapping[str, Any] | None = None, *, tp_size: int = 1
-) -> int:
-    """Count the parameters that the first of `tp_size` ranks would load; read no weight.
+def measure_weights(
+    model_dir: Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tp_size: int = 1,
+) -> WeightSizes:
+    """Measure the weights of the first of `tp_size` ranks; read none.
 
     Every tensor is looked up in the headers of the weight files. Whatever `load_network` would
     reject is rejected here as well, in the time that it takes to open the files.
@@ -145,4 +180,29 @@ def count_parameters(
     spec = read_spec(model_dir, overrides)
     shard = tp_shard_of(spec, 0, tp_size)
     with open_checkpoint(model_dir, overrides) as checkpoint:
-        return sum(map(checkpoint.count, _places(checkpoint, spec, shard)))
+        places = _places(checkpoint, spec, shard)
+        return _sizes(checkpoint, places, dtype)
+
+
+def _sizes(
+    checkpoint: Checkpoint, places: ModelParameters[Place], dtype: torch.dtype
+) -> WeightSizes:
+    counts = [(checkpoint.count(place), memory_dtype(place, dtype).itemsize) for place in places]
+    stored = _stored(checkpoint, places)
+    return WeightSizes(
+        parameters=sum(count for count, _ in counts),
+        loaded_bytes=sum(count * size for count, size in counts),
+        stored_bytes=sum(checkpoint.weights.bytes_of(part) for part in _parts(stored)),
+        quantized=tuple(sorted({tensor.format for tensor in stored} - set(FLOATS))),
+    )
+
+
+def _stored(checkpoint: Checkpoint, places: Iterable[Place]) -> list[StoredTensor]:
+    """Return the tensors that places lie in, each once."""
+    blocks = {block.tensor: block for place in places for block in place}
+    return [checkpoint.stored(block) for block in blocks.values()]
+
+
+def _parts(stored: Iterable[StoredTensor]) -> list[str]:
+    """Return the tensors of the files that stored ones consist of, sorted."""
+    return sorted({part for tensor in stored for part in tensor.parts})

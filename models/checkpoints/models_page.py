@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from csps.models.checkpoints.stored_tensor import FLOATS, FORMATS
 from csps.models.network.checkpoint_json import OVERRIDABLE, CheckpointJson
 from csps.models.network.rope import SCALINGS
 from csps.models.network.spec import ARCHITECTURES, REFUSED, ModelSpec
@@ -74,10 +75,21 @@ context where a model was trained with a window; its answers then differ from th
   The context ends there.
 """
 
+QUANTIZED = """\
+## Weights
+
+Files hold floats ({floats}) or quantized weights. The latter
+are dequantized to `dtype` while they are read, bit for bit as transformers does. Activations are
+not quantized. A rank then takes the memory of `dtype` and not that of the files; `csps
+check-config` and `csps serve` say how much before anything is loaded.
+
+{formats}
+"""
+
 REFUSED_TEXT = """\
 ## Refused
 
-Besides every class that this page does not name:
+Besides every class and every quantization that this page does not name:
 """
 
 
@@ -96,6 +108,7 @@ def models_page() -> str:
         INTRODUCTION,
         _table(("class", "such as", "layers", "limits"), served),
         LONGER.format(scalings=_listed(SCALINGS), keys=_listed(OVERRIDABLE)),
+        QUANTIZED.format(floats=_listed(FLOATS), formats=_formats()),
         REFUSED_TEXT,
         _table(("class", "because"), [(f"`{name}`", why) for name, why in REFUSED.items()]),
     ]
@@ -123,6 +136,10 @@ def _layers(spec: ModelSpec) -> str:
         (spec.wrapped, "text part of a larger model"),
     ]
     return ", ".join(words for differs, words in found if differs) or "as Llama's"
+
+
+def _formats() -> str:
+    return "\n".join(f"- `quant_method: {method}`: {what}" for method, what in FORMATS.items())
 
 
 def _listed(names: Iterable[str]) -> str:

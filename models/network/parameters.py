@@ -21,8 +21,10 @@ class TensorBlock:
     """Shape that the whole stored tensor must have."""
     rows: range
     columns: range | None = None
-    full_precision: bool = False
-    """True if it is read as fp32 whatever the serving dtype."""
+    index: int | None = None
+    """Number of the matrix, where the stored tensor is a stack of them."""
+    least_bytes: int = 0
+    """Bytes of a number in memory, if the serving dtype has fewer: 4 or 8."""
 
 
 Place = tuple[TensorBlock, ...]
@@ -34,7 +36,7 @@ class ExpertParameters(Generic[T]):
     """The experts of one layer, and the expert router that chooses among them."""
 
     router: T
-    """A row for each expert, in fp32."""
+    """A row for each expert, in fp64."""
     gate_up: T
     """The experts one below the other, each its gates, then its ups."""
     down: T
@@ -154,9 +156,9 @@ def columns(tensor: str, shape: tuple[int, int], wanted: range) -> Place:
     return (TensorBlock(tensor=tensor, shape=shape, rows=range(shape[0]), columns=wanted),)
 
 
-def full_precision(place: Place) -> Place:
-    """Return the same place, to be read as fp32 whatever the serving dtype."""
-    return tuple(replace(block, full_precision=True) for block in place)
+def precise(place: Place, least_bytes: int) -> Place:
+    """Return the same place, to be read as fp32 (4 bytes) or fp64 (8) if the dtype is shorter."""
+    return tuple(replace(block, least_bytes=least_bytes) for block in place)
 
 
 def _block(tensor: str, shape: tuple[int, ...], wanted: range) -> TensorBlock:

@@ -397,8 +397,6 @@ def _spec(
     experts: ExpertSpec | None = None,
 ) -> ModelSpec:
     """Return a spec from the keys that all families share; defaults are those of transformers."""
-    if config.has("quantization_config"):
-        raise UnsupportedModelError(f"{config.path}: quantized weights are not supported")
     if (activation := config.text("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"{config.path}: activation {activation!r} is not supported")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")

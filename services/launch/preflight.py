@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from csps.actors.kv_transfer.message import entry_bytes
-from csps.models.checkpoints.loading import count_parameters
+from csps.models.checkpoints.loading import WeightSizes, measure_weights
 from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
 from csps.models.tokenizers.chat_template import read_chat_template
 from csps.models.tokenizers.tokenizer import Tokenizer
@@ -40,9 +40,9 @@ def check_model(settings: Settings) -> None:
         read_spec(settings.model_dir, settings.model_overrides)
         Tokenizer(settings.model_dir)
         read_chat_template(settings.model_dir)
-        count_parameters(settings.model_dir, settings.model_overrides)
+        measure_weights(settings.model_dir, settings.model_overrides)
     for role in settings.gangs:
-        rank_parameters(role, settings)
+        rank_weights(role, settings)
     if len(settings.gangs) > 1:
         _check_in_flight(settings)
 
@@ -62,16 +62,33 @@ def _check_in_flight(settings: Settings) -> None:
         )
 
 
-def rank_parameters(role: GangRole, settings: Settings) -> int:
-    """Count the parameters that one rank of a gang loads.
+def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
+    """Measure the weights that one rank of a gang loads.
 
     Raises:
         ConfigError: the rank cannot load the model; see `check_model`.
     """
     with _one_line(f"{role}.tp"):
-        return count_parameters(
-            settings.model_dir, settings.model_overrides, tp_size=settings.gangs[role].tp
+        return measure_weights(
+            settings.model_dir,
+            settings.model_overrides,
+            dtype=getattr(torch, settings.dtype),
+            tp_size=settings.gangs[role].tp,
         )
+
+
+def dequantization(settings: Settings) -> list[str]:
+    """Return a line for each gang about weights that take more memory than in their files."""
+    lines = []
+    for role in settings.gangs:
+        sizes = rank_weights(role, settings)
+        if sizes.quantized:
+            lines.append(
+                f"weights are stored as {', '.join(sizes.quantized)} in "
+                f"{sizes.stored_bytes / GIB:.1f} GiB; each {role} rank keeps "
+                f"{sizes.loaded_bytes / GIB:.1f} GiB of {settings.dtype}"
+            )
+    return lines
 
 
 @contextmanager
@@ -168,7 +185,7 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     spec = read_spec(settings.model_dir, settings.model_overrides)
     return MemoryNeed(
         ranks=section.ranks,
-        weights=section.ranks * rank_parameters(role, settings) * element_bytes,
+        weights=section.ranks * rank_weights(role, settings).loaded_bytes,
         kv_cache=slots_bytes * _kv_elements(spec, section.tp),
         activations=slots_bytes * _activation_elements(spec, section.tp) if role != "decode" else 0,
         kv_transfer=kv_transfer,

@@ -24,7 +24,7 @@ from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch import preflight, ray_head
 from csps.services.launch.demo_command import demo
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
-from csps.services.launch.preflight import check_model, memory_need
+from csps.services.launch.preflight import check_model, dequantization, memory_need
 from csps.services.launch.ray_head import RUN_DIR, RayHead
 from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
@@ -186,7 +186,7 @@ def serve(
     """
     preflight.check_python()
     config = read_config(config_path, port=port)
-    check_model(config.settings)
+    _check_model(config.settings)
     known_keys(config.settings.api_keys_file)  # an error here is plainer than the router's
     running = _running_head(config)
     head = running or _start(config)
@@ -216,9 +216,16 @@ def check_config(config_path: Path) -> None:
     """Report if a configuration can be deployed."""
     config = read_config(config_path)
     settings = config.settings
-    check_model(settings)
+    _check_model(settings)
     ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
     _say(f"{config_path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+
+
+def _check_model(settings: Settings) -> None:
+    """Check that the model can be served, and say what quantized weights will take."""
+    check_model(settings)
+    for line in dequantization(settings):
+        _say(line)
 
 
 def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:

@@ -16,7 +16,7 @@ from tiny_checkpoints import FAMILIES, make_checkpoint
 
 from csps.models.checkpoints import checkpoint as checkpoint_module
 from csps.models.checkpoints.checkpoint import open_checkpoint, tensor_checksum
-from csps.models.checkpoints.loading import count_parameters, load_network, weights_checksum
+from csps.models.checkpoints.loading import load_network, measure_weights, weights_checksum
 from csps.models.network.checkpoint_json import (
     CheckpointError,
     MissingTensorError,
@@ -239,7 +239,7 @@ def test_counting_parameters_reads_none(
     tmp_path: Path, family: str, tp_size: int, counts: Counter[str]
 ) -> None:
     make_checkpoint(tmp_path, family)
-    counted = count_parameters(tmp_path, tp_size=tp_size)
+    counted = measure_weights(tmp_path, tp_size=tp_size).parameters
     assert not counts
     load_network(tmp_path, tp_size=tp_size, all_reduce=lambda tensor: tensor)
     assert counted == counts.total()
@@ -254,7 +254,7 @@ def test_counting_parameters_finds_what_loading_would(tmp_path: Path, tp_size: i
     with pytest.raises(
         MissingTensorError, match=r"no tensor model\.layers\.1\.self_attn\.k_proj\.w"
     ):
-        count_parameters(tmp_path, tp_size=tp_size)
+        measure_weights(tmp_path, tp_size=tp_size)
 
 
 # --- checksums of what is loaded -----------------------------------------------------------

@@ -86,7 +86,6 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Pat
     [
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"rope_scaling": {"type": "ntk"}}, "'ntk'.*supported: default"),
         (
             {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32_768},

@@ -10,6 +10,7 @@ import pytest
 from gang_threads import eventually
 from greedy_reference import greedy_tokens
 from http_over_ranks import Served, served
+from quantized_checkpoints import fp8_checkpoint
 from tiny_checkpoints import make_checkpoint, random_tokens
 
 from csps.models.tokenizers.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ FAMILIES = [
     "qwen3_moe",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("mixtral", "glm4_moe", "glm4", "phi3", "mistral3")
+        for family in ("mixtral", "glm4_moe", "glm4", "phi3", "mistral3", "fp8")
     ),
 ]
 
@@ -48,7 +49,10 @@ async def test_answers_are_those_of_transformers(
     tmp_path: Path, family: str, policy: str, tp: int
 ) -> None:
     """Prompts run at once, and then again with their next turn behind cached KV."""
-    model = make_checkpoint(tmp_path, family)
+    if family == "fp8":
+        model = fp8_checkpoint(tmp_path, "qwen3", (16, 32))
+    else:
+        model = make_checkpoint(tmp_path, family)
     tokenizer = Tokenizer(model)
     prompts = [random_tokens(length, seed=length) for length in LENGTHS]
 

@@ -107,6 +107,19 @@ def test_weights_that_are_cut_off(model_dir: Path, capsys: pytest.CaptureFixture
     assert WEIGHTS in refusal("check-config", config_of(model_dir), capsys)
 
 
+def test_quantized_weights_are_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantized_checkpoints import fp8_checkpoint
+
+    fp8_checkpoint(tmp_path / "model", "llama", (16, 32))
+    assert main(["check-config", "--config", config_of(tmp_path / "model", dtype="bfloat16")]) == 0
+    said = capsys.readouterr().out
+    for role in ("prefill", "decode"):
+        line = f"weights are stored as FP8 in 0.0 GiB; each {role} rank keeps 0.0 GiB of bfloat16"
+        assert line in said
+
+
 def test_transfer_memory_below_one_token_is_refused(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
