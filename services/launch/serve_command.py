@@ -164,6 +164,8 @@ READY_DEADLINE_S = 300.0
 """Default of `--ready-timeout`: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0
 """Limit for Ray to start Serve and to accept a configuration."""
+KEYS_DEADLINE_S = 10.0
+"""Limit for a router that runs to take over keys that were edited."""
 DELETE_GRACE_S = 30.0
 """Limit for applications to end once their requests have had `drain_s`."""
 FREED_DEADLINE_S = 10.0
@@ -192,6 +194,7 @@ def serve(
     head = running or _start(config)
     deploy(config, head, RUN_DIR)
     wait_ready(config, head, say=_say, deadline_s=ready_deadline_s)
+    wait_keys(config)
     _say(f"ready: {config.url}/v1 serves '{config.settings.model_name}'")
     if with_demo:
         demo(config, "first request" if running is None else "request")
@@ -304,6 +307,37 @@ def wait_ready(
             said = line
         time.sleep(POLL_S)
     raise DeadlineExceeded(f"deployment ({said})", deadline_s)
+
+
+def wait_keys(config: DeployConfig) -> None:
+    """Wait until a running server has taken over the present API keys.
+
+    Raises:
+        FaultError: it does not.
+    """
+    deadline = time.monotonic() + KEYS_DEADLINE_S
+    for entry in known_keys(config.settings.api_keys_file):
+        *_, key = entry.split()
+        while not _is_accepted(config, key):
+            if time.monotonic() > deadline:
+                raise FaultError(
+                    f"the server at {config.url} does not take over the API keys; its router's log "
+                    "says why it keeps others"
+                )
+            time.sleep(POLL_S)
+
+
+def _is_accepted(config: DeployConfig, key: str) -> bool:
+    try:
+        response = httpx.get(
+            f"{config.url}/v1/models",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=HTTP_TIMEOUT_S,
+            trust_env=False,
+        )
+    except httpx.TransportError:
+        return False
+    return response.is_success
 
 
 def _running_head(config: DeployConfig) -> RayHead | None:

@@ -30,6 +30,7 @@ from csps.services.launch.serve_command import (
     _clear,
     read_status,
     undeploy,
+    wait_keys,
     wait_ready,
 )
 
@@ -48,10 +49,15 @@ class Cluster:
         self.statuses: list[dict[str, Any]] = [{}]
         """Answers of the applications API, the last one for good."""
         self.healthy = True
+        self.unauthorized = 0
+        """Requests for models that are refused before one is answered."""
         self.asked: list[str] = []
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         self.asked.append(path)
+        if path == "/v1/models":
+            self.unauthorized -= 1
+            return (401 if self.unauthorized >= 0 else 200), {}
         if path == "/health":
             return (200, {}) if self.healthy else (503, {"reason": "waiting for a decode gang"})
         return 200, self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -310,6 +316,19 @@ def test_an_application_of_unknown_memory_is_removed_before_memory_is_checked(
     with pytest.raises(ConfigError, match=r"^0\.0 GiB of memory are available, but"):
         _clear(head, config)
     assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
+
+
+def test_edited_keys_are_waited_for(
+    config: DeployConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSPS_API_KEYS", "alice old, bob new")
+    cluster.unauthorized = 2
+    wait_keys(config)
+    assert cluster.asked == ["/v1/models"] * 4
+    monkeypatch.setattr(serve_command, "KEYS_DEADLINE_S", 0.0)
+    cluster.unauthorized = 1 << 20
+    with pytest.raises(FaultError, match="does not take over the API keys"):
+        wait_keys(config)
 
 
 def test_nothing_is_removed_where_nothing_runs(head: RayHead, cluster: Cluster) -> None:
