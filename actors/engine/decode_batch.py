@@ -102,12 +102,25 @@ class DecodeBatch:
 
     def change(self, change: Change) -> None:
         """Let sequences leave and join, at all ranks before the same iteration."""
+        for group, iterations in change.iterated:
+            if self._engine.rank not in group:
+                self._follow(group, iterations)
         for sequence_id in change.left:
             self._leave(sequence_id)
         for sequence_id, token in change.joined:
             self._join(sequence_id, token)
         self._budget = change.budget
         self._same_for = 0
+
+    def _follow(self, group: Sequence[int], iterations: int) -> None:
+        """Count what the sequences of other ranks have computed in so many iterations."""
+        sequences = self._sequences_of(group)
+        for _ in range(iterations):
+            lengths = chunk_lengths([sequence.state for sequence in sequences], self._budget)
+            if not any(lengths):
+                return
+            for sequence, length in zip(sequences, lengths, strict=True):
+                self._advance(sequence, length)
 
     def end_owner(self, owner: int) -> None:
         """Let all sequences of an owner leave, those that have not joined included."""

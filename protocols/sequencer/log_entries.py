@@ -55,6 +55,10 @@ class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
     left: tuple[Count, ...] = ()
     budget: Count = 0
     """Tokens that an iteration may compute from now on (`decode_batches.chunk_lengths`)."""
+    iterated: tuple[tuple[tuple[Count, ...], Positive], ...] = ()
+    """(ranks of a group, its iterations since the change before), for groups with piggybacked
+    sequences. The other ranks count what these sequences have computed: once they share a master
+    with one of them, both must know what it leaves of the budget."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
