@@ -25,7 +25,7 @@ from csps.services.scheduling.deciding.step_layout import (
     span_of,
     stored_by,
 )
-from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, gang_of
+from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, SequenceId, gang_of
 from csps.services.scheduling.events.slices import (
     bounds_of,
     covers_once,
@@ -179,6 +179,7 @@ class PlanChecks:
         """Slots of all plans, with those of retained KV that they reuse."""
         self._started: dict[RequestId, None] = {}
         self._replanned: dict[RequestId, None] = {}
+        self._moved: set[SequenceId] = set()
 
     def check(
         self, plans: Iterable[StartPlan], piggybacks: Iterable[PiggybackPlan] = ()
@@ -244,6 +245,8 @@ class PlanChecks:
         )
         assert not sequence.is_moving, f"sequence {sequence.id} is moving already"
         assert not sequence.cached, f"move of sequence {sequence.id}, which reuses a prefix"
+        assert sequence.id not in self._moved, f"two moves of sequence {sequence.id}"
+        self._moved.add(sequence.id)
         start, stop = sequence.answer_span
         assert covers_once(Span(0, start), placement.slices), "not the prompt's positions"
         assert covers_once(Span(start, stop), placement.answer), "not the answer's positions"
