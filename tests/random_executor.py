@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from csps.protocols.core.placement import KvSlice, rest_of
+from csps.protocols.core.placement import KvSlice, own, placed_once, rest_of, tokens_on
 from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequencePlacement
 from csps.services.scheduling.core.scheduler import Scheduler
@@ -15,7 +15,6 @@ from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import gang_of, instance_id
-from csps.services.scheduling.events.slices import own, placed_once, tokens_on
 from csps.services.scheduling.state.ledger import decode_slots
 
 MS = 1_000_000

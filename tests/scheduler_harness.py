@@ -8,13 +8,13 @@ from typing import TypeVar
 from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import own, tokens_on
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings, SchedulerDeadlines
-from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.ledger import decode_slots
 

@@ -9,7 +9,7 @@ from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own
 from csps.protocols.core.topology import GroupShape
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.protocols.gang.step_messages import PrefillStep
@@ -18,9 +18,9 @@ from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
     Policy,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -30,7 +30,6 @@ from csps.services.scheduling.events.limits import (
     ReuseSettings,
     SchedulerDeadlines,
 )
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.state import GangPair, Priority
 
 MS = 1_000_000

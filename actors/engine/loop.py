@@ -29,13 +29,12 @@ from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.pending_steps import LoggedStep, PendingSteps
-from csps.actors.engine.step_reports import OutgoingTransfers, StepReports
+from csps.actors.engine.step_reports import OutgoingTransfers, ProgressReport, StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_cache.slot_allocator import NotHeld
-from csps.actors.sampling.notifications import Notify, ProgressReport
 from csps.actors.sampling.token_sampler import sampler_of
 from csps.protocols.core.errors import CspsError
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.sequencer.log_entries import (
     Abort,

@@ -20,12 +20,11 @@ from csps.actors.attention.base.group import spans_on
 from csps.actors.attention.query_exchange import QueryExchangeTimes
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
-from csps.actors.sampling.notifications import Notify
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import SequencePlacement
 from csps.protocols.sequencer.decode_batches import SequenceCursor
 

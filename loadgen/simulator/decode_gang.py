@@ -15,7 +15,7 @@ from csps.loadgen.simulator.requests import GangListener, IterationEnds, Simulat
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Cores, EventTimeline
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, own, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.events.commands import (
@@ -34,7 +34,6 @@ from csps.services.scheduling.events.events import (
     index_of,
     instance_id,
 )
-from csps.services.scheduling.events.slices import own, tokens_on, within
 from csps.services.scheduling.state.ledger import decode_slots
 
 

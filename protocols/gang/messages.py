@@ -14,13 +14,18 @@ span         token positions of one sequence, from a first to a last one with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from csps.protocols.core.errors import CspsError, RequestError, from_wire
 from csps.protocols.core.placement import KvSlice, Span
+
+Notify = Callable[[str, Any], None]
+"""Function that a rank calls, from any thread, with a notification's name and message; the router
+gets them in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,6 +456,26 @@ class RequestFailed:
     message: str
     param: str | None = None
     """Field of the client's request that is at fault, if there is one."""
+
+    @classmethod
+    def of(cls, sequence_id: int, rank: int, error: CspsError) -> RequestFailed:
+        """Return an error of a rank as the message to the router."""
+        param = error.param if isinstance(error, RequestError) else None
+        return cls(
+            sequence_id=sequence_id,
+            rank=rank,
+            code=type(error).__name__,
+            message=str(error),
+            param=param,
+        )
+
+    @property
+    def error(self) -> CspsError:
+        """Error that the rank has met."""
+        wire: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.param is not None:
+            wire["data"] = {"message": self.message, "param": self.param}
+        return from_wire(wire)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import FinishReason, SampledToken
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import ClientTooSlow, RequestHandle, UnreadTokens
+from csps.services.requests.request_handle import (
+    ClientTooSlow,
+    ElasticEvent,
+    RequestHandle,
+    UnreadTokens,
+)
 from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_sequences import (

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from csps.protocols.core.placement import own
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     PrefillDone,
@@ -25,11 +26,9 @@ from csps.protocols.gang.messages import (
 )
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import encode
-from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ElasticEvent, ElasticEventKind, RequestHandle
 from csps.services.scheduling.events.commands import Reserve
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
 
 Members = frozenset[InstanceId]

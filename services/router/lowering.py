@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.protocols.attention.plan import LEVELS, PIGGYBACKED, AttentionPlan, parse_option
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, bounds_of, tokens_on
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import FirstTokenSampler, ReserveKv
 from csps.protocols.gang.step_messages import (
@@ -32,7 +32,6 @@ from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.live_sequences import LiveMove, LiveSequence, PendingRanks, token_bytes
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
-from csps.services.scheduling.events.slices import bounds_of, tokens_on
 from csps.services.scheduling.state.ledger import decode_slots
 
 NOTHING = np.empty(0, np.int32)

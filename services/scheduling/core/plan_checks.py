@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping, Set
 from operator import attrgetter
 from typing import NamedTuple
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import (
+    KvSlice,
+    Span,
+    bounds_of,
+    covers_once,
+    outside,
+    own,
+    placed_once,
+    same_placement,
+    tokens_on,
+    within,
+)
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
@@ -25,16 +36,12 @@ from csps.services.scheduling.deciding.step_layout import (
     span_of,
     stored_by,
 )
-from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, SequenceId, gang_of
-from csps.services.scheduling.events.slices import (
-    bounds_of,
-    covers_once,
-    outside,
-    own,
-    placed_once,
-    same_placement,
-    tokens_on,
-    within,
+from csps.services.scheduling.events.events import (
+    GangId,
+    InstanceId,
+    RequestId,
+    SequenceId,
+    gang_of,
 )
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import coming_slots, decode_slots

@@ -15,12 +15,11 @@ from scheduler_harness import SchedulerHarness, only, steps_of
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, covers_once, tokens_on
 from csps.services.scheduling.deciding.decisions import Blocked, Decision
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
-from csps.services.scheduling.events.slices import covers_once, tokens_on
 from csps.services.scheduling.policies.context_parallel.pair import KvHolders, interleaved, levelled
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.policies.rounds.decode_overlay import Placed

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from scheduler_harness import SMALL, SchedulerHarness, Sent, messages, only, sent
 
+from csps.protocols.core.placement import own, tokens_on
 from csps.protocols.gang.messages import RetainKv
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
 from csps.services.scheduling.events.limits import ReuseSettings
-from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 
 BLOCK = 32

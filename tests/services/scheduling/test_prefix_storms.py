@@ -11,7 +11,7 @@ from arbitrary_layout_policy import AnyLayout, lay
 from random_executor import RandomCell
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
@@ -19,7 +19,6 @@ from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import InstanceId, gang_of, instance_id
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.ledger import decode_slots
 

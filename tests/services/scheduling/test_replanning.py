@@ -20,9 +20,9 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedChunk,
     PlannedStep,
     Replan,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
