@@ -18,6 +18,7 @@ from csps.protocols.core.placement import (
     tokens_on,
     within,
 )
+from csps.protocols.gang.messages import ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -30,7 +31,6 @@ from csps.services.scheduling.deciding.decisions import (
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
@@ -284,7 +284,7 @@ def lay(
     stored: dict[int, InstanceId],
     chunk: PlannedChunk | PrefillChunk,
     step: PlannedStep | PrefillStep,
-    in_place: DecodePlacement | cmd.Reserve | None,
+    in_place: DecodePlacement | ReserveKv | None,
 ) -> None:
     """Record where the KV of a sequence is after a step."""
     stored.update(rows_of(step, chunk))

@@ -111,7 +111,7 @@ class Sent:
 
     def __init__(self, reserve: cmd.Reserve, run: cmd.RunStep) -> None:
         self.reserve, self.run, self.step = reserve, run, run.step
-        self.request, self.sequence = reserve.request_id, reserve.sequence_id
+        self.request, self.sequence = reserve.request_id, reserve.message.sequence_id
 
     @property
     def first_token(self) -> ev.FirstToken:
@@ -121,7 +121,7 @@ class Sent:
         """Make the events of all received slices."""
         return [
             ev.KvReceived(sequence_id=self.sequence, instance=instance, tokens=tokens + more)
-            for instance, tokens in tokens_on(own(self.reserve.slices)).items()
+            for instance, tokens in tokens_on(own(self.reserve.message.slices)).items()
         ]
 
     def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:
@@ -133,7 +133,7 @@ class Sent:
 
     @property
     def holders(self) -> list[int]:
-        return sorted(decode_slots(self.reserve, self.reserve.output_tokens))
+        return sorted(decode_slots(self.reserve.message, self.reserve.message.output_tokens))
 
     def freed(self) -> list[ev.AnyEvent]:
         """Make the events of all decode instances that free the sequence."""

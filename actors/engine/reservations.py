@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -272,8 +272,7 @@ class Reservations:
         """
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(
-                reservation.request,
+            reservation.request = reservation.request.moved(
                 slices=placement.slices,
                 master=placement.master,
                 answer=placement.answer,
@@ -287,7 +286,7 @@ class Reservations:
         """Change the master of a sequence that is neither stored nor sampled here."""
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(reservation.request, master=master)
+            reservation.request = reservation.request.moved(master=master)
 
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; return the sequences that are to leave."""

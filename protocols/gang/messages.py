@@ -279,17 +279,18 @@ class FirstTokenSampler:
 # --- to decode ranks -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReserveKv:
+class ReserveKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`reserve`: reserve KV slots and expect the prompt's KV from a prefill gang.
 
     With `prompt`, the sequence computes its prompt in its decode batch (piggybacked prefill).
     """
 
     sequence_id: int
-    epoch: str
+    epoch: str = ""
+    """Name of the link over which the prompt's KV comes (`ConnectKv`)."""
     slices: tuple[KvSlice, ...]
-    """Placement of the whole prompt's KV over the gang's instances.
+    """Placement of the whole prompt's KV over the gang's instances. Empty if nothing is decoded:
+    the only token is sampled by a step, and no rank is asked.
 
     Slices with a source are resident already, and are the prompt's beginning. An instance without
     any other slice does not report that KV was received.
@@ -320,7 +321,7 @@ class ReserveKv:
     (`CsaPlan.decode_kept_only`)."""
     retain: bool = False
     """True if its KV stays when the answer ends, until `retain`, `evict` or `cancel`."""
-    trace: dict[str, str] = field(default_factory=dict)
+    trace: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source]
@@ -334,6 +335,10 @@ class ReserveKv:
                 f"sequence {self.sequence_id}: prefix reuse cannot be combined with "
                 "decode_kept_only"
             )
+
+    def moved(self, **fields: Any) -> ReserveKv:
+        """Return the reservation of a sequence that has another master or placement now."""
+        return msgspec.structs.replace(self, **fields)
 
     @property
     def reused(self) -> int:

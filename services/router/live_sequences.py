@@ -71,7 +71,7 @@ class LiveSequence:
     @property
     def id(self) -> SequenceId:
         """Return the sequence_id, by which ranks know the sequence."""
-        return self.command.sequence_id
+        return self.command.message.sequence_id
 
     @property
     def sampler(self) -> bytes:
@@ -108,14 +108,14 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 
 def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
     """Return the record of a sequence for which no rank was asked anything yet."""
-    holders = decode_slots(command, command.output_tokens)
+    reserved = command.message
     return LiveSequence(
         command=command,
-        placement=command,
+        placement=reserved,
         handle=handle,
         decode=decode,
-        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(command.slices)]),
-        pending_free=PendingRanks(decode, holders),
+        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(reserved.slices)]),
+        pending_free=PendingRanks(decode, decode_slots(reserved, reserved.output_tokens)),
         first_index=handle.timings.tokens,
         next_index=handle.timings.tokens,
     )

@@ -19,7 +19,7 @@ from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.protocols.attention.plan import LEVELS, PIGGYBACKED, AttentionPlan, parse_option
 from csps.protocols.core.placement import KvSlice, bounds_of, tokens_on
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import FirstTokenSampler, ReserveKv
+from csps.protocols.gang.messages import FirstTokenSampler
 from csps.protocols.gang.step_messages import (
     MoveSequence,
     PrefillChunk,
@@ -245,17 +245,14 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
     prompt of a piggybacked prefill.
     """
     command, handle = sequence.command, sequence.handle
-    csa = handle.spec.csa
-    common = ReserveKv(
-        sequence_id=sequence.id,
+    csa, reserved = handle.spec.csa, command.message
+    common = msgspec.structs.replace(
+        reserved,
         epoch=epoch,
-        slices=in_gang(command.slices),
-        master=index_of(command.master),
-        prompt_tokens=command.prompt_tokens,
-        output_tokens=command.output_tokens,
+        slices=in_gang(reserved.slices),
+        master=index_of(reserved.master),
         first_index=sequence.first_index,
-        answer=in_gang(command.answer),
-        retain=command.retain,
+        answer=in_gang(reserved.answer),
         kept_only=csa is not None and csa.decode_kept_only,
         trace=handle.carrier,
     )

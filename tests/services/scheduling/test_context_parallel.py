@@ -267,14 +267,16 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
                 ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
                 for instance in step.group
             ]
-            holders = decode_slots(reserve, output)
+            holders = decode_slots(reserve.message, output)
             assert sum(holders.values()) == prompt + output
-            harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
+            harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id), *done)
             freed = [
-                ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders
+                ev.Freed(sequence_id=reserve.message.sequence_id, instance=holder)
+                for holder in holders
             ]
             harness.turn(
-                ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed
+                ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=output),
+                *freed,
             )
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
