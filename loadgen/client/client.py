@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.record import RequestRecord, Status
@@ -18,7 +18,6 @@ from csps.protocols.core.errors import FaultError
 
 _log = logging.getLogger(__name__)
 
-Backend = Literal["openai", "openai-chat", "vllm", "csps"]
 ENDPOINTS: dict[str, str] = {
     "openai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",

@@ -112,10 +112,6 @@ class Span:
         return slice(first, first + (part.length - 1) * step + 1, step)
 
 
-EVERYTHING: tuple[Span, ...] = (Span(0, 2**62),)
-"""Spans with all positions of any sequence."""
-
-
 class SpanIndex:
     """Index of many spans that finds those which may intersect a given span.
 

@@ -25,11 +25,12 @@ from csps.services.cluster.kv_links import KvLink
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.decision_log import DecisionLog
 from csps.services.router.dispatch import Executor, StepLauncher
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps, error_of
-from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
+from csps.services.router.scheduler_driver import AttachedGangs, SchedulerDriver, gang_up
 from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.scheduling.events.events import (
@@ -75,7 +76,7 @@ class RequestService:
         costs: CostTableService,
         shape: AttentionShape,
         observer: RequestObserver | None = None,
-        recorder: Recorder | None = None,
+        recorder: DecisionLog | None = None,
         limiter: KeyLimiter | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
