@@ -40,10 +40,10 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
+    LogEntry,
     PlaceSequence,
     Prepared,
     RanQuantum,
@@ -218,7 +218,7 @@ class EngineLoop:
         except _Ended:
             return
 
-    def _execute(self, entry: Entry) -> None:
+    def _execute(self, entry: LogEntry) -> None:
         match entry.op:
             case RunQuantum() as quantum:
                 self._run(entry.seq, quantum)

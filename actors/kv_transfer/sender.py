@@ -29,7 +29,7 @@ from csps.actors.kv_transfer.message import Staging
 from csps.actors.kv_transfer.reservation import TransferSlot
 from csps.actors.kv_transfer.transfer_tracker import Sending, TransferTracker, WaitingSends
 from csps.actors.timing.device_pace import launched_so_far
-from csps.actors.timing.timeline import Event
+from csps.actors.timing.timeline import PhaseEvent
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.errors import ConfigError, TransferError
 from csps.protocols.core.placement import Span
@@ -54,7 +54,7 @@ class _UnderWay(NamedTuple):
         """Record that the receiver has acknowledged the message."""
         self.pending.wait()
         begin, end = self.begun_ns, time.time_ns()
-        event = Event("kv transfer", begin, end, layer=self.layer, bytes=self.bytes)
+        event = PhaseEvent("kv transfer", begin, end, layer=self.layer, bytes=self.bytes)
         self.tracker.timeline.add(event)
         self.tracker.received()
 

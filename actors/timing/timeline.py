@@ -67,7 +67,7 @@ TRANSFERS: frozenset[str] = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PhaseEvent:
     """One phase on one rank."""
 
     name: Phase
@@ -91,7 +91,7 @@ class PhaseTimeline:
 
     def __init__(self, *, on: bool) -> None:
         self.on = on
-        self.events: list[Event] = []
+        self.events: list[PhaseEvent] = []
 
     def phase(
         self,
@@ -104,7 +104,7 @@ class PhaseTimeline:
         """Record the time inside as an event."""
         return self._timed(name, layer, level, micro) if self.on else _NOTHING
 
-    def add(self, event: Event) -> None:
+    def add(self, event: PhaseEvent) -> None:
         """Add an event that was timed elsewhere; from any thread."""
         if self.on:
             self.events.append(event)
@@ -118,7 +118,7 @@ class PhaseTimeline:
             yield
         finally:
             end_ns, cpu_ns = time.time_ns(), time.thread_time_ns() - start_cpu_ns
-            self.events.append(Event(name, start_ns, end_ns, layer, level, micro, cpu_ns))
+            self.events.append(PhaseEvent(name, start_ns, end_ns, layer, level, micro, cpu_ns))
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -280,7 +280,7 @@ def traced_step(
             emit_spans(clock.timeline.events, rank=rank)
 
 
-def emit_spans(events: Iterable[Event], *, rank: int) -> None:
+def emit_spans(events: Iterable[PhaseEvent], *, rank: int) -> None:
     """Emit each event as a span below the current one, at the time at which it happened."""
     tracer = trace.get_tracer("csps")
     for event in events:

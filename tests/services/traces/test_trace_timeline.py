@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from trace_slices import by_row, crossings
 
 from csps.actors.timing import timeline as engine_export
-from csps.actors.timing.timeline import Event, SentBytes, StepClock
+from csps.actors.timing.timeline import PhaseEvent, SentBytes, StepClock
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.span_file import SpanFile
@@ -30,10 +30,10 @@ STATE = {"tracestate": "vendor=7,csps=timeline"}
 TIMELINE = {**SAMPLED, **STATE}
 MS = 1_000_000
 EVENTS = (
-    Event("qkv", 1 * MS, 2 * MS, 0),
-    Event("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
-    Event("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
-    Event("wait", 5 * MS, 6 * MS, 0, 2, 1),
+    PhaseEvent("qkv", 1 * MS, 2 * MS, 0),
+    PhaseEvent("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
+    PhaseEvent("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
+    PhaseEvent("wait", 5 * MS, 6 * MS, 0, 2, 1),
 )
 
 
