@@ -76,8 +76,13 @@ def main() -> None:
     records, bare = shapes_of(root, path)
     print(f"{root}: {len(path)} files, {len(records)} records, {len(bare)} bare tuples and dicts")
     if given.list:
-        named = [f"{file} ({len(lines)} lines)" for file, lines in path.items()]
+        named = [f"{file}: {_few(lines)}" for file, lines in path.items()]
         print(*named, "", *records, "", *bare, sep="\n")
+
+
+def _few(lines: Set[int]) -> str:
+    few = ", ".join(map(str, sorted(lines)))
+    return f"{len(lines)} lines" if len(lines) > 9 else f"lines {few}"
 
 
 def ran(root: Path, folder: Path) -> Mapping[str, Mapping[str, set[int]]]:
