@@ -32,14 +32,19 @@ from csps.actors.engine.reservations import (
     instances_of,
     last_position,
 )
-from csps.actors.engine.step_trace import COMMUNICATION_S, EXCHANGE_S
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
-from csps.actors.sampling.notifications import Notify, request_failed, sampled_token
 from csps.actors.timing.device_pace import wait_for_device
+from csps.actors.timing.timeline import COMMUNICATION_S, EXCHANGE_S
 from csps.protocols.core.errors import CspsError, DeadlineExceeded
 from csps.protocols.core.placement import Span
-from csps.protocols.gang.messages import ReserveKv, SampledToken, SampledTokens
+from csps.protocols.gang.messages import (
+    Notify,
+    RequestFailed,
+    ReserveKv,
+    SampledToken,
+    SampledTokens,
+)
 from csps.protocols.sequencer.decode_batches import chunk_lengths
 from csps.protocols.sequencer.log_entries import Change, PlaceSequence
 
@@ -341,10 +346,10 @@ def _announce(
     words: list[tuple[int, int]] = []
     for sequence, sample in zip(sequences, samples, strict=True):
         if isinstance(sample, CspsError):
-            notify("failed", request_failed(sequence.sequence_id, engine.rank, sample))
+            notify("failed", RequestFailed.of(sequence.sequence_id, engine.rank, sample))
             words.append((0, 1))
             continue
-        sampled.append(sampled_token(sequence.sequence_id, sequence.index - 1, sample))
+        sampled.append(sample.message(sequence.sequence_id, sequence.index - 1))
         words.append((sample.token, int(sample.finish_reason is not None)))
     if sampled:
         notify("tokens", SampledTokens.of(sampled))

@@ -19,7 +19,6 @@ from csps.actors.comm.mesh import Tag
 from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
 from csps.actors.sampling.batch_sampler import sample_batch
-from csps.actors.sampling.notifications import sampled_token
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.kernels.arguments import SlotRun, SlotRuns
 from csps.kernels.attention import decode_attention
@@ -123,7 +122,7 @@ def _sample(
         if isinstance(sample, CspsError):
             fail(chunks[row].sequence_id, sample)
         else:
-            generated_tokens.append(sampled_token(chunks[row].sequence_id, index, sample))
+            generated_tokens.append(sample.message(chunks[row].sequence_id, index))
     return generated_tokens
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,12 +20,11 @@ from csps.actors.attention.base.group import spans_on
 from csps.actors.attention.query_exchange import QueryExchangeTimes
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
-from csps.actors.sampling.notifications import Notify
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import SequencePlacement
 from csps.protocols.sequencer.decode_batches import SequenceCursor
 
@@ -273,8 +272,7 @@ class Reservations:
         """
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(
-                reservation.request,
+            reservation.request = reservation.request.moved(
                 slices=placement.slices,
                 master=placement.master,
                 answer=placement.answer,
@@ -288,7 +286,7 @@ class Reservations:
         """Change the master of a sequence that is neither stored nor sampled here."""
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(reservation.request, master=master)
+            reservation.request = reservation.request.moved(master=master)
 
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; return the sequences that are to leave."""

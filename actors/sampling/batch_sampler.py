@@ -28,7 +28,7 @@ from torch import Tensor
 from csps.actors.sampling.token_sampler import Penalties, TokenSampler
 from csps.kernels.sampling import row_blocks, sample
 from csps.protocols.core.errors import CspsError
-from csps.protocols.gang.messages import TokenLogprob
+from csps.protocols.gang.messages import SampledToken, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 
@@ -46,6 +46,17 @@ class Sample:
     """Likeliest tokens of that distribution, best first, as many as the request asks for. The
     sampled token is among them only if it is that likely."""
     finish_reason: Literal["stop", "length"] | None = None
+
+    def message(self, sequence_id: int, index: int) -> SampledToken:
+        """Return the token as part of the message to the router."""
+        return SampledToken(
+            sequence_id=sequence_id,
+            index=index,
+            token=self.token,
+            finish_reason=self.finish_reason,
+            logprob=self.logprob,
+            top_logprobs=self.top,
+        )
 
 
 def sample_batch(

@@ -12,10 +12,9 @@ from csps.actors.engine.loop import EngineLoop
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.sampling.notifications import Notify
 from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import Cancelled
-from csps.protocols.gang.messages import ConnectKv, LinkBroken
+from csps.protocols.gang.messages import ConnectKv, LinkBroken, Notify
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment, RpcThread
 from csps.actors.worker.startup import load_engine, open_log, warm_up
 from csps.protocols.core.errors import FaultError
-from csps.protocols.gang.messages import Attach, ConnectKv, RankDescription, RankStats
+from csps.protocols.gang.messages import Attach, ConnectKv, Notify, RankDescription, RankStats
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.server import Handler, Peer
 
@@ -65,6 +66,7 @@ class Rank:
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._attachment = RouterAttachment()
         self._rpc = RpcThread(secret=secret, on_disconnect=self._attachment.disconnected)
+        self._notify: Notify = partial(self._rpc.soon, self._attachment.notify)
         self._link: KvLinkEnd | None = None
         self._log: SequencerEnd | MemberEnd | None = None
         self._loop: EngineLoop | None = None
@@ -188,7 +190,7 @@ class Rank:
         self._failure = failure
         self._leave_groups()
         why = f"rank {self.config.rank} cannot go on"
-        self._rpc.soon(lambda: self._attachment.disconnect(why))
+        self._rpc.soon(self._attachment.disconnect, why)
 
     def _leave_groups(self) -> None:
         if self._log is not None:
@@ -288,10 +290,6 @@ class Rank:
             "connect-kv", lambda: link.join(message), KvConnection.close
         )
         link.use(connection, message.epoch)
-
-    def _notify(self, method: str, message: Any) -> None:
-        """Notify the router, from any thread."""
-        self._rpc.soon(lambda: self._attachment.notify(method, message))
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

@@ -141,13 +141,13 @@ class RpcThread:
         self._server = RpcServer(handlers, secret=self._secret, on_disconnect=self._on_disconnect)
         return await self._server.start(host)
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def soon(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run a call on the loop, in order, from any thread; a burst of calls wakes the loop once.
 
         Nothing happens once this is closed.
         """
         with self._calls_lock:
-            self._calls.append(call)
+            self._calls.append(partial(call, *arguments))
             if len(self._calls) == 1 and not self._closed:
                 self._loop.call_soon_threadsafe(self._run_calls)
 
@@ -188,9 +188,9 @@ class RpcThread:
             try:
                 result = body()
             except Exception as exc:
-                self.soon(partial(fail, exc))
+                self.soon(fail, exc)
             else:
-                self.soon(partial(finish, result))
+                self.soon(finish, result)
 
         _start_thread(name, run)
         try:

@@ -62,7 +62,7 @@ class Routing:
 
     experts_tk: Tensor
     weights_tk: Tensor
-    """In fp32."""
+    """Weights of their outputs, in fp32."""
 
 
 def route(logits_te: Tensor, bias_e: Tensor | None, spec: ExpertSpec) -> Routing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from csps.protocols.core.errors import ConfigError, ConnectionLost, DeadlineExceeded
@@ -136,9 +137,7 @@ class GangClient:
                 secret=secret,
                 name=self._router_id,
                 deadline_s=self._deadline_s,
-                on_notification=lambda method, payload: self._on_notification(
-                    self, rank, method, payload
-                ),
+                on_notification=partial(self._on_notification, self, rank),
             )
         except DeadlineExceeded:
             self.given_up = True

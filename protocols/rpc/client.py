@@ -133,12 +133,6 @@ class RpcClient(RpcConnection):
             if self._pending.pop(msgid, None) is not None:  # not answered: cancelled
                 self.send((NOTIFICATION, CANCEL, (msgid,)))
 
-    def notify(self, method: str, payload: Any = None) -> None:
-        """Send a notification, which has no answer. Callers that send many also `await drain()`."""
-        if self.closed.done():
-            raise ConnectionLost(str(self.closed.result()))
-        self.send((NOTIFICATION, method, (payload,)))
-
     def ping(self) -> None:
         """Ask the server for a sign of life; do nothing if the connection is gone."""
         self.unanswered += 1

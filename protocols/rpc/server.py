@@ -70,16 +70,6 @@ class Peer(RpcConnection):
         """Handlers that still run for this client."""
         return {call.task for call in self._calls.values()} | self._background
 
-    def notify(self, method: str, payload: Any = None) -> None:
-        """Send the client a notification, in order; `ConnectionLost` if it is gone.
-
-        The call never waits: a client that does not read is cut off at `max_backlog_bytes`. A
-        handler that can wait should call `await drain()` now and then.
-        """
-        if self.closed.done():
-            raise ConnectionLost(str(self.closed.result()))
-        self.send((NOTIFICATION, method, (payload,)))
-
     # --- RpcConnection ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -209,6 +209,16 @@ class RpcConnection(asyncio.Protocol):
 
     # --- writing ---
 
+    def notify(self, method: str, payload: Any = None) -> None:
+        """Send a notification, which has no answer; `ConnectionLost` if the peer is gone.
+
+        The call never waits: a peer that does not read is cut off at `max_backlog_bytes`. A caller
+        that can wait should call `await drain()` now and then.
+        """
+        if self.closed.done():
+            raise ConnectionLost(str(self.closed.result()))
+        self.send((NOTIFICATION, method, (payload,)))
+
     def send(self, message: tuple[Any, ...]) -> None:
         """Queue a message; do nothing if the connection is gone.
 

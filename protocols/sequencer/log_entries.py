@@ -106,7 +106,7 @@ class PlaceSequence(msgspec.Struct, frozen=True, array_like=True, tag=8):
 Op = RunQuantum | Iterate | Change | Abort | EndOwner | Shutdown | Free | PlaceSequence
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """One entry of the log."""
 
     seq: Positive
@@ -154,16 +154,16 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=4):
 Report = Prepared | RanQuantum | Iterated | Leaving
 
 _ENCODER = msgspec.msgpack.Encoder()
-_ENTRIES = msgspec.msgpack.Decoder(list[Entry])
+_ENTRIES = msgspec.msgpack.Decoder(list[LogEntry])
 _REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
-def pack_entries(entries: Iterable[Entry]) -> bytes:
+def pack_entries(entries: Iterable[LogEntry]) -> bytes:
     """Encode entries as a frame, in the order of the log."""
     return _ENCODER.encode(list(entries))
 
 
-def unpack_entries(frame: bytes) -> list[Entry]:
+def unpack_entries(frame: bytes) -> list[LogEntry]:
     """Decode a frame of entries.
 
     Raises:

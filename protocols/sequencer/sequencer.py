@@ -26,11 +26,11 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
     Leaving,
+    LogEntry,
     Op,
     PlaceSequence,
     Prepared,
@@ -139,9 +139,9 @@ class Sequencer:
         self._ended: set[int] = set()
         self._closed = False
         self._seq = 0
-        self._log: list[tuple[Entry, tuple[int, ...]]] = []
+        self._log: list[tuple[LogEntry, tuple[int, ...]]] = []
 
-    def take(self) -> list[tuple[Entry, tuple[int, ...]]]:
+    def take(self) -> list[tuple[LogEntry, tuple[int, ...]]]:
         """Return the new entries, in order, each with the ranks that execute it."""
         if not self._closed:
             self._steps.start()
@@ -349,7 +349,7 @@ class Sequencer:
 
     def _append(self, op: Op, ranks: tuple[int, ...]) -> int:
         self._seq += 1
-        self._log.append((Entry(self._seq, op), ranks))
+        self._log.append((LogEntry(self._seq, op), ranks))
         return self._seq
 
     def _abort(self, step: SequencedStep) -> None:

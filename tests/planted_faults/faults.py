@@ -826,8 +826,11 @@ REPORTS = (
     Fault(
         name="A heartbeat of a rank is taken for an instance's.",
         file="services/router/rank_notifications.py",
-        old=("self._note_heartbeat(gang_number, gang.instance_of(rank))\n            for token in"),
-        new="self._note_heartbeat(gang_number, rank)\n            for token in",
+        old=(
+            "self._note_heartbeat(gang_number, gang.instance_of(rank))\n"
+            "                for token in"
+        ),
+        new="self._note_heartbeat(gang_number, rank)\n                for token in",
         test=ALL_RANKS,
     ),
     Fault(
