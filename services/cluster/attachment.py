@@ -134,6 +134,7 @@ class Cluster:
         self._reported = ""
         self._obstacle = ""
         """Cause of the last failure, in words that clients may read."""
+        self._standing_by = False
 
     def listen(self, listener: ClusterListener) -> None:
         """Report gangs and links to `listener` from now on."""
@@ -187,6 +188,12 @@ class Cluster:
             ),
         ]
 
+    def stand_by(self, waits: bool) -> None:
+        """Learn that a former rollout's router still serves, and has this one's gangs wait."""
+        if waits != self._standing_by:
+            self._standing_by = waits
+            self._set_obstacle(STANDBY if waits else "")
+
     def drain(self) -> None:
         """Attach to no more gangs but keep the attached ones: new gangs may belong to a
         successor."""
@@ -206,7 +213,7 @@ class Cluster:
     # --- attempts ---
 
     def _attempted(self, error: BaseException | None) -> None:
-        self._set_obstacle(_obstacle(error))
+        self._set_obstacle(_obstacle(error) or (STANDBY if self._standing_by else ""))
         if error is not None:
             self._report(error)
 

@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 
 from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
-from csps.services.cluster.ray_context import RayGenerations, application_name
+from csps.services.cluster.handover import Handover
+from csps.services.cluster.ray_context import RayGenerations, application_name, serving_rollouts
 from csps.services.cluster.registry import Registry, RegistryDirectory
 from csps.services.deployments.configurator import Configurator, ConfiguratorClient, attention_shape
 from csps.services.deployments.gang_rank import GangRank
@@ -39,6 +40,7 @@ class Router:
         secret: ClusterSecret,
         registry: DeploymentHandle[Registry],
         configurator: DeploymentHandle[Configurator],
+        rollout: int,
         gangs: Sequence[DeploymentHandle[GangRank]],
     ) -> None:
         # `gangs` only makes the gangs part of the application: the router reaches them without Ray.
@@ -55,14 +57,17 @@ class Router:
         self._log = open_log(settings, table)
         store_table = None if self._log is None else self._log.store_table
         costs = CostTableService(table, self._configurator.strategies, store_table)
+        directory, roles = RegistryDirectory(registry, rollout), tuple(settings.gangs)
+        cluster = Cluster(
+            directory,
+            secret=secret.value,
+            router_id=secrets.token_hex(8),
+            generations=RayGenerations(f"{application_name()}/routers"),
+            roles=roles,
+        )
+        self._handover = Handover(cluster, directory, serving_rollouts(rollout), roles)
         self._service = RequestService(
-            cluster=Cluster(
-                RegistryDirectory(registry),
-                secret=secret.value,
-                router_id=secrets.token_hex(8),
-                generations=RayGenerations(f"{application_name()}/routers"),
-                roles=tuple(settings.gangs),
-            ),
+            cluster=cluster,
             scheduler=make_scheduler(settings, costs.costs),
             costs=costs,
             shape=attention_shape(settings),
@@ -103,12 +108,14 @@ class Router:
         gc.collect()
         gc.freeze()
         try:
+            await self._handover.wait_turn()
             yield
         finally:
             for task in tasks:
                 task.cancel()
             self._watching = None
             await self._service.close(self._settings.drain_s)
+            await self._handover.close()
             await self._configurator.close()
             await self._parser_pool.close()
             if self._log is not None:

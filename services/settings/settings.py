@@ -358,6 +358,10 @@ class Settings(SettingsSection):
     `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
+    revision: str | None = None
+    """Text without a meaning of its own. Another one makes a deployment replace all processes,
+    which code that was installed anew does not by itself. `csps serve` sets it to a digest of the
+    installed code, unless the file has one."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
     """File with the measurements of `csps profile` on this machine with this model
     (`docs/profiling.md`). If there is none, shipped coefficients are used."""

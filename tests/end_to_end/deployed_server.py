@@ -92,10 +92,12 @@ class Deployed:
     run_dir: Path
     registry: Registry
 
-    def redeploy(self, **args: Any) -> Deployed:
-        """Redeploy with other settings; return the server with them."""
+    def redeploy(self, *, runtime_env: dict[str, Any] | None = None, **args: Any) -> Deployed:
+        """Redeploy with other settings or another environment; return the server with them."""
         (application,) = self.config.data["applications"]
         changed = {**application, "args": {**application["args"], **args}}
+        if runtime_env is not None:
+            changed["runtime_env"] = runtime_env
         data = {**self.config.data, "applications": [changed]}
         config = _read(self.run_dir, data, self.config.port)
         # `serve deploy` sends the same, after it has imported Ray.
