@@ -24,6 +24,7 @@ from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
 from csps.protocols.gang.messages import LinkBroken
 from csps.protocols.rpc.schema import unpack
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.fencing import Fencing, Generations
 from csps.services.cluster.kv_links import KvLink, KvLinks
 from csps.services.cluster.membership import ClusterView, Directory
@@ -96,6 +97,7 @@ class Cluster:
     Args:
         directory: names the gangs that serve.
         secret: authenticates the router to the ranks.
+        tls: encrypts the connections to ranks, if given.
         router_id: identifies this router to the ranks.
         generations: store of router generations.
         roles: roles of the gangs that serve: a pair, or "elastic" alone.
@@ -110,9 +112,10 @@ class Cluster:
         generations: Generations,
         deadlines: ClusterDeadlines | None = None,
         roles: Sequence[GangRole] = PAIR,
+        tls: Tls | None = None,
     ) -> None:
         self._roles = tuple(roles)
-        self._fencing = Fencing(generations, secret=secret, router_id=router_id)
+        self._fencing = Fencing(generations, secret=secret, router_id=router_id, tls=tls)
         self._deadlines = deadlines or ClusterDeadlines()
         self._directory = directory
         self._reconciler = Reconciler(

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, RanksHeld, Superseded
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
+from csps.protocols.rpc.tls import Tls
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,10 +78,17 @@ class MemoryGenerations:
 class Fencing:
     """Attaches to gangs under a generation, and claims a new one when another router was newer."""
 
-    def __init__(self, generations: Generations, *, secret: bytes, router_id: str) -> None:
+    def __init__(
+        self,
+        generations: Generations,
+        *,
+        secret: bytes,
+        router_id: str,
+        tls: Tls | None = None,
+    ) -> None:
         self._generations = generations
         self._takeover_priority = TakeoverPriority(generations)
-        self._secret, self._router_id = secret, router_id
+        self._secret, self._router_id, self._tls = secret, router_id, tls
         self._attachments = 0
         self.generation = 0
         """Granted generation; 0 before the first one, and once another router is newer."""
@@ -148,7 +156,7 @@ class Fencing:
         self._attachments += 1
         # A new name each time: a rank then drops what it still does for an earlier attachment.
         name = f"{self._router_id}.{self._attachments}"
-        await gang.connect(secret=self._secret, router_id=name)
+        await gang.connect(secret=self._secret, router_id=name, tls=self._tls)
         await gang.check_free(self.generation)
         await gang.describe()
         found = gang.descriptions[0].model_fingerprint

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole, RankAddress
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.handover import wait_for_former_router
 from csps.services.cluster.membership import Member
 from csps.services.cluster.ray_context import (
@@ -75,7 +76,8 @@ class GangRank:
         config = rank_config(role, settings, gang, host=listen_host(settings))
         if gang.rank == 0:
             await _wait_for_room(settings, registry, rollout)
-        store, publishing = await _rendezvous_store(gang, config, secret, registry, rollout)
+        tls = settings.load_tls()
+        store, publishing = await _rendezvous_store(gang, config, secret, tls, registry, rollout)
         try:
             self._rank = _make_rank(config, secret, store)
             self._address = await asyncio.to_thread(self._rank.start)
@@ -140,6 +142,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
         kv_receiving_backends=settings.kv_transfer.receiving_backends,
         kv_checksum=settings.kv_transfer.checksum,
+        tls=None if settings.tls is None else settings.tls.files,
         quantum_ms=settings.quantum_ms,
     )
 
@@ -201,6 +204,7 @@ async def _rendezvous_store(
     gang: GangContext,
     config: RankConfig,
     secret: ClusterSecret,
+    tls: Tls | None,
     registry: DeploymentHandle[Registry],
     rollout: int,
 ) -> tuple[HostedStore | StoreAddress, Registration | None]:
@@ -215,7 +219,7 @@ async def _rendezvous_store(
     if gang.rank > 0:
         directory = RegistryDirectory(registry, rollout)
         return StoreAddress(*await wait_for_store(registry, directory, gang.gang_id)), None
-    hosted = await asyncio.to_thread(host_store, config.host, secret.value)
+    hosted = await asyncio.to_thread(host_store, config.host, secret.value, tls)
     address = hosted.address
     publish = partial(
         registry.publish_store.remote,

@@ -46,7 +46,8 @@ class Router:
         # `gangs` only makes the gangs part of the application: the router reaches them without Ray.
         self._settings = settings
         self._flush_spans = tracing.install("csps-router", settings.telemetry)
-        self._configurator = ConfiguratorClient(configurator, secret)
+        tls = settings.load_tls()
+        self._configurator = ConfiguratorClient(configurator, secret, tls)
         self._metrics = Metrics(settings.model_name)
         self._parser = RequestParser(settings)
         self._parser_pool = ParserPool(self._parser.body_parser)
@@ -64,6 +65,7 @@ class Router:
             router_id=secrets.token_hex(8),
             generations=RayGenerations(f"{application_name()}/routers"),
             roles=roles,
+            tls=tls,
         )
         self._handover = Handover(cluster, directory, serving_rollouts(rollout), roles)
         self._service = RequestService(

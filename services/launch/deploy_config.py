@@ -33,6 +33,7 @@ _RESOLVED = {
     "scaling_information_base",
     "scheduling",
     "telemetry",
+    "tls",
 }
 """Settings with a path, which processes elsewhere would resolve in their own working directory."""
 
@@ -90,6 +91,7 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     application = _application(data)
     settings = Settings.model_validate(application.get("args") or {}).resolved()
     check_gpus(settings)
+    settings.load_tls()  # an error here is plainer than every process's
     for deployment in application.get("deployments") or []:
         check_override(deployment, settings)
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
