@@ -122,8 +122,13 @@ class Handover:
         rollouts: ServingRollouts,
         roles: tuple[GangRole, ...],
         *,
+        feasible: Callable[[], bool] = lambda: True,
         deadlines: HandoverDeadlines | None = None,
     ) -> None:
+        """Args:
+        feasible: returns whether the nodes would hold the gangs if the former ones were gone.
+        """
+        self._feasible = feasible
         self._cluster, self._directory, self._rollouts = cluster, directory, rollouts
         self._roles, self._deadlines = frozenset(roles), deadlines or HandoverDeadlines()
         self._task: asyncio.Task[None] | None = None
@@ -132,11 +137,13 @@ class Handover:
         """Wait until Serve may send requests to this router and drain the former one.
 
         That is when this router is ready, when no former router serves, or when its gangs do not
-        fit beside the former ones.
+        fit beside the former ones. Gangs that would not fit alone either are waited for: the former
+        rollout must not end for them.
         """
         ends = time.monotonic() + self._deadlines.placement_s
         while self._cluster.link is None and await _former_serves(self._rollouts):
-            if (missing := await self._unplaced()) and time.monotonic() > ends:
+            missing = await self._unplaced()
+            if missing and time.monotonic() > ends and self._feasible():
                 _log.warning(
                     "no %s gang has begun to start within %g s: taking over without, because both "
                     "rollouts do not seem to fit side by side",

@@ -66,6 +66,15 @@ def application_name() -> str:
     return serve.get_replica_context().app_name
 
 
+def holds_gangs(settings: Settings) -> bool:
+    """Return whether all nodes together have the CPUs and GPUs of a cell's gangs."""
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gangs = settings.gangs.values()
+    cpus = sum(gang.ranks * gang.num_cpus for gang in gangs)
+    gpus = sum(gang.ranks * gang.num_gpus for gang in gangs)
+    return total.get("CPU", 0) >= cpus and total.get("GPU", 0) >= gpus
+
+
 def _node_address() -> str:
     """Return this node's address as the cluster knows it.
 

@@ -22,13 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from csps.protocols.core.errors import DeadlineExceeded, FaultError
 from csps.protocols.gang.members import GangRole
-from csps.services.cluster.membership import (
-    Census,
-    ClusterView,
-    Directory,
-    Member,
-    Membership,
-)
+from csps.services.cluster.membership import Census, ClusterView, Member, Membership
 
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
@@ -46,7 +40,8 @@ SETTLE_S = 15.0
 class _Store(NamedTuple):
     """Rendezvous store of a gang in the middle of its start."""
 
-    address: tuple[str, int]
+    address: tuple[str, int] | None
+    """None until rank 0 serves it."""
     rollout: int
     role: GangRole
 
@@ -88,6 +83,11 @@ class Registry:
             settled=now - self._began >= SETTLE_S,
         )
 
+    async def begin(self, gang_id: str, rollout: int, role: GangRole) -> None:
+        """Learn that a gang has a place. It may still fail to start."""
+        if gang_id not in self._stores:
+            self._add(gang_id, _Store(None, rollout, role))
+
     async def publish_store(
         self, gang_id: str, host: str, port: int, rollout: int, role: GangRole
     ) -> None:
@@ -96,16 +96,13 @@ class Registry:
         store = _Store((host, port), rollout, role)
         if self._stores.get(gang_id) == store:
             return
-        self._stores[gang_id] = store
-        if len(self._stores) > MAX_STORES:  # gangs that never formed
-            del self._stores[next(iter(self._stores))]
+        self._add(gang_id, store)
         await self._announce()
 
     async def store_address(self, gang_id: str) -> tuple[str, int] | None:
         """Return where the gang meets; None if rank 0 has not published it within `POLL_S`."""
-        await self._wait(lambda: gang_id in self._stores)
-        store = self._stores.get(gang_id)
-        return None if store is None else store.address
+        await self._wait(lambda: self._address(gang_id) is not None)
+        return self._address(gang_id)
 
     async def replace(self, gang_id: str) -> bool:
         """End all ranks of a gang, also stopped processes; return whether the gang is known.
@@ -117,6 +114,15 @@ class Registry:
             _log.warning("ending gang %s for the router", gang_id)
         await asyncio.gather(*(asyncio.to_thread(ray.kill, replica) for replica in replicas))
         return bool(replicas)
+
+    def _add(self, gang_id: str, store: _Store) -> None:
+        self._stores[gang_id] = store
+        if len(self._stores) > MAX_STORES:  # gangs that never formed
+            del self._stores[next(iter(self._stores))]
+
+    def _address(self, gang_id: str) -> tuple[str, int] | None:
+        store = self._stores.get(gang_id)
+        return None if store is None else store.address
 
     async def _announce(self) -> None:
         async with self._changed:
@@ -130,7 +136,7 @@ class Registry:
 
 
 class RegistryDirectory:
-    """The registry as one rollout sees it: a `Directory` over a Serve handle."""
+    """The registry as a process of one rollout sees it: a `Directory` over a Serve handle."""
 
     def __init__(self, handle: DeploymentHandle[Registry], rollout: int) -> None:
         self._handle, self._rollout = handle, rollout
@@ -144,6 +150,36 @@ class RegistryDirectory:
         except TimeoutError:
             raise DeadlineExceeded("a poll of the registry", POLL_S + ANSWER_S) from None
         return answer
+
+    async def begin(self, gang_id: str, role: GangRole) -> None:
+        """Publish that a gang has a place. If that fails, its store tells so later."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._handle.begin.remote(gang_id, self._rollout, role)
+        except Exception as exc:  # Serve decides what it raises
+            _log.info("the registry does not know yet that a gang starts: %r", exc)
+
+    async def publish_store(self, gang_id: str, host: str, port: int, role: GangRole) -> None:
+        """Publish where the ranks of a gang meet."""
+        await self._handle.publish_store.remote(gang_id, host, port, self._rollout, role)
+
+    async def wait_for_store(self, gang_id: str) -> tuple[str, int]:
+        """Return the address that rank 0 of the gang publishes.
+
+        Raises:
+            DeadlineExceeded: rank 0 has not published it within `STORE_DEADLINE_S`, and waits for
+                the end of no former rollout's gang.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(STORE_DEADLINE_S):
+                    address: tuple[str, int] | None = None
+                    while address is None:
+                        address = await self._handle.store_address.remote(gang_id)
+                    return address
+            except TimeoutError:
+                if not (await self.census()).outdated:
+                    raise DeadlineExceeded("rendezvous of the gang", STORE_DEADLINE_S) from None
 
     async def replace(self, gang_id: str) -> bool:
         """Have all ranks of a gang ended, so that Serve starts another one."""
@@ -159,27 +195,6 @@ class RegistryDirectory:
         except TimeoutError:
             raise DeadlineExceeded("a census of gangs", ANSWER_S) from None
         return census
-
-
-async def wait_for_store(
-    registry: DeploymentHandle[Registry], directory: Directory, gang_id: str
-) -> tuple[str, int]:
-    """Return the address that rank 0 of the gang publishes.
-
-    Raises:
-        DeadlineExceeded: rank 0 has not published it within `STORE_DEADLINE_S`, and waits for the
-            end of no former rollout's gang.
-    """
-    while True:
-        try:
-            async with asyncio.timeout(STORE_DEADLINE_S):
-                address: tuple[str, int] | None = None
-                while address is None:
-                    address = await registry.store_address.remote(gang_id)
-                return address
-        except TimeoutError:
-            if not (await directory.census()).outdated:
-                raise DeadlineExceeded("rendezvous of the gang", STORE_DEADLINE_S) from None
 
 
 PERIOD_S = 3.0

@@ -23,7 +23,7 @@ from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole, RankAddress
 from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.handover import wait_for_former_router
-from csps.services.cluster.membership import Member
+from csps.services.cluster.membership import Directory, Member
 from csps.services.cluster.ray_context import (
     RayGenerations,
     application_name,
@@ -33,12 +33,7 @@ from csps.services.cluster.ray_context import (
     own_labels,
     serving_rollouts,
 )
-from csps.services.cluster.registry import (
-    Registration,
-    Registry,
-    RegistryDirectory,
-    wait_for_store,
-)
+from csps.services.cluster.registry import Registration, Registry, RegistryDirectory
 from csps.services.settings.credentials import ClusterSecret
 from csps.services.settings.devices import check_gpus, resolve_device
 from csps.services.settings.settings import Settings
@@ -73,11 +68,15 @@ class GangRank:
         gang = _gang_context()
         self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
-        config = rank_config(role, settings, gang, host=listen_host(settings))
+        directory = RegistryDirectory(registry, rollout)
         if gang.rank == 0:
-            await _wait_for_room(settings, registry, rollout)
+            try:
+                await _wait_for_room(settings, directory)
+            finally:  # one that cannot start has a place as well, and none must be made for it
+                await directory.begin(gang.gang_id, role)
+        config = rank_config(role, settings, gang, host=listen_host(settings))
         tls = settings.load_tls()
-        store, publishing = await _rendezvous_store(gang, config, secret, tls, registry, rollout)
+        store, publishing = await _rendezvous_store(gang, config, secret, tls, directory)
         try:
             self._rank = _make_rank(config, secret, store)
             self._address = await asyncio.to_thread(self._rank.start)
@@ -171,17 +170,18 @@ def _gang_context() -> GangContext:
     return gang
 
 
-async def _wait_for_room(
-    settings: Settings, registry: DeploymentHandle[Registry], rollout: int
-) -> None:
+async def _wait_for_room(settings: Settings, directory: Directory) -> None:
     """Wait while main memory is short and a former rollout's gangs live, which are in the way.
 
     Ray places ranks by CPUs and GPUs, and does not know how much memory they will fill.
+
+    Raises:
+        ConfigError: they live, and memory would not do without them either: they serve on.
     """
     # Imported late: `services.app` imports this module where torch is not needed.
-    from csps.services.launch.preflight import check_memory, memory_need
+    from csps.services.launch.preflight import check_memory, check_memory_at_all, memory_need
 
-    directory, said = RegistryDirectory(registry, rollout), False
+    said = False
     need = await asyncio.to_thread(memory_need, settings, ray_runs=True)
     while True:
         try:
@@ -195,7 +195,9 @@ async def _wait_for_room(
         except Exception as exc:  # Serve decides what it raises
             logger.info("the gang directory does not answer, retrying: %s", type(exc).__name__)
         else:
-            if census.settled and not census.outdated:
+            if census.outdated:
+                check_memory_at_all(need)
+            elif census.settled:
                 return None  # a gang that is not loaded in full may do with less
         await asyncio.sleep(ROOM_POLL_S)
 
@@ -205,8 +207,7 @@ async def _rendezvous_store(
     config: RankConfig,
     secret: ClusterSecret,
     tls: Tls | None,
-    registry: DeploymentHandle[Registry],
-    rollout: int,
+    directory: RegistryDirectory,
 ) -> tuple[HostedStore | StoreAddress, Registration | None]:
     """Host the gang's rendezvous store on rank 0, and find it on the other ranks.
 
@@ -217,17 +218,11 @@ async def _rendezvous_store(
     from csps.actors.comm.rendezvous import StoreAddress, host_store
 
     if gang.rank > 0:
-        directory = RegistryDirectory(registry, rollout)
-        return StoreAddress(*await wait_for_store(registry, directory, gang.gang_id)), None
+        return StoreAddress(*await directory.wait_for_store(gang.gang_id)), None
     hosted = await asyncio.to_thread(host_store, config.host, secret.value, tls)
     address = hosted.address
     publish = partial(
-        registry.publish_store.remote,
-        gang.gang_id,
-        address.host,
-        address.port,
-        rollout,
-        config.role,
+        directory.publish_store, gang.gang_id, address.host, address.port, config.role
     )
     return hosted, Registration(gang.rank, publish)
 

@@ -7,6 +7,7 @@ import gc
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -14,7 +15,12 @@ from starlette.applications import Starlette
 from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.handover import Handover
-from csps.services.cluster.ray_context import RayGenerations, application_name, serving_rollouts
+from csps.services.cluster.ray_context import (
+    RayGenerations,
+    application_name,
+    holds_gangs,
+    serving_rollouts,
+)
 from csps.services.cluster.registry import Registry, RegistryDirectory
 from csps.services.deployments.configurator import Configurator, ConfiguratorClient, attention_shape
 from csps.services.deployments.gang_rank import GangRank
@@ -67,7 +73,13 @@ class Router:
             roles=roles,
             tls=tls,
         )
-        self._handover = Handover(cluster, directory, serving_rollouts(rollout), roles)
+        self._handover = Handover(
+            cluster,
+            directory,
+            serving_rollouts(rollout),
+            roles,
+            feasible=partial(holds_gangs, settings),
+        )
         self._service = RequestService(
             cluster=cluster,
             scheduler=make_scheduler(settings, costs.costs),

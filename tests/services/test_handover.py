@@ -131,6 +131,24 @@ async def test_gangs_without_a_place_get_that_of_the_former_ones_once_these_are_
     assert cell.ended == ["a", "b"]
 
 
+async def test_the_former_rollout_does_not_end_for_gangs_that_would_not_fit_alone() -> None:
+    possible, asked = False, 0
+
+    def feasible() -> bool:
+        nonlocal asked
+        asked += 1
+        return possible
+
+    rollouts, cell = ServingRollouts(await serving(1), 2), Cell()
+    made = Handover(cell, cell, rollouts, ROLES, feasible=feasible, deadlines=SOON)  # type: ignore[arg-type]
+    turn = asyncio.create_task(made.wait_turn())
+    await until(lambda: asked > 10)
+    assert not turn.done()
+    possible = True
+    await asyncio.wait_for(turn, DEADLINE_S)
+    await made.close()
+
+
 async def test_former_gangs_that_are_in_nobodys_way_are_left_to_serve() -> None:
     cell = Cell(begun=frozenset(ROLES), outdated=("a",))
     async with router(cell, MemoryGenerations(), SOON) as turn:

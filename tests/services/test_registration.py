@@ -14,8 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from csps.protocols.core.errors import FaultError
 from csps.services.cluster import registry as module
-from csps.services.cluster.membership import StaticDirectory
-from csps.services.cluster.registry import Register, Registration, wait_for_store
+from csps.services.cluster.registry import Register, Registration, RegistryDirectory
 
 DEADLINE_S = 60.0
 
@@ -119,7 +118,7 @@ async def test_the_ranks_of_a_gang_meet_although_the_registry_is_replaced(
             while not handle.registry._stores:  # noqa: ASYNC110 (no event tells of it)
                 await asyncio.sleep(0)
             handle.registry = module.Registry()
-            assert await wait_for_store(handle, StaticDirectory(), "g") == ("10.0.0.1", 1234)  # type: ignore[arg-type]
+            assert await RegistryDirectory(handle, 0).wait_for_store("g") == ("10.0.0.1", 1234)  # type: ignore[arg-type]
 
 
 async def test_stores_of_gangs_that_never_formed_are_forgotten() -> None:

@@ -63,6 +63,11 @@ async def test_a_census_knows_gangs_from_the_first_sign_of_their_start() -> None
     assert (await registry.census(7)).begun == frozenset()
     await registry.publish_store("a", "127.0.0.1", 2, 7, "decode")
     await registry.publish_store("b", "127.0.0.1", 2, 6, "prefill")
+    await registry.begin("c", 7, "elastic")
+    await registry.begin("a", 7, "elastic")
+    assert (await registry.census(7)).begun == {"decode", "elastic"}
+    await registry.publish_store("c", "127.0.0.1", 3, 5, "elastic")
+    assert await registry.store_address("c") == ("127.0.0.1", 3)
     assert (await registry.census(7)).begun == {"decode"}
     for rank in (0, 1):
         await registry.join(replace(member(rank), rollout=7))
