@@ -27,7 +27,7 @@ from watched_streams import client_of
 import csps
 from csps.cli import main
 from csps.models.tokenizers.tokenizer import Tokenizer
-from csps.protocols.core.errors import ProtocolMismatch
+from csps.protocols.core.errors import ConfigError, ProtocolMismatch
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.wire import SCHEMA_VERSION
 
@@ -197,6 +197,21 @@ async def test_gangs_that_do_not_fit_side_by_side_replace_each_other_under_waiti
         ranks = await asyncio.to_thread(server.registry.rank_addresses)
         assert not set(former) & set(ranks)
     print(f"{load.answered} answers, the longest took {load.longest_s:.1f} s")
+
+
+async def test_a_rollout_that_cannot_start_leaves_the_former_one_serving(
+    model_dir: Path, questions: list[Question], tmp_path: Path
+) -> None:
+    """Its ranks find that the machine's memory would not do."""
+    with deployed(model_dir, tmp_path, drain_s=20.0) as server:
+        former = await asyncio.to_thread(server.registry.rank_addresses)
+        async with load_on(server, questions) as load:
+            successor = await asyncio.to_thread(server.redeploy, prefill={"kv_slots": 10**12})
+            with pytest.raises(ConfigError, match=r"^deployment failed: .*GiB of memory, but"):
+                await asyncio.to_thread(successor.wait_ready)
+            await until_answered(load, 2 * len(questions))
+        assert not load.wrong
+        assert await asyncio.to_thread(server.registry.rank_addresses) == former
 
 
 async def test_csps_serve_on_a_changed_file_updates_without_an_error(
