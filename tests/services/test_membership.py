@@ -131,6 +131,7 @@ def test_a_gang_serves_in_its_own_rollout_only() -> None:
     membership = Membership()
     assert membership.join(of_rollout("a", 1), 0.0)
     assert membership.join(of_rollout("b", 2), 0.0)
+    assert not membership.join(of_rollout("a", 1), 0.0), "it is the newest one of its rollout"
     views = [membership.view(rollout).prefill for rollout in (1, 2)]
     assert [gang.gang_id for gang in views if gang] == ["a", "b"]
     assert membership.view() == membership.view(2), "the newest one counts for others"
