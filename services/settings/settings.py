@@ -19,6 +19,7 @@ from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
+from csps.protocols.rpc.tls import Tls, TlsFiles
 from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
 
@@ -214,6 +215,29 @@ class HttpSettings(SettingsSection):
     """Limit for the next byte of a body."""
 
 
+class TlsSettings(SettingsSection):
+    """PEM files for mutual TLS between router, configurator and ranks (`docs/security.md`), at the
+    same paths on every node."""
+
+    certificate: str
+    """Certificate that each process shows."""
+    key: str
+    """The certificate's private key, without a password."""
+    authority: str
+    """Authority that has signed the certificates of all processes of this cell, and no others."""
+
+    @property
+    def files(self) -> TlsFiles:
+        """The files."""
+        return TlsFiles(certificate=self.certificate, key=self.key, authority=self.authority)
+
+    def resolved(self) -> Self:
+        """Return a copy with absolute paths."""
+        return self.model_copy(
+            update={name: _absolute(getattr(self, name)) for name in type(self).model_fields}
+        )
+
+
 class KeyLimits(SettingsSection):
     """Limits of the API keys of one name, beyond which a request gets a 429. None is no limit."""
 
@@ -358,6 +382,10 @@ class Settings(SettingsSection):
     `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
+    revision: str | None = None
+    """Text without a meaning of its own. Another one makes a deployment replace all processes,
+    which code that was installed anew does not by itself. `csps serve` sets it to a digest of the
+    installed code, unless the file has one."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
     """File with the measurements of `csps profile` on this machine with this model
     (`docs/profiling.md`). If there is none, shipped coefficients are used."""
@@ -374,6 +402,8 @@ class Settings(SettingsSection):
     topology: TopologySettings = TopologySettings()
     configurator: ConfiguratorSettings = ConfiguratorSettings()
     auth: AuthSettings = AuthSettings()
+    tls: TlsSettings | None = None
+    """Files for mutual TLS between processes of the server; None leaves them unencrypted."""
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -472,8 +502,17 @@ class Settings(SettingsSection):
                     update={"log": None if log is None else _absolute(log)}
                 ),
                 "telemetry": self.telemetry.resolved(),
+                "tls": None if self.tls is None else self.tls.resolved(),
             }
         )
+
+    def load_tls(self) -> Tls | None:
+        """Return what encrypts connections between processes of the server, if it is set.
+
+        Raises:
+            ConfigError: a file is missing, or two processes would not accept each other with them.
+        """
+        return None if self.tls is None else Tls.load(self.tls.files)
 
     @property
     def model_dir(self) -> Path:
