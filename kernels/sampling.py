@@ -1,8 +1,9 @@
 """Sample one token for each row of a batch by temperature, top-k, top-p and min-p.
 
 A row costs a few passes over the vocabulary. Only the `HEAD` highest values are sorted, and all of
-them where a filter keeps more tokens than that. No loop runs over rows, and the host does not wait for the device once per row. The token of a row
-depends on that row's logits alone, to the last bit, and not on the rest of the batch.
+them where a filter keeps more tokens than that. No loop runs over rows, and the host does not wait
+for the device once per row. The token of a row depends on that row's logits alone, to the last bit,
+and not on the rest of the batch.
 
 Shape suffixes: b rows; v vocabulary; c candidates, the tokens of one row that may be sampled.
 """
@@ -170,7 +171,7 @@ def _top_p(probs_bc: Tensor, p_b1: Tensor) -> Tensor:
     vocab = probs_bc.shape[1]
     edge_b1, count_b1 = _edges(_descending(probs_bc, HEAD), p_b1)
     # Of rows without a limit all tokens are selected, and their order does not matter.
-    longer = ((count_b1 > HEAD) & p_b1.isfinite())[:, 0].tolist() if HEAD < vocab else []
+    longer = ((count_b1 > HEAD) & p_b1.isfinite())[:, 0].tolist() if vocab > HEAD else []
     if rows := [row for row, is_longer in enumerate(longer) if is_longer]:
         rows_r = _index(rows, probs_bc)
         every_rc = _descending(probs_bc[rows_r], vocab)
