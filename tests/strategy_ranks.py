@@ -257,6 +257,7 @@ def strategy_ranks(
     tp: int = 1,
     data_group: GroupMaker | None = STRICT,
     log: LaunchLog | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[StrategyRanks]:
     """Yield a gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on
     the way out. What the ranks begin is noted in the log.
@@ -278,7 +279,7 @@ def strategy_ranks(
                 host="127.0.0.1",
                 data_group=data_group if log is None else log.group(f"tp{instance}", members),
             )
-            return _engine(model, world, layout, rank, group), group
+            return _engine(model, world, layout, rank, group, dtype), group
 
         built = world.each(layout.world_size, build)
         try:
@@ -288,17 +289,22 @@ def strategy_ranks(
 
 
 def _engine(
-    model: Path, world: RankWorld, layout: GangLayout, rank: int, group: InstanceGroup
+    model: Path,
+    world: RankWorld,
+    layout: GangLayout,
+    rank: int,
+    group: InstanceGroup,
+    dtype: torch.dtype,
 ) -> Engine:
     tp_rank, tp = layout.tp_rank_of(rank), layout.tp
-    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp)
+    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp, dtype=dtype)
     network = load(all_reduce=group.all_reduce) if tp > 1 else load()
     pool = KvPool(
         layers=network.spec.layers,
         slots=SLOTS,
         kv_heads=len(network.layers[0].shard.kv_heads),
         head_dim=network.spec.head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device="cpu",
     )
     return Engine(

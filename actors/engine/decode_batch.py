@@ -259,6 +259,8 @@ class DecodeBatch:
             self._advance(sequence, length)
         mine = [sequence for sequence, _ in batch.sampling]
         finished = sample_tokens(self._engine, self._notify, mine, logits_rv)
+        if finished:
+            self._same_for = 0
         # Whoever samples has waited for the tokens. The others' times would be those of launching.
         wait_for_device(self._engine.device)
         self.iterations += 1
@@ -275,12 +277,21 @@ class DecodeBatch:
         sequences = self._iterated = self._sequences_of(group)
         states = [sequence.state for sequence in sequences]
         self._lengths = chunk_lengths(states, self._budget)
-        self._batch = batch_of(self._engine, sequences, self._lengths)
+        computed = [
+            0 if self._ended_here(sequence) else length
+            for sequence, length in zip(sequences, self._lengths, strict=True)
+        ]
+        self._batch = batch_of(self._engine, sequences, computed)
         self.piggybacked = any(state.next < state.prompt for state in states)
         if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
             left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
+
+    def _ended_here(self, sequence: BatchSequence) -> bool:
+        """Return whether a sequence is finished, and no other instance takes part in it. Others
+        learn of its end by the log, several iterations later."""
+        return sequence.over and sequence.instances == {self._engine.instance}
 
     def _sequences_of(self, group: Sequence[int]) -> list[BatchSequence]:
         if not group:

@@ -22,6 +22,7 @@ from csps.protocols.gang.members import GangRole
 from csps.protocols.rpc.tls import Tls, TlsFiles
 from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.settings.processor import multiplies_bf16
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -365,7 +366,9 @@ class Settings(SettingsSection):
     model_overrides: Annotated[Mapping[str, Any], AfterValidator(_known_overrides)] = {}
     """Values that replace those of the checkpoint's config.json: its RoPE parameters, its longest
     context and its sliding window."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Type of weights, activations and KV. `auto` is bfloat16 on GPUs and on processors that
+    multiply such numbers, as the machine that reads the settings, and otherwise float32."""
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
@@ -406,6 +409,16 @@ class Settings(SettingsSection):
     """Files for mutual TLS between processes of the server; None leaves them unencrypted."""
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _dtype_of_this_machine(self) -> Self:
+        # Replaced at once: all ranks must compute in one dtype, whatever machine each is on, and
+        # measurements and KV of another one do not fit.
+        if self.dtype == "auto":
+            on_gpus = any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
+            best = "bfloat16" if on_gpus or multiplies_bf16() else "float32"
+            object.__setattr__(self, "dtype", best)  # a frozen model
+        return self
 
     @model_validator(mode="after")
     def _a_pair_or_an_elastic_gang(self) -> Self:
