@@ -47,6 +47,7 @@ class RowAttention:
 
     Args:
         cancelled: sequences whose outputs remain zero.
+        window: positions that a row sees; None for all.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RowAttention:
         scale: float,
         far_keys: FarKeys | None = None,
         cancelled: Set[int] = frozenset(),
+        window: int | None = None,
     ) -> None:
 
         self._begins = [0, *accumulate(chunk.length for chunk in chunks)]
@@ -69,6 +71,7 @@ class RowAttention:
         self._scale = scale
         self._far_keys = far_keys
         self._cancelled = cancelled
+        self._window = window
         self.out_Thd, self.lse_hT = nothing_seen(q_Thd)
 
     def blocks(self, rows: tuple[int, int], keys: int) -> Iterator[tuple[int, int]]:
@@ -127,8 +130,13 @@ class RowAttention:
                 self._attend_kept(own, seen, level)
 
     def _attend_rows(self, queries: range, keys: range) -> None:
-        """Attend causally; without a mask if all keys precede all queries."""
-        precede = keys.stop <= queries.start
+        """Attend causally; without a mask if all keys precede all queries, and without the keys
+        that are out of the window of all of them."""
+        precede = self._window is None and keys.stop <= queries.start
+        if self._window is not None:
+            keys = range(max(keys.start, queries.start - self._window + 1), keys.stop)
+        if not keys:
+            return
         for block in self._blocks:
             self._merge(
                 queries,
@@ -140,6 +148,7 @@ class RowAttention:
                     q_positions=None if precede else queries,
                     k_positions=None if precede else keys,
                     scale=self._scale,
+                    window=self._window,
                 ),
             )
 
