@@ -118,10 +118,10 @@ def gated(gate_up_ni: Tensor, activation: Activation) -> Tensor:
 
 def clamped(gate_up_ni: Tensor, spec: ExpertSpec) -> Tensor:
     """Return the same for clamped gates and ups, which take turns."""
-    gate, up = gate_up_ni.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    gate, up = gate_up_ni.view(len(gate_up_ni), -1, 2).unbind(dim=-1)
     gate = gate.clamp(max=spec.limit)
-    up = up.clamp(-spec.limit, spec.limit)
-    return (up + 1).mul_(gate * torch.sigmoid(gate * spec.steepness))
+    activated: Tensor = gate * torch.sigmoid(gate * spec.steepness)
+    return activated.mul_(up.clamp(-spec.limit, spec.limit) + 1)
 
 
 @dataclass(frozen=True)

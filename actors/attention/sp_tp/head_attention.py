@@ -107,11 +107,14 @@ class RowAttention:
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         q_nhd, k_ngd = self.q_Thd[rows, block.queries], self.k_Tgd[columns, block.keys]
         lse_hn = self.lse_hT[block.queries, rows]
-        positions = {"q_positions": queries, "k_positions": keys}
         if exact:
             v_ngd = self.v_Tgd[columns, block.keys]
-            _, lse_hn = attention(q_nhd, k_ngd, v_ngd, scale=self._scale, **positions)
-        return importance(q_nhd, k_ngd, lse_hn, scale=self._scale, **positions)
+            _, lse_hn = attention(
+                q_nhd, k_ngd, v_ngd, q_positions=queries, k_positions=keys, scale=self._scale
+            )
+        return importance(
+            q_nhd, k_ngd, lse_hn, q_positions=queries, k_positions=keys, scale=self._scale
+        )
 
     def _is_active(self, index: int) -> bool:
         return self._chunks[index].sequence_id not in self._cancelled
