@@ -283,7 +283,9 @@ class DecodeBatch:
         ]
         self._batch = batch_of(self._engine, sequences, computed)
         self.piggybacked = any(state.next < state.prompt for state in states)
-        if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
+        same = not self.piggybacked and all(sequence.stores_at_master for sequence in sequences)
+        # A window moves on with every token.
+        if same and self._engine.spec.window is None:
             left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
