@@ -26,13 +26,15 @@ from csps.protocols.sequencer.log_entries import (
     Iterated,
     PlaceSequence,
     RanQuantum,
-    Report,
     RunQuantum,
     Shutdown,
 )
 from csps.protocols.sequencer.sequencer import Sequencer
 from csps.protocols.sequencer.steps import StepSpec
 
+LATEST = 8
+"""Entries of the log by which a report may be later than one of another rank. Without a bound, a
+sequence whose end one rank reports is iterated by others for as long as the report is under way."""
 BATCH = 0
 OWNER = 1
 
@@ -118,7 +120,7 @@ class State:
     """Commands that the router has sent."""
     prepares: list[int] = field(default_factory=list)
     """Number of steps that each rank has prepared."""
-    reports: list[deque[Report]] = field(default_factory=list)
+    reports: list[deque[RanQuantum | Iterated]] = field(default_factory=list)
 
 
 class Explorer:
@@ -181,10 +183,11 @@ class Explorer:
     def _enabled(self, state: State) -> Iterator[str]:
         if state.commands < len(self._world.commands):
             yield "command"
+        oldest = min((reports[0].seq for reports in state.reports if reports), default=0)
         for rank, preparing in enumerate(self._preparing):
             if state.prepares[rank] < len(preparing):
                 yield f"prepared {rank}"
-            if state.reports[rank]:
+            if state.reports[rank] and state.reports[rank][0].seq <= oldest + LATEST:
                 yield f"report {rank}"
 
     def _happen(self, state: State, name: str) -> None:

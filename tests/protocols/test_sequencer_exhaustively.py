@@ -18,7 +18,7 @@ def step(
     *ranks: int,
     high_priority: bool = False,
     sequences: tuple[int, ...] = (),
-    yield_points: int = 2,
+    yield_points: int = 3,
     places: tuple[int, ...] = (),
 ) -> StepSpec:
     return StepSpec(
