@@ -93,7 +93,7 @@ class Bench:
         """Use a folder for the model, the servers' files and the oracle's memory. A server that an
         earlier process left there is ended."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
         stop_head(folder / "server")
         model_dir = folder / "model"
         if not (model_dir / "config.json").exists():
@@ -110,7 +110,7 @@ class Bench:
         assert name is not None, "the trial names no server"
         if name != self._name or self._server is None or not _is_ready(self._server):
             self.close()
-            run_dir = self._folder / "server"
+            run_dir = self.folder / "server"
             run_dir.mkdir(exist_ok=True)
             started = deployed(self.model_dir, run_dir, **SERVERS[name])
             self._server, self._name = self._open.enter_context(started), name
@@ -126,7 +126,7 @@ class Bench:
         self._server, self._name = None, ""
         with suppress(OSError):
             self._open.close()
-        stop_head(self._folder / "server")
+        stop_head(self.folder / "server")
         self._open = ExitStack()
 
     def disturbed(
@@ -148,8 +148,7 @@ class Bench:
             lasts_s: time after which the fault is undone, and from which on recovery counts. None:
                 the server has to mend it.
         """
-        server, outcome = self.server(trial.server), Outcome()
-        expected = self.oracle.text(PROBE, PROBE_TOKENS)
+        server, outcome = self.server(trial.server), Outcome(tries=0)
         for prompt, count in played(trial.state, trial.seed):
             self.oracle.wrong_at(prompt, count, ())  # computed before, not beside the server
         fault, began = aimed(server), time.monotonic()
@@ -168,8 +167,19 @@ class Bench:
                     outcome.recovery_s = outage.recovered()
                 scene.finish()
             self._judge_talks(scene, outcome)
-        outcome.green_lies = len(outage.lies())
-        outcome.tries = len(outage.probes) + len(scene.talks)
+        outcome.tries += len(scene.talks)
+        self.judge_probes(outage, outcome)
+        if not may_fail and (failed := outcome.documented + len(outcome.undocumented)):
+            outcome.missed.append(f"{failed} requests failed, and none may")
+        outcome.measured["red_s"] = round(outage.red_s(), 2)
+        outcome.measured["longest_s"] = round(outage.longest_s(), 2)
+        return outcome
+
+    def judge_probes(self, outage: Outage, outcome: Outcome) -> None:
+        """Count the short requests of an outage, once it is over."""
+        expected = self.oracle.text(PROBE, PROBE_TOKENS)
+        outcome.tries += len(outage.probes)
+        outcome.green_lies += len(outage.lies())
         for probe in outage.probes:
             if probe.failure:
                 kind = documented(probe.failure)
@@ -177,11 +187,6 @@ class Bench:
                 outcome.undocumented += [] if kind else [probe.failure]
             else:
                 outcome.wrong += probe.text != expected
-        if not may_fail and (failed := outcome.documented + len(outcome.undocumented)):
-            outcome.missed.append(f"{failed} requests failed, and none may")
-        outcome.measured["red_s"] = round(outage.red_s(), 2)
-        outcome.measured["longest_s"] = round(outage.longest_s(), 2)
-        return outcome
 
     def _judge_talks(self, scene: Scene, outcome: Outcome) -> None:
         for talk in scene.talks:
