@@ -46,8 +46,8 @@ and seeds are fixed.
 
 A *black hole* swallows all packets of a connection and of those that try to replace it, *one way*
 those that arrive at the named process, *one way back* those that it sends. *Loss* drops one packet
-in a hundred. *Delay* drops all packets for 0.25 s twice a second, so that TCP sends them again.
-*Slow* connections send 256 KiB a second.
+in a hundred. *Delay* drops all packets for a tenth of a second, again and again, so that TCP sends
+them again. *Slow* connections send 256 KiB a second.
 
 | column | |
 |---|---|

@@ -118,7 +118,6 @@ PAIR_STATES = ("idle", "queued", "prefill", "transfer", "decode")
 QUICK = {
     ("kill", "DecodeGang 1", "decode"),
     ("freeze", "PrefillGang 0", "prefill"),
-    ("kill", "Router", "decode"),
 }
 
 
@@ -147,7 +146,7 @@ def _one(fault: str, target: str, state: str, seed: int, server: str) -> Trial:
         server=server,
         run=run,
         recovery_limit_s=KILLED_S if fault == "kill" else FROZEN_S,
-        about_s=26.0,
+        about_s=24.0,
         quick=quick,
     )
 
