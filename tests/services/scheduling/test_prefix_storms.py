@@ -21,7 +21,6 @@ from csps.services.scheduling.events.events import InstanceId, gang_of, instance
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.policies.registry import make_policy
-from csps.services.scheduling.state.ledger import decode_slots
 
 BLOCK = 32
 
@@ -223,8 +222,7 @@ class RetainingCell(RandomCell):
     def _check_slots(self) -> None:
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
-            used.update({instance: slots[instance] for instance in sequence.unfreed})
+            used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for place in self.retain:
             used.update(self.stored.get(place, {}).values())
         for step, undone in self.steps.values():
