@@ -350,7 +350,7 @@ def _running_head(config: DeployConfig) -> RayHead | None:
     head = ray_head.find_head(RUN_DIR)
     if head is None:
         return None
-    if not head.alive:
+    if not head.alive or head.missing:
         _say("ending the rest of an earlier server, whose Ray was killed ...")
         head.stop()
         ray_head.discard_head(RUN_DIR)
