@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from same_answers import KILLED, WAYS, compare_ways
 
-DEFAULT = ("csps", "chunked_prefill", "loongserve")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FEW = ("csps", "chunked_prefill", "loongserve")
 
 
-@pytest.mark.parametrize(
-    ("ways", "requests"),
-    [(DEFAULT, 6), pytest.param(tuple(WAYS), 15, marks=pytest.mark.slow)],
-    ids=["few", "all"],
-)
+@pytest.mark.parametrize(("ways", "requests"), [(FEW, 6), (tuple(WAYS), 15)], ids=["few", "all"])
 async def test_answers_are_the_same_in_every_way(
     tiny_llama: Path, ways: tuple[str, ...], requests: int
 ) -> None:
@@ -23,7 +21,6 @@ async def test_answers_are_the_same_in_every_way(
     assert found.answers == 2 * requests * len(ways)
 
 
-@pytest.mark.slow
 async def test_answers_are_the_same_when_gangs_are_killed(tiny_llama: Path) -> None:
     found = await compare_ways(tiny_llama, tuple(KILLED), requests=12, killed=True)
     assert not found.different
