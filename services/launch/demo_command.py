@@ -17,6 +17,7 @@ from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, genera
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.core.errors import FaultError
 from csps.services.launch.deploy_config import DeployConfig
+from csps.services.launch.ray_head import command_for
 from csps.services.settings.credentials import known_keys
 
 PROMPT_TOKENS = 16_384
@@ -91,7 +92,9 @@ def ask(config: DeployConfig, prompt: str) -> StreamedAnswer:
         for chunk in _chunks(config, body):
             _record(streamed, chunk)
     except httpx.ConnectError as error:
-        raise FaultError(f"no server at {config.url} ({error}); `make serve` starts one") from None
+        raise FaultError(
+            f"no server at {config.url} ({error}); `{command_for('serve')}` starts one"
+        ) from None
     except httpx.TransportError as error:
         raise FaultError(f"the connection to {config.url} broke: {error!r}") from None
     return streamed
@@ -194,4 +197,4 @@ the server keeps running. Ask it more:
   print(client.completions.create(model="{model}", prompt="The password of").choices[0].text)
 
 metrics: {url}/metrics    traces: {traces}
-again:   make demo    stop it: make stop"""
+again:   {command_for("demo")}    stop it: {command_for("stop")}"""

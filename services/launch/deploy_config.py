@@ -15,16 +15,20 @@ import yaml
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.services.settings.devices import check_gpus
 from csps.services.settings.replicas import check_override
-from csps.services.settings.settings import Settings
+from csps.services.settings.settings import Settings, shipped_models
+from csps.services.settings.vllm_options import hint_of
 
 IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000
 LAST_PORT = 65_535
 SERVE_DEFAULT_NAME = "default"
 """Name of an application that the file does not name."""
+CONFIG_FILE = Path("config.yaml")
+"""Configuration of the working directory."""
 _RESOLVED = {
     "model",
     "served_model_name",
+    "chat_template",
     "api_keys_file",
     "scaling_information_base",
     "scheduling",
@@ -62,8 +66,35 @@ class DeployConfig:
         return f"http://{host}:{self.port}"
 
 
-def read_config(path: Path, *, port: int | None = None) -> DeployConfig:
-    """Read the configuration in `path`; `port` overrides its HTTP port.
+def shipped_config() -> Path:
+    """Return the configuration that ships: of the included model, on two cores."""
+    return shipped_models().parent / CONFIG_FILE
+
+
+def find_config(given: Path | None) -> Path:
+    """Return the configuration to use: the given one, that of the working directory, or the one
+    that ships."""
+    if given is not None:
+        return given
+    return CONFIG_FILE if CONFIG_FILE.exists() else shipped_config()
+
+
+def read_config(
+    path: Path,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    each_gang: Mapping[str, Any] | None = None,
+) -> DeployConfig:
+    """Read the configuration in `path`.
+
+    Args:
+        host: in place of the file's.
+        port: in place of the file's.
+        args: settings in place of the file's; a section replaces the keys that it has. An elastic
+            gang replaces the other two, and either of these replaces it.
+        each_gang: settings in place of the file's of every gang, whichever there are.
 
     Raises:
         ConfigError: one line that says what is wrong, and where.
@@ -76,28 +107,52 @@ def read_config(path: Path, *, port: int | None = None) -> DeployConfig:
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(exc).split())}") from None
     try:
-        return _check(data, port)
+        listening = {"host": host, "port": port}
+        return _check(data, listening, args or {}, each_gang or {})
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from None
 
 
-def _check(data: Any, port: int | None) -> DeployConfig:
+def _check(
+    data: Any,
+    listening: Mapping[str, Any],
+    args: Mapping[str, Any],
+    each_gang: Mapping[str, Any],
+) -> DeployConfig:
     _check_keys(data)
     application = _application(data)
+    application["args"] = _changed(application.get("args") or {}, args, each_gang)
     settings = Settings.model_validate(application.get("args") or {}).resolved()
     check_gpus(settings)
     for deployment in application.get("deployments") or []:
         check_override(deployment, settings)
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
-    if port is not None:
-        http["port"] = port
+    http |= {name: value for name, value in listening.items() if value is not None}
     _check_listening(http)
     args = {
-        **(application.get("args") or {}),
+        **application["args"],
         **settings.model_dump(include=_RESOLVED),
     }
     resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
+
+
+_PAIR, _ELASTIC = ("prefill", "decode"), ("elastic",)
+
+
+def _changed(args: Any, changes: Mapping[str, Any], each_gang: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with changes; see `read_config`."""
+    _check_mapping("args: ", args)
+    changed = dict(args)
+    for name in _PAIR if "elastic" in changes else _ELASTIC if set(_PAIR) & set(changes) else ():
+        changed.pop(name, None)
+    sections = _ELASTIC if changed.get("elastic") or "elastic" in changes else _PAIR
+    of_gangs = dict.fromkeys(sections, each_gang) if each_gang else {}
+    for name, value in [*changes.items(), *of_gangs.items()]:
+        given = changed.get(name)
+        both = isinstance(given, Mapping) and isinstance(value, Mapping)
+        changed[name] = {**given, **value} if both else value  # type: ignore[dict-item]
+    return changed
 
 
 def _check_listening(http: Mapping[str, Any]) -> None:
@@ -139,7 +194,8 @@ def _known(where: str, section: Any, allowed: Mapping[str, Any]) -> None:
     for key in section:
         if key not in allowed:
             raise ConfigError(
-                f"{prefix}unknown setting {abridged(key)}{nearest(str(key), allowed)}"
+                f"{prefix}unknown setting {abridged(key)}"
+                f"{hint_of(str(key)) or nearest(str(key), allowed)}"
             )
 
 

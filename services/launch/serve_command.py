@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,10 +24,16 @@ import yaml
 
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch import preflight, ray_head
-from csps.services.launch.demo_command import demo
-from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
-from csps.services.launch.preflight import check_model, dequantization, memory_need
-from csps.services.launch.ray_head import RUN_DIR, RayHead
+from csps.services.launch.demo_command import demo, usage_hints
+from csps.services.launch.deploy_config import (
+    IMPORT_PATH,
+    DeployConfig,
+    find_config,
+    read_config,
+)
+from csps.services.launch.preflight import check_model, dequantization
+from csps.services.launch.ray_head import RUN_DIR, RayHead, command_for
+from csps.services.planning.memory import memory_need
 from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
 
@@ -86,7 +94,7 @@ class ServeStatus:
             if self.http_options[name] != wanted[name]:
                 raise ConfigError(
                     f"the running server has http_options.{name} {self.http_options[name]}, which "
-                    f"cannot become {wanted[name]} while it runs: run `make stop` first"
+                    f"cannot become {wanted[name]} while it runs: run `{command_for('stop')}` first"
                 )
 
     def progress(self, config: DeployConfig, trouble: str) -> str:
@@ -160,6 +168,8 @@ def _reason(name: str, deployment: Mapping[str, Any]) -> str:
     return f"{name}: {last_line(message)}"
 
 
+DEPLOYED_FILE = "deployed.yaml"
+"""Configuration of the running server, in `RUN_DIR`."""
 READY_DEADLINE_S = 300.0
 """Default of `--ready-timeout`: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0
@@ -173,21 +183,23 @@ FREED_DEADLINE_S = 10.0
 
 
 def serve(
-    config_path: Path,
+    config: DeployConfig,
     *,
-    port: int | None,
     with_demo: bool,
     ready_deadline_s: float = READY_DEADLINE_S,
+    block: bool = False,
 ) -> None:
     """Start Ray, deploy, wait until ready, ask a first question; leave the server running.
 
     If a server runs already, its application is replaced unless it has the same configuration.
 
+    Args:
+        block: wait for a signal or for Ray's end, and stop the server then.
+
     Raises:
         ConfigError, FaultError: the server cannot be started; one line says why.
     """
     preflight.check_python()
-    config = read_config(config_path, port=port)
     _check_model(config.settings)
     known_keys(config.settings.api_keys_file)  # an error here is plainer than the router's
     running = _running_head(config)
@@ -198,6 +210,40 @@ def serve(
     _say(f"ready: {config.url}/v1 serves '{config.settings.model_name}'")
     if with_demo:
         demo(config, "first request" if running is None else "request")
+    else:
+        _say(usage_hints(config))
+    if block:
+        _stop_on_signal(head)
+
+
+def _stop_on_signal(head: RayHead) -> None:
+    """Wait for SIGINT or SIGTERM, then drain and stop; or for Ray to end by itself.
+
+    Raises:
+        FaultError: Ray has ended.
+    """
+    asked = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: asked.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not asked.wait(POLL_S):
+            if not head.alive:
+                raise FaultError(f"Ray has ended; see {head.log_file}")
+    finally:  # a second signal interrupts the drain
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    stop()
+
+
+def read_running_config(given: Path | None, *, port: int | None = None) -> DeployConfig:
+    """Return the given configuration; without one, that of the server that was started from this
+    directory, or what `csps serve` would start."""
+    deployed = RUN_DIR / DEPLOYED_FILE
+    if given is None and ray_head.find_head(RUN_DIR) is not None and deployed.exists():
+        return read_config(deployed, port=port)
+    return read_config(find_config(given), port=port)
 
 
 def stop() -> None:
@@ -215,13 +261,12 @@ def stop() -> None:
     ray_head.discard_head(RUN_DIR)
 
 
-def check_config(config_path: Path) -> None:
+def check_config(config: DeployConfig, path: Path) -> None:
     """Report if a configuration can be deployed."""
-    config = read_config(config_path)
     settings = config.settings
     _check_model(settings)
     ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
-    _say(f"{config_path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+    _say(f"{path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
 
 
 def _check_model(settings: Settings) -> None:
@@ -238,7 +283,7 @@ def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:
         FaultError: Ray rejected the configuration; the message says why.
     """
     _log.info("deploying %s to %s", config.application_name, head.dashboard)
-    path = run_dir / "deployed.yaml"
+    path = run_dir / DEPLOYED_FILE
     path.write_text(yaml.safe_dump(config.data, sort_keys=False))
     serve_cli = [sys.executable, "-m", "ray.serve.scripts", "deploy"]
     try:
