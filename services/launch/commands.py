@@ -67,10 +67,10 @@ def demo(argv: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, help="default: that of the server started from here")
     parser.add_argument("--port", type=int, help="HTTP port, instead of the configuration's")
     arguments = parser.parse_args(argv)
+    from csps.services.launch.ask_command import running_config
     from csps.services.launch.demo_command import demo as ask
-    from csps.services.launch.serve_command import read_running_config
 
-    ask(read_running_config(arguments.config, port=arguments.port))
+    ask(running_config(arguments.config, port=arguments.port))
 
 
 def check_config(argv: Sequence[str]) -> None:

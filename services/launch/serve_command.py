@@ -24,13 +24,9 @@ import yaml
 
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch import preflight, ray_head
+from csps.services.launch.ask_command import DEPLOYED_FILE
 from csps.services.launch.demo_command import demo, usage_hints
-from csps.services.launch.deploy_config import (
-    IMPORT_PATH,
-    DeployConfig,
-    find_config,
-    read_config,
-)
+from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig
 from csps.services.launch.preflight import check_model, dequantization
 from csps.services.launch.ray_head import RUN_DIR, RayHead, command_for
 from csps.services.planning.memory import memory_need
@@ -168,8 +164,6 @@ def _reason(name: str, deployment: Mapping[str, Any]) -> str:
     return f"{name}: {last_line(message)}"
 
 
-DEPLOYED_FILE = "deployed.yaml"
-"""Configuration of the running server, in `RUN_DIR`."""
 READY_DEADLINE_S = 300.0
 """Default of `--ready-timeout`: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0
@@ -235,15 +229,6 @@ def _stop_on_signal(head: RayHead) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     stop()
-
-
-def read_running_config(given: Path | None, *, port: int | None = None) -> DeployConfig:
-    """Return the given configuration; without one, that of the server that was started from this
-    directory, or what `csps serve` would start."""
-    deployed = RUN_DIR / DEPLOYED_FILE
-    if given is None and ray_head.find_head(RUN_DIR) is not None and deployed.exists():
-        return read_config(deployed, port=port)
-    return read_config(find_config(given), port=port)
 
 
 def stop() -> None:
