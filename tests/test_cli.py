@@ -163,7 +163,7 @@ def test_a_misspelled_command_is_named_and_none_lists_all(
         main(["simulat"])
     assert "unknown command 'simulat'; did you mean 'simulate'?" in capsys.readouterr().err
     assert main([]) == 2
-    assert "  check-config  check a configuration file" in capsys.readouterr().out
+    assert "  check-config  check a configuration, and say what fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])

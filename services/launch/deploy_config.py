@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.services.settings.devices import check_gpus
 from csps.services.settings.replicas import check_override
-from csps.services.settings.settings import Settings, shipped_models
+from csps.services.settings.settings import Settings, first_error, shipped_models
 from csps.services.settings.vllm_options import hint_of
 
 IMPORT_PATH = "csps.services.app:build"
@@ -79,6 +80,21 @@ def find_config(given: Path | None) -> Path:
     return CONFIG_FILE if CONFIG_FILE.exists() else shipped_config()
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML takes the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping."""
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                again = f"again in line {key_node.start_mark.line + 1}"
+                raise ConfigError(f"{key} is given twice, {again}: remove one")
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep=deep)
+
+
 def read_config(
     path: Path,
     *,
@@ -100,7 +116,7 @@ def read_config(
         ConfigError: one line that says what is wrong, and where.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else exc
         raise ConfigError(f"cannot read {path}: {why}") from None
@@ -134,6 +150,7 @@ def _check(
         **settings.model_dump(include=_RESOLVED),
     }
     resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
+    _check_serve(resolved)
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
 
 
@@ -159,7 +176,7 @@ def _check_listening(http: Mapping[str, Any]) -> None:
     host, port = http["host"], http["port"]
     if not isinstance(host, str):
         raise ConfigError(f"http_options.host: must be a host's address, got {abridged(host)}")
-    if not isinstance(port, int) or not 1 <= port <= LAST_PORT:
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= LAST_PORT:
         raise ConfigError(
             f"http_options.port: must be an integer from 1 to {LAST_PORT}, got {abridged(port)}"
         )
@@ -184,6 +201,23 @@ def _check_keys(data: Any) -> None:
         _known("applications", application, ServeApplicationSchema.model_fields)
         for deployment in application.get("deployments") or []:
             _known("applications.deployments", deployment, DeploymentSchema.model_fields)
+
+
+def _check_serve(data: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a value in Serve's own part of the file is wrong, or hides the API."""
+    from ray.serve.schema import ServeDeploySchema
+
+    if data.get("proxy_location") == "Disabled":
+        raise ConfigError("proxy_location is Disabled, so nothing would listen: set it to HeadOnly")
+    prefix = _application(data).get("route_prefix", "/")
+    if prefix != "/":
+        raise ConfigError(
+            f"applications: route_prefix is {abridged(prefix)}, and clients expect /v1: set it to /"
+        )
+    try:
+        ServeDeploySchema.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(first_error(error)) from None
 
 
 def _known(where: str, section: Any, allowed: Mapping[str, Any]) -> None:

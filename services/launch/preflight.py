@@ -16,9 +16,9 @@ import torch
 from csps.actors.kv_transfer.message import entry_bytes
 from csps.models.checkpoints.loading import measure_weights
 from csps.models.network.spec import read_spec, tp_shard_of
-from csps.models.tokenizers.chat_template import read_chat_template
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.core.errors import ConfigError
+from csps.services.planning.checks import check_settings
 from csps.services.planning.machine import GIB, ROOT, main_memory
 from csps.services.planning.memory import MemoryNeed, one_line, rank_weights
 from csps.services.settings.settings import Settings
@@ -35,8 +35,7 @@ def check_model(settings: Settings) -> None:
         read_spec(settings.model_dir, settings.model_overrides)
         Tokenizer(settings.model_dir)
         measure_weights(settings.model_dir, settings.model_overrides)
-    with one_line("chat_template" if settings.chat_template else "model"):
-        read_chat_template(settings.model_dir, settings.chat_template)
+    check_settings(settings)
     for role in settings.gangs:
         rank_weights(role, settings)
     if len(settings.gangs) > 1:
@@ -111,7 +110,7 @@ def check_memory_at_all(need: MemoryNeed, *, root: Path = ROOT) -> None:
         where = "this container may use" if memory.limited else "this machine has"
         raise ConfigError(
             f"{where} {memory.total / GIB:.1f} GiB of memory, but {need.total / GIB:.1f} GiB are "
-            f"needed ({need.breakdown})"
+            f"needed ({need.breakdown}){_remedy(need, need.total - memory.total)}"
         )
 
 
@@ -140,4 +139,9 @@ def check_memory(need: MemoryNeed, *, freed: int = 0, root: Path = ROOT) -> None
             f"{memory.available / GIB:.1f} GiB of memory are available{more}, but "
             f"{need.total / GIB:.1f} GiB are needed ({need.breakdown}): free some, lower "
             "instances, kv_slots or gpu_memory_utilization, or set dtype to bfloat16"
+            f"{_remedy(need, need.total - memory.available - freed)}"
         )
+
+
+def _remedy(need: MemoryNeed, excess: int) -> str:
+    return "" if need.largest is None else f"; {need.largest.remedy(excess)}"

@@ -29,6 +29,12 @@ from csps.services.launch.demo_command import demo, usage_hints
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig
 from csps.services.launch.preflight import check_model, dequantization
 from csps.services.launch.ray_head import RUN_DIR, RayHead, command_for
+from csps.services.planning.checks import (
+    check_listening,
+    check_places,
+    check_resources,
+    resources_here,
+)
 from csps.services.planning.memory import memory_need
 from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
@@ -193,9 +199,7 @@ def serve(
     Raises:
         ConfigError, FaultError: the server cannot be started; one line says why.
     """
-    preflight.check_python()
-    _check_model(config.settings)
-    known_keys(config.settings.api_keys_file)  # an error here is plainer than the router's
+    check(config)
     running = _running_head(config)
     head = running or _start(config)
     deploy(config, head, RUN_DIR)
@@ -249,9 +253,25 @@ def stop() -> None:
 def check_config(config: DeployConfig, path: Path) -> None:
     """Report if a configuration can be deployed."""
     settings = config.settings
-    _check_model(settings)
+    check(config)
+    if ray_head.find_head(RUN_DIR) is None:  # or the port may be its own
+        preflight.check_port(config.host, config.port)
+    preflight.check_memory_at_all(memory_need(settings))
     ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
     _say(f"{path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+
+
+def check(config: DeployConfig) -> None:
+    """Check all that needs no server: the model, and what this machine has.
+
+    Raises:
+        ConfigError: the configuration cannot be deployed here.
+    """
+    preflight.check_python()
+    _check_model(config.settings)
+    check_resources(config.settings, resources_here())
+    check_places(config.settings)
+    check_listening(config.host)
 
 
 def _check_model(settings: Settings) -> None:

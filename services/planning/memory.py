@@ -72,6 +72,21 @@ class RankNeed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A number in the settings, and the bytes that it stands for."""
+
+    name: str
+    value: int
+    bytes: int
+
+    def remedy(self, excess: int) -> str:
+        """Return what to do to need so many bytes less."""
+        fitting = self.value * (self.bytes - excess) // self.bytes
+        most = f"at most {fitting} fit" if fitting > 0 else "lower it"
+        return f"{self.name} is {self.value}, {most}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
     """Bytes of main memory by purpose, all ranks together."""
 
@@ -87,6 +102,8 @@ class MemoryNeed:
     """Bytes for a prompt that fills the prefill slots."""
     kv_transfer: int = 0
     """Bytes for KV in transfer between gangs."""
+    largest: Setting | None = None
+    """The setting that most of it is for."""
 
     @property
     def total(self) -> int:
@@ -116,6 +133,9 @@ class MemoryNeed:
             kv_cache=self.kv_cache + other.kv_cache,
             activations=self.activations + other.activations,
             kv_transfer=self.kv_transfer + other.kv_transfer,
+            largest=max(
+                filter(None, (self.largest, other.largest)), key=lambda one: one.bytes, default=None
+            ),
         )
 
 
@@ -136,17 +156,31 @@ def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
 
 def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     section = settings.gangs[role]
+    ranks = section.ranks
+    transfers = ranks * _transfer_bytes(role, settings)
+    in_flight = Setting(
+        name="kv_transfer.in_flight_mib",
+        value=settings.kv_transfer.in_flight_mib,
+        bytes=transfers,
+    )
     if on_gpus(role, settings):
         # The rest lies in the GPUs' own memory.
-        transfers = section.ranks * _transfer_bytes(role, settings)
-        return MemoryNeed(ranks=section.ranks, kv_transfer=transfers)
+        return MemoryNeed(ranks=ranks, kv_transfer=transfers, largest=in_flight)
     rank = rank_need(role, settings)
+    slots, copies = ranks * rank.slots * (rank.slot + rank.token), ranks * rank.without_slots
+    largest = max(
+        in_flight,
+        Setting(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
+        Setting(name=f"{role}.instances", value=section.instances, bytes=copies),
+        key=lambda setting: setting.bytes,
+    )
     return MemoryNeed(
-        ranks=section.ranks,
-        weights=section.ranks * rank.weights,
-        kv_cache=section.ranks * rank.kv_cache,
-        activations=section.ranks * rank.slots * rank.token,
-        kv_transfer=section.ranks * rank.kv_transfer,
+        ranks=ranks,
+        weights=ranks * rank.weights,
+        kv_cache=ranks * rank.kv_cache,
+        activations=ranks * rank.slots * rank.token,
+        kv_transfer=transfers,
+        largest=largest,
     )
 
 
@@ -191,7 +225,7 @@ def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int
             f"{role}.kv_slots: auto finds no room: a rank's weights take "
             f"{need.weights / GIB:.1f} GiB, its temporaries {need.temporaries / GIB:.1f} GiB, of "
             f"{settings.gpu_memory_utilization:g} (gpu_memory_utilization) of the memory; raise "
-            "tp, lower instances, or set dtype to bfloat16"
+            "it or tp, lower instances, or set dtype to bfloat16"
         )
     return slots
 

@@ -459,10 +459,11 @@ class Settings(SettingsSection):
         Raises:
             ConfigError: a key is unknown, or a value does not fit.
         """
+        _refuse_booleans(cls, obj, "")
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as exc:
-            raise ConfigError(_one_line(exc)) from None
+            raise ConfigError(first_error(exc)) from None
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths, for processes with other working directories.
@@ -545,7 +546,23 @@ def _check_locations(role: str, locations: Sequence[str], gang: GangSettings) ->
         raise ValueError(f"topology.{role}: {error}") from None
 
 
-def _one_line(exc: ValidationError) -> str:
+def _refuse_booleans(cls: type[BaseModel], given: Any, prefix: str) -> None:
+    """Raise ConfigError for true or false where a number belongs: pydantic takes them for 1 and 0,
+    and YAML reads `yes` and `no` as them."""
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        field = cls.model_fields.get(name)
+        if field is None:
+            continue
+        kinds = {field.annotation, *get_args(field.annotation)}
+        numbers = {int, float} & {*kinds, *(arg for kind in kinds for arg in get_args(kind))}
+        if isinstance(value, bool) and numbers and bool not in kinds:
+            raise ConfigError(f"{prefix}{name} must be a number, got {value}")
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                _refuse_booleans(kind, value, f"{prefix}{name}.")
+
+
+def first_error(exc: ValidationError) -> str:
     """Return the first error, as `path: what is wrong`, and the number of further ones."""
     errors = exc.errors(include_url=False)
     first = errors[0]
