@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 
 from csps.cli import main
 from csps.services.launch import preflight, serve_command
@@ -48,7 +49,7 @@ def configuration(case: dict[str, Any], port: int) -> str:
     args = application["args"]
     for name, value in case.get("args", {}).items():
         args[name] = {**args[name], **value} if isinstance(args.get(name), dict) else value
-    data["http_options"] |= {
+    data["http_options"] |= {"port": free_port()} | {
         name: port if value == "{port}" else value for name, value in case.get("http", {}).items()
     }
     application |= case.get("app", {})
@@ -88,5 +89,6 @@ def test_the_configuration_without_a_mistake_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(configuration({}, 0))
     assert main(["check-config"]) == 0
     assert "is fine" in capsys.readouterr().out
