@@ -79,13 +79,18 @@ def check_config(argv: Sequence[str]) -> None:
         prog="csps check-config", description="Check a configuration.", allow_abbrev=False
     )
     add_options(parser)
+    parser.add_argument(
+        "--hardware", metavar="COUNTxGPU", help="plan for GPUs that are not here, such as 8xH100"
+    )
     arguments = parser.parse_args(as_parsed(argv))
     from csps.services.launch.asked_server import asked, gpus_here
     from csps.services.launch.serve_command import check_config as check
+    from csps.services.planning.hardware import named_hardware
 
-    wanted = asked(arguments, gpus=gpus_here())
+    hardware = None if arguments.hardware is None else named_hardware(arguments.hardware)
+    wanted = asked(arguments, gpus=gpus_here() if hardware is None else hardware.count)
     wanted.give_keys()
-    check(wanted.read(download=False), wanted.config)
+    check(wanted.read(download=False), wanted.config, hardware)
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

@@ -35,7 +35,9 @@ from csps.services.planning.checks import (
     check_resources,
     resources_here,
 )
-from csps.services.planning.memory import memory_need
+from csps.services.planning.hardware import Hardware, gpus_here
+from csps.services.planning.memory import memory_need, on_gpus
+from csps.services.planning.plan import lines, make_plan
 from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
 
@@ -250,15 +252,27 @@ def stop() -> None:
     ray_head.discard_head(RUN_DIR)
 
 
-def check_config(config: DeployConfig, path: Path) -> None:
-    """Report if a configuration can be deployed."""
+def check_config(config: DeployConfig, path: Path, hardware: Hardware | None) -> None:
+    """Report if a configuration can be deployed, and what it comes to.
+
+    Args:
+        hardware: GPUs to plan for in place of this machine, of which only the model is then used.
+    """
     settings = config.settings
-    check(config)
-    if ray_head.find_head(RUN_DIR) is None:  # or the port may be its own
-        preflight.check_port(config.host, config.port)
-    preflight.check_memory_at_all(memory_need(settings))
+    if hardware is not None:
+        _check_model(settings)
+    else:
+        check(config)
+        if ray_head.find_head(RUN_DIR) is None:  # or the port may be its own
+            preflight.check_port(config.host, config.port)
+        preflight.check_memory_at_all(memory_need(settings))
+        if any(on_gpus(role, settings) for role in settings.gangs):
+            hardware = gpus_here()
+    plan = make_plan(settings, hardware)
     ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
     _say(f"{path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+    for line in lines(plan):
+        _say(f"  {line}")
 
 
 def check(config: DeployConfig) -> None:
