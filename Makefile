@@ -86,7 +86,7 @@ $(LOAD_TESTERS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-load-testers
 	.venv-load-testers/bin/pip install --quiet --disable-pip-version-check \
 	  $$(grep '^torch==' constraints.txt) $$(.venv-load-testers/bin/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['load-testers'])")
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
 	@touch $@
 
 # In an environment of its own: it is large, and serves another purpose.

@@ -47,7 +47,7 @@ def gang_up(
     )
 
 
-Placement = cmd.Reserve | SequencePlacement
+Placement = ReserveKv | SequencePlacement
 
 
 def stored_on(placement: Placement, prompt: int, output: int) -> dict[int, set[int]]:
