@@ -217,12 +217,11 @@ class HttpApi:
         self, body: ParsedBody, metadata: RequestMetadata, trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
         parsed = self.parser.finish(body, metadata)
-        trace.parsed(parsed.spec, self.parser.model)
-        self.keys.check_again(parsed.spec.api_key)  # reading takes long enough for a revocation
-        handle = self.service.submit(parsed.spec)
+        trace.parsed(parsed.specs[0], self.parser.model)
+        self.keys.check_again(metadata.api_key)  # reading takes long enough for a revocation
         response = GeneratedResponse(
             parsed,
-            handle,
+            self.service.submit,
             model=self.parser.model,
             tokenizer=self.parser.tokenizer,
             trace=trace,
@@ -233,7 +232,12 @@ class HttpApi:
         longest, capacity_check = self.parser.max_positions, self.service.capacity_check
         if capacity_check is not None:
             longest = min(longest, capacity_check.promised)
-        return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)
+        return ModelCard(
+            id=self.parser.model,
+            created=_STARTED,
+            max_model_len=longest,
+            default_max_tokens=min(longest, self.parser.default_max_tokens(capacity_check)),
+        )
 
 
 async def _stream(request: Request, response: GeneratedResponse) -> Response:

@@ -11,12 +11,19 @@ import subprocess
 import sys
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from csps.protocols.core.errors import DeadlineExceeded, from_wire
 from csps.protocols.rpc.schema import pack, unpack
 from csps.services.http import parser_process
-from csps.services.http.body_parser import BodyParser, Endpoint, ParsedBody, ServedModel
+from csps.services.http.body_parser import (
+    BodyParser,
+    Endpoint,
+    NeedsProcess,
+    ParsedBody,
+    ServedModel,
+)
 from csps.services.http.errors import PayloadTooLarge
 from csps.services.http.parser_process import LENGTHS, ParseCall, frame, message_of
 
@@ -48,8 +55,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class ParserPool:
     """Parses bodies for the event loop without holding it up.
 
-    Small bodies are parsed on threads of its own. Large ones wait in line for a process, where they
-    delay each other and no short request.
+    Small bodies are parsed on threads of its own. Large ones, and those with a grammar or a chat
+    template of their own, wait in line for a process, where they delay each other and no short
+    request.
     """
 
     def __init__(self, parser: BodyParser, *, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -87,9 +95,10 @@ class ParserPool:
             DeadlineExceeded: parsing takes too long.
         """
         if len(body) <= SMALL_BODY_BYTES:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._parser.parse, endpoint, body, owner
-            )
+            with suppress(NeedsProcess):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._parser.parse, endpoint, body, owner
+                )
         await self._line.acquire()
         process = self._idle.pop()
         work = self._begin(self._parse(process, endpoint, body, owner))

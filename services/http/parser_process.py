@@ -53,7 +53,7 @@ def main() -> None:
     with socket.socket(fileno=sys.stdin.fileno()) as router, router.makefile("rwb") as stream:
         _be_the_first_to_go()
         message, _ = _read(stream)
-        parser = BodyParser(unpack(ServedModel, message))
+        parser = BodyParser(unpack(ServedModel, message), alone=True)
         _ = parser.tokenizer.long_texts  # read ahead of the first long text
         _write(stream, {})  # ready
         while True:
