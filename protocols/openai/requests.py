@@ -14,8 +14,9 @@ Tools and structured output are in `tools` and `structured` beside this file, th
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 from pydantic import (
@@ -26,7 +27,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from csps.protocols.core.errors import InvalidRequest, nearest
 from csps.protocols.openai.csps_options import (
@@ -80,6 +81,13 @@ def _is_token_ids(value: object) -> bool:
         and min(value) >= 0
         and max(value) <= MAX_TOKEN_ID
     )
+
+
+def _token_ids(value: Any) -> list[int]:
+    if value != [] and not _is_token_ids(value):
+        fail(f"must be an array of token ids, got {shown(value)}")
+    ids: list[int] = value
+    return ids
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
@@ -218,7 +226,7 @@ def _few_calls(value: Any) -> Any:
     return value
 
 
-def _few_messages(value: Any) -> Any:
+def few_messages(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
         fail(f"at most {MAX_MESSAGES} messages are supported, got {len(value)}")
     return value
@@ -322,6 +330,8 @@ class GenerationRequest(JsonModel):
     session_id: Ignored = None
     stream_interval: Ignored = None
 
+    return_progress: bool = False
+    """llama.cpp's: a stream says how far the prompt is."""
     csps: CspsRequestOptions = CspsRequestOptions()
 
     @property
@@ -448,7 +458,7 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     # Without FailFast a body with a million invalid messages would collect a million errors.
-    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(few_messages)]
     logprobs: bool = False
     top_logprobs: Annotated[int, between(0, 20)] | None = None
     """Number of alternatives to report beside each sampled token, with `logprobs`."""
@@ -545,7 +555,18 @@ class ChatCompletionRequest(GenerationRequest):
 
 # --- from bytes -----------------------------------------------------------------------------
 
-R = TypeVar("R", bound=GenerationRequest)
+
+class HasChat(Protocol):
+    """A request of another API that a chat can answer."""
+
+    csps: CspsRequestOptions
+
+    def chat(self) -> dict[str, Any]:
+        """Return the fields of a chat."""
+        ...
+
+
+R = TypeVar("R", bound=JsonModel)
 
 
 def parse_request(cls: type[R], body: bytes) -> R:
@@ -563,21 +584,73 @@ def parse_request(cls: type[R], body: bytes) -> R:
         raise _explained(exc.errors(include_url=False)[0]) from None
 
 
+def chat_of(request: HasChat) -> ChatCompletionRequest:
+    """Return another API's request as a chat.
+
+    Raises
+    ------
+    InvalidRequest
+        The chat is not valid; the message names the field of the chat.
+    """
+    try:
+        return ChatCompletionRequest.model_validate({**request.chat(), "csps": request.csps})
+    except ValidationError as exc:
+        raise _explained(exc.errors(include_url=False)[0]) from None
+    except PydanticCustomError as exc:
+        context = exc.context or {}
+        field = context.get("field")
+        raise InvalidRequest(f"{field or 'body'}: {context['text']}", param=field) from None
+
+
+def tokenizing(body: bytes, model: str) -> tuple[CompletionRequest | ChatCompletionRequest, bool]:
+    """Return what a body of `POST /tokenize` would ask for, and whether tokens are spelled out.
+
+    It has the fields of a chat or of a completion, of which it needs no model.
+
+    Raises
+    ------
+    InvalidRequest
+        As `parse_request`.
+    """
+    fields = _raw_fields(body)
+    spelled = fields.pop("return_token_strs", b"false")
+    if bytes(spelled) not in (b"true", b"false", b"null"):
+        raise InvalidRequest("return_token_strs: must be a boolean", param="return_token_strs")
+    fields.setdefault("model", msgspec.Raw(json.dumps(model).encode()))
+    told = msgspec.json.encode(fields)
+    if "messages" in fields:
+        return parse_request(ChatCompletionRequest, told), bytes(spelled) == b"true"
+    return parse_request(CompletionRequest, told), bytes(spelled) == b"true"
+
+
+class DetokenizeRequest(JsonModel):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+
+
+def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return _OBJECT.decode(body)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(_no_object(str(exc))) from None
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
+
+
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _values(cls: type[R], body: bytes) -> dict[str, Any]:
     """Return the fields of a body that are given and not ignored."""
-    used = _used_fields(cls)
+    used, fields = _used_fields(cls), _raw_fields(body)
     try:
-        fields = _OBJECT.decode(body)
         values = {
             name: from_json(bytes(fields[name]), allow_inf_nan=False)
             for name in fields
             if name in used
         }
-    except msgspec.ValidationError as exc:
-        raise InvalidRequest(_no_object(str(exc))) from None
     except (ValueError, RecursionError) as exc:
         raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
     if len(values) < len(fields):
@@ -585,7 +658,7 @@ def _values(cls: type[R], body: bytes) -> dict[str, Any]:
     return values
 
 
-def _refuse_unknown(cls: type[GenerationRequest], names: Iterable[str]) -> None:
+def _refuse_unknown(cls: type[JsonModel], names: Iterable[str]) -> None:
     for name in names:
         if name not in cls.model_fields:
             hint = nearest(name, cls.model_fields)
@@ -593,7 +666,7 @@ def _refuse_unknown(cls: type[GenerationRequest], names: Iterable[str]) -> None:
 
 
 @functools.cache
-def _used_fields(cls: type[GenerationRequest]) -> frozenset[str]:
+def _used_fields(cls: type[JsonModel]) -> frozenset[str]:
     """Return the names of the fields that are not ignored."""
     fields = cls.model_fields.items()
     return frozenset(name for name, field in fields if _IGNORE not in field.metadata)

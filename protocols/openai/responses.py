@@ -492,14 +492,17 @@ class _Stream(ABC):
         index: int = 0,
         logprobs: Sequence[TextLogprob] = (),
         finish_reason: FinishReason | None = None,
+        stop_string: str | None = None,
         csps: dict[str, Any] | None = None,
     ) -> bytes:
         """Encode one chunk with new `parts`, after which `completion_tokens` are generated in all.
 
-        `finish_reason` marks the last chunk of a choice; `csps` is the report for `explain` and
-        comes with that chunk.
+        `finish_reason` marks the last chunk of a choice; `stop_string`, if one ended it, and
+        `csps`, the report for `explain`, come with that chunk.
         """
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        if finish_reason == "stop" and stop_string is not None:  # vLLM's field
+            reason += f', "stop_reason": {_json_string(stop_string)}'
         report = "" if csps is None else f', "csps": {json.dumps(csps)}'
         return (
             f'{self._head}{{"index": {index}, {self._answer(parts)}'

@@ -1,4 +1,4 @@
-"""The OpenAI answer made of sampled tokens: text, log-probabilities, stop strings, events.
+"""The answer made of sampled tokens: text, log-probabilities, stop strings, events.
 
 `GeneratedResponse` reads tokens from a request's handle. `AnswerText` turns them into deltas, and
 `StopStrings` withholds text that may be part of a stop string.
@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
+from csps.protocols.anthropic.messages import MessagesAnswer
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
 from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
-    DONE,
     ChatCompletionResponse,
     ChatStream,
     CompletionResponse,
@@ -32,15 +32,23 @@ from csps.protocols.openai.responses import (
     WholeCompletion,
     whole_body,
 )
+from csps.protocols.openai.responses_api import ResponsesAnswer
 from csps.services.http.answer_parts import AnswerParts
 from csps.services.http.body import end_tasks
-from csps.services.http.body_parser import AnswerOptions
+from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
 from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.telemetry.request_trace import RequestTrace
 
+Encoder = CompletionStream | ChatStream | MessagesAnswer | ResponsesAnswer
+_ID_PREFIX: dict[Endpoint, str] = {
+    "completion": "cmpl-",
+    "chat": "chatcmpl-",
+    "messages": "msg_",
+    "responses": "resp_",
+}
 Submit = Callable[[RequestSpec], RequestHandle]
 
 
@@ -156,6 +164,8 @@ class GeneratedResponse:
             grown: called with the body's length again and again; an exception from it ends the
                 request.
         """
+        if self._options.endpoint in ("messages", "responses"):
+            return await self._whole_alone(grown)
         make = WholeCompletion if self._options.endpoint == "completion" else WholeChat
         bodies = [make() for _ in self._choices]
         async with aclosing(self.deltas()) as batches:
@@ -169,6 +179,17 @@ class GeneratedResponse:
             for index, choice in enumerate(self._returned())
         ]
         return whole_body(self._body(), choices)
+
+    async def _whole_alone(self, grown: Callable[[int], None]) -> list[bytes]:
+        """Return the body of an answer of an API that has one choice."""
+        answer = self._encoder()
+        assert isinstance(answer, MessagesAnswer | ResponsesAnswer), "the others have choices"
+        async with aclosing(self.deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    self._event(answer, delta)
+                grown(answer.bytes)
+        return [answer.whole(self._tokens, self._report())]
 
     def _returned(self) -> list[_Choice]:
         """Return the choices to show: the likeliest of each prompt, as many as were asked for."""
@@ -208,7 +229,7 @@ class GeneratedResponse:
             first: the first item of `deltas`.
             rest: the other items of `deltas`.
         """
-        stream = self._stream()
+        stream = self._encoder()
         try:
             head = b"".join(stream.start(choice.index) for choice in self._choices)
             if not first.done() and head:
@@ -218,25 +239,28 @@ class GeneratedResponse:
             async for deltas in rest:
                 yield self._events(stream, deltas)
         except Exception as error:
-            yield last_event(error) + DONE
+            yield last_event(error, self._options.endpoint)
 
-    def _stream(self) -> CompletionStream | ChatStream:
-        make = CompletionStream if self._options.endpoint == "completion" else ChatStream
-        return make(
-            request_id=self._id,
-            model=self._model,
-            created=self._created,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=lambda: self._cached_tokens,
-            options=StreamOptions(
-                include_usage=self._options.include_usage,
-                continuous_usage_stats=self._options.continuous_usage,
-            ),
+    def _encoder(self) -> Encoder:
+        shared: dict[str, Any] = {
+            "request_id": self._id,
+            "model": self._model,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": lambda: self._cached_tokens,
+        }
+        match self._options.endpoint:
+            case "messages":
+                return MessagesAnswer(**shared)
+            case "responses":
+                return ResponsesAnswer(created=self._created, **shared)
+        options = StreamOptions(
+            include_usage=self._options.include_usage,
+            continuous_usage_stats=self._options.continuous_usage,
         )
+        make = CompletionStream if self._options.endpoint == "completion" else ChatStream
+        return make(created=self._created, options=options, **shared)
 
-    def _events(
-        self, stream: CompletionStream | ChatStream, deltas: Sequence[AnswerDelta]
-    ) -> bytes:
+    def _events(self, stream: Encoder, deltas: Sequence[AnswerDelta]) -> bytes:
         """Return the events of deltas that came together, and the end after the last of all."""
         events = [self._event(stream, delta) for delta in deltas]
         # By what is sent: a choice may have its last tokens before the others' are sent.
@@ -245,7 +269,7 @@ class GeneratedResponse:
             events.append(stream.end(self._tokens))
         return b"".join(events)
 
-    def _event(self, stream: CompletionStream | ChatStream, delta: AnswerDelta) -> bytes:
+    def _event(self, stream: Encoder, delta: AnswerDelta) -> bytes:
         tokens = delta.tokens if len(self._choices) == 1 else self._tokens
         return stream.delta(
             delta.parts,
@@ -253,6 +277,7 @@ class GeneratedResponse:
             completion_tokens=tokens,
             logprobs=() if delta.logprob is None else (delta.logprob,),
             finish_reason=delta.finish_reason,
+            stop_string=delta.stop_string,
             csps=None if delta.finish_reason is None else self._report(),
         )
 
@@ -260,8 +285,7 @@ class GeneratedResponse:
 
     @property
     def _id(self) -> str:
-        prefix = "cmpl" if self._options.endpoint == "completion" else "chatcmpl"
-        return f"{prefix}-{self._spec.client_request_id}"
+        return f"{_ID_PREFIX[self._options.endpoint]}{self._spec.client_request_id}"
 
     @property
     def _tokens(self) -> int:
@@ -372,6 +396,8 @@ class AnswerDelta(NamedTuple):
     logprob: TextLogprob | None = None
     choice: int = 0
     """Index of the choice."""
+    stop_string: str | None = None
+    """Stop string that ended the answer."""
 
 
 class AnswerText:
@@ -441,7 +467,9 @@ class AnswerText:
             parts: Sequence[Part] = (Part("content", text),)
         else:
             parts, reason = self._split(self._parts, text, reason)
-        return AnswerDelta(parts, self.tokens, reason, logprob, self._index)
+        return AnswerDelta(
+            parts, self.tokens, reason, logprob, self._index, self._stop.string or None
+        )
 
     def _split(
         self, splitter: AnswerParts, text: str, reason: FinishReason | None
@@ -508,6 +536,8 @@ class StopStrings:
         self._withheld = ""
         self.found = False
         """A stop string was found; nothing more is returned."""
+        self.string = ""
+        """Stop string that was found."""
 
     def push(self, text: str) -> str:
         """Return the text that can be shown after `text`."""
@@ -518,6 +548,7 @@ class StopStrings:
         if ends:
             first = min(end for end, _ in ends)
             longest = max(stop.length for end, stop in ends if end == first)
+            self.string = text[before + first - longest : before + first]
             self.found, self._withheld = True, ""
             return text[: before + first - (0 if self._include else longest)]
         certain = len(text) - max(stop.matched for stop in self._stops)

@@ -28,17 +28,22 @@ from csps.models.tokenizers.grammar import (
     regex_grammar,
 )
 from csps.models.tokenizers.tokenizer import Tokenizer, TooManyTokens
+from csps.protocols.anthropic.messages import MessagesRequest
 from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings
 from csps.protocols.attention.plan import AskedRing, Attention, Objective
-from csps.protocols.core.errors import InvalidRequest, ModelNotFound
+from csps.protocols.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.openai.csps_options import CspsRequestOptions
 from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
+    chat_of,
     parse_request,
+    tokenizing,
 )
+from csps.protocols.openai.responses_api import ResponsesRequest
 from csps.protocols.openai.structured import StructuredOutput
 from csps.services.http.answer_parts import (
     Reasoning,
@@ -51,7 +56,10 @@ from csps.services.http.answer_parts import (
 from csps.services.requests.request_spec import PrefixKey
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
-Endpoint = Literal["completion", "chat"]
+Endpoint = Literal["completion", "chat", "messages", "responses"]
+"""Kinds of requests that are answered by the model."""
+Question = Literal["count_tokens", "tokenize", "detokenize"]
+"""Kinds of requests that the tokenizer answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +114,8 @@ class AnswerOptions:
     parallel_calls: bool = True
     reasoning: Reasoning = "none"
     include_reasoning: bool = True
+    progress: bool = False
+    """A stream says how far the prompt is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,7 +182,7 @@ class BodyParser:
             self._tool_format = model.tool_format
 
     def parse(self, endpoint: Endpoint, body: bytes, owner: bytes) -> ParsedBody:
-        """Parse the body of `POST /v1/completions` or `POST /v1/chat/completions`.
+        """Parse the body of a request that the model answers.
 
         Args:
             owner: digest of the API key; empty if the server needs no key.
@@ -181,13 +191,78 @@ class BodyParser:
             RequestError, InvalidTextError: the client's mistake.
             NeedsProcess: it is not `alone`, and this body may take long.
         """
-        if endpoint == "completion":
-            completion = parse_request(CompletionRequest, body)
-            self._check_model(completion.model)
-            return self._completion(completion, owner)
-        chat = parse_request(ChatCompletionRequest, body)
+        match endpoint:
+            case "completion":
+                completion = parse_request(CompletionRequest, body)
+                self._check_model(completion.model)
+                return self._completion(completion, owner)
+            case "chat":
+                chat = parse_request(ChatCompletionRequest, body)
+            case "messages":
+                messages = parse_request(MessagesRequest, body)
+                if messages.max_tokens is None:
+                    raise InvalidRequest("max_tokens: required", param="max_tokens")
+                chat = chat_of(messages)
+            case "responses":
+                chat = chat_of(parse_request(ResponsesRequest, body))
         self._check_model(chat.model)
         return self._chat(chat, endpoint, owner)
+
+    def answer(self, question: Question, body: bytes) -> bytes:
+        """Answer a request for the tokenizer: return the body of the answer.
+
+        Raises:
+            RequestError, InvalidTextError: the client's mistake.
+            NeedsProcess: it is not `alone`, and this body may take long.
+        """
+        match question:
+            case "detokenize":
+                asked = parse_request(DetokenizeRequest, body)
+                self._check_model(asked.model or self.model.name)
+                return json.dumps({"prompt": self._text_of(asked.tokens)}).encode()
+            case "count_tokens":
+                chat = chat_of(parse_request(MessagesRequest, body))
+                self._check_model(chat.model)
+                tokens = self._all_tokens(chat, self._rendered(chat))
+                return json.dumps({"input_tokens": len(tokens)}).encode()
+            case "tokenize":
+                request, spelled = tokenizing(body, self.model.name)
+                self._check_model(request.model)
+                text = (
+                    self._rendered(request)
+                    if isinstance(request, ChatCompletionRequest)
+                    else request.prompt[0]
+                )
+                return self._tokenized(self._all_tokens(request, text), spelled)
+
+    def _all_tokens(
+        self, request: CompletionRequest | ChatCompletionRequest, text: str | list[int]
+    ) -> list[int]:
+        special = request.add_special_tokens
+        tokens, count, more = self._tokens(text, special=special, cut=self._cut(request))
+        if count > self.model.max_positions:
+            raise ContextLengthExceeded(
+                prompt_tokens=count,
+                output_tokens=0,
+                limit=self.model.max_positions,
+                at_least=more,
+            )
+        return tokens
+
+    def _tokenized(self, tokens: list[int], spelled: bool) -> bytes:
+        names = [self.tokenizer.token_bytes(token) for token in tokens] if spelled else None
+        found = {
+            "count": len(tokens),
+            "max_model_len": self.model.max_positions,
+            "tokens": tokens,
+            "token_strs": names and [name.decode(errors="backslashreplace") for name in names],
+        }
+        return json.dumps(found).encode()
+
+    def _text_of(self, tokens: list[int]) -> str:
+        if any(token >= self.model.vocab for token in tokens):
+            raise self._no_such_token(max(tokens), "tokens")
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     # --- both kinds of requests ---
 
@@ -281,6 +356,7 @@ class BodyParser:
             skip_special_tokens=request.skip_special_tokens,
             explain=request.csps.explain,
             logprobs=request.alternatives is not None,
+            progress=request.return_progress,
         )
 
     # --- prompts ---

@@ -11,20 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from agent_checkpoints import CLOCK, THINKING_TEMPLATE, WEATHER, with_template
+from agent_checkpoints import CLOCK, WEATHER
+from agent_server import DEADLINE_S, AgentServer, agent_parser, agent_server
 from fake_service import FakeService
-from live_server import serving
-from tiny_checkpoints import make_checkpoint
 
 from csps.protocols.core.errors import QueueFull
-from csps.services.http.api import HttpApi
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
-from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.settings import HttpSettings, Settings
-from csps.services.telemetry.metrics import Metrics
+from csps.services.settings.settings import Settings
 
-DEADLINE_S = 60
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo"}}\n</tool_call>'
 UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"type": "?"}}}
 QUESTION = [{"role": "user", "content": "Is it raining?"}]
@@ -32,50 +26,31 @@ QUESTION = [{"role": "user", "content": "Is it raining?"}]
 
 @pytest.fixture(scope="module")
 def parser(tmp_path_factory: pytest.TempPathFactory) -> RequestParser:
-    model = with_template(make_checkpoint(tmp_path_factory.mktemp("hermes")), THINKING_TEMPLATE)
-    (model / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": 257, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
-    )
-    http = HttpSettings(request_templates=True)
-    return RequestParser(Settings(model=str(model), served_model_name="tiny", http=http))
+    return agent_parser(tmp_path_factory.mktemp("agents"))
 
 
 @pytest.fixture
-async def service(parser: RequestParser) -> FakeService:
-    return FakeService(parser.tokenizer, "Yes.")
+async def server(parser: RequestParser) -> AsyncIterator[AgentServer]:
+    async with agent_server(parser) as server:
+        yield server
 
 
 @pytest.fixture
-async def client(parser: RequestParser, service: FakeService) -> AsyncIterator[httpx.AsyncClient]:
-    pool = ParserPool(parser.body_parser)
-    api = HttpApi(
-        parser=parser,
-        parser_pool=pool,
-        service=service,
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
-    async with (
-        serving(api.app()) as url,
-        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
-    ):
+def client(server: AgentServer) -> httpx.AsyncClient:
+    return server.client
+
+
+@pytest.fixture
+def service(server: AgentServer) -> FakeService:
+    return server.service
+
+
+@pytest.fixture
+async def official(server: AgentServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
-    await pool.close()
-
-
-@pytest.fixture
-def official(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
-
-
-def say(service: FakeService, parser: RequestParser, text: str) -> None:
-    service.script = parser.tokenizer.encode(text, add_special_tokens=False)
-
-
-def prompt_of(service: FakeService, parser: RequestParser) -> str:
-    """Return the text of the last prompt."""
-    return parser.tokenizer.decode(service.specs[-1].prompt.tolist(), skip_special_tokens=False)
 
 
 async def chat(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
@@ -213,16 +188,14 @@ async def test_a_prompt_is_cut_to_what_fits(
     assert service.specs[-1].prompt.size == parser.max_positions - 10
 
 
-async def test_a_stop_string_may_be_shown(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser
-) -> None:
-    say(service, parser, "one END two")
+async def test_a_stop_string_may_be_shown(server: AgentServer, client: httpx.AsyncClient) -> None:
+    server.say("one END two")
     answer = await chat(client, stop=["END"], include_stop_str_in_output=True)
     assert answer.json()["choices"][0]["message"]["content"] == "one END"
 
 
 async def test_template_fields_reach_the_template(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser
+    server: AgentServer, client: httpx.AsyncClient
 ) -> None:
     template = (
         "{{ messages[0].content }}|{{ documents[0].text }}|{{ color }}|{{ reasoning_effort }}"
@@ -235,11 +208,11 @@ async def test_template_fields_reach_the_template(
         "reasoning_effort": "low",
     }
     assert (await chat(client, **asked)).status_code == 200
-    assert prompt_of(service, parser) == "Is it raining?|doc|red|low|go"
+    assert server.prompt == "Is it raining?|doc|red|low|go"
     assert (await chat(client, **asked, add_generation_prompt=False)).status_code == 200
-    assert prompt_of(service, parser) == "Is it raining?|doc|red|low"
+    assert server.prompt == "Is it raining?|doc|red|low"
     await chat(client, reasoning_effort="none")
-    assert prompt_of(service, parser).endswith("<think>\n\n</think>\n\n")
+    assert server.prompt.endswith("<think>\n\n</think>\n\n")
 
 
 async def test_a_client_s_template_runs_only_where_it_can_be_stopped(
@@ -257,12 +230,12 @@ async def test_a_client_s_template_runs_only_where_it_can_be_stopped(
 
 @pytest.mark.parametrize("echo", [False, True])
 async def test_the_last_message_is_continued(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser, echo: bool
+    server: AgentServer, client: httpx.AsyncClient, echo: bool
 ) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "I think: "}]
     options = {"continue_final_message": True, "add_generation_prompt": False, "echo": echo}
     answer = await chat(client, messages=begun, **options)
-    assert prompt_of(service, parser).endswith("<|im_start|>assistant\nI think: ")
+    assert server.prompt.endswith("<|im_start|>assistant\nI think: ")
     shown = answer.json()["choices"][0]["message"]["content"]
     assert shown == ("I think: Yes." if echo else "Yes.")
 
@@ -283,9 +256,9 @@ async def test_words_and_tokens_reach_the_sampler(
 
 
 async def test_calls_are_found_in_an_answer(
-    official: openai.AsyncOpenAI, service: FakeService, parser: RequestParser
+    server: AgentServer, official: openai.AsyncOpenAI
 ) -> None:
-    say(service, parser, f"Let me see.\n{CALL}\n{CALL}")
+    server.say(f"Let me see.\n{CALL}\n{CALL}")
     whole = await official.chat.completions.create(
         model="tiny",
         messages=QUESTION,
@@ -301,10 +274,8 @@ async def test_calls_are_found_in_an_answer(
     assert len({call.id for call in calls}) == 2
 
 
-async def test_calls_are_streamed(
-    official: openai.AsyncOpenAI, service: FakeService, parser: RequestParser
-) -> None:
-    say(service, parser, f"Let me see.\n{CALL}\n{CALL}")
+async def test_calls_are_streamed(server: AgentServer, official: openai.AsyncOpenAI) -> None:
+    server.say(f"Let me see.\n{CALL}\n{CALL}")
     names, arguments, content, reasons = {}, {0: "", 1: ""}, "", set()
     async for chunk in await official.chat.completions.create(
         model="tiny",
@@ -328,9 +299,9 @@ async def test_calls_are_streamed(
 
 
 async def test_one_call_ends_the_answer_if_one_is_wanted(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser
+    server: AgentServer, client: httpx.AsyncClient, service: FakeService
 ) -> None:
-    say(service, parser, f"{CALL}\n{CALL}")
+    server.say(f"{CALL}\n{CALL}")
     answer = await chat(client, tools=[WEATHER], parallel_tool_calls=False)
     choice = answer.json()["choices"][0]
     assert len(choice["message"]["tool_calls"]) == 1
@@ -339,9 +310,9 @@ async def test_one_call_ends_the_answer_if_one_is_wanted(
 
 
 async def test_no_call_is_found_where_none_is_allowed(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser
+    server: AgentServer, client: httpx.AsyncClient
 ) -> None:
-    say(service, parser, CALL)
+    server.say(CALL)
     answer = await chat(client, tools=[WEATHER], tool_choice="none")
     assert answer.json()["choices"][0]["message"]["content"] == CALL
 
@@ -364,13 +335,13 @@ async def test_a_wanted_call_is_a_grammar(
 
 
 async def test_an_answer_is_the_same_text_in_the_history(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser
+    server: AgentServer, client: httpx.AsyncClient, service: FakeService
 ) -> None:
     """The prompt of the next turn begins with prompt and answer of this one, token for token."""
     odd = (
         '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo",  "x": [ 1,2]}}\n</tool_call>'
     )
-    say(service, parser, f"Let me see.\n{odd}\n{CALL}")
+    server.say(f"Let me see.\n{odd}\n{CALL}")
     answer = (await chat(client, tools=[WEATHER, CLOCK])).json()["choices"][0]["message"]
     before = [*service.specs[-1].prompt.tolist(), *service.script]
     results = [
@@ -381,7 +352,7 @@ async def test_an_answer_is_the_same_text_in_the_history(
     assert service.specs[-1].prompt.tolist()[: len(before)] == before
 
 
-async def test_tools_need_a_format(client: httpx.AsyncClient, tiny_llama: Path) -> None:
+async def test_tools_need_a_format(tiny_llama: Path) -> None:
     plain = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
     body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER]}
     with pytest.raises(ValueError, match="shows no format of calls"):
@@ -393,9 +364,9 @@ async def test_tools_need_a_format(client: httpx.AsyncClient, tiny_llama: Path) 
 
 @pytest.mark.parametrize("included", [True, False])
 async def test_reasoning_is_apart_from_the_answer(
-    client: httpx.AsyncClient, service: FakeService, parser: RequestParser, included: bool
+    server: AgentServer, client: httpx.AsyncClient, included: bool
 ) -> None:
-    say(service, parser, f"<think>\nIs it?\n</think>\n\nLook.\n{CALL}")
+    server.say(f"<think>\nIs it?\n</think>\n\nLook.\n{CALL}")
     fields = {"tools": [WEATHER], "include_reasoning": included}
     message = (await chat(client, **fields)).json()["choices"][0]["message"]
     assert message.get("reasoning_content") == ("Is it?" if included else None)

@@ -158,8 +158,8 @@ async def test_a_prompt_that_is_too_long_takes_little_memory(
         assert peak_bytes(pool.pids) - before < 2**27
     finally:
         await pool.close()
-    assert parsed.more_tokens
-    assert not parsed.prompt
+    assert parsed.prompts[0].more_tokens
+    assert not parsed.prompts[0].ids
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ in the prompt") as refused:
         parser.finish(parsed, RequestMetadata(client_request_id="x"))
     assert refused.value.prompt_tokens == parsed.prompts[0].tokens > parser.max_positions
