@@ -115,17 +115,19 @@ class BatchSequence:
             if kv_slice.tokens and kv_slice.span.start <= self.next
         }
 
+    def holders_behind(self, position: int) -> set[int]:
+        """Return those of the holders that have positions behind this one."""
+        near = Span(max(0, position + 1), self.next + 1)
+        slices = _within((*self.request.slices, *self.answer), near)
+        return {kv_slice.instance for kv_slice in slices}
+
     @property
     def stores_at_master(self) -> bool:
         """Return whether no KV of the answer goes to another instance."""
         return all(kv_slice.instance == self.request.master for kv_slice in self.answer)
 
-    def slices_before(self, position: int) -> list[KvSlice]:
-        """Return where the KV of the prompt's positions before this one lies."""
-        return _within(self.request.slices, Span(start=0, stop=position))
-
     def slices_of(self, span: Span) -> list[KvSlice]:
-        """Return where the KV of a chunk of the prompt is to lie."""
+        """Return where the KV of some of the prompt's positions lies, or is to lie."""
         return _within(self.request.slices, span)
 
 

@@ -65,9 +65,9 @@ def sample_batch(
     """Sample one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
 
     A row from which nothing can be sampled gets its error instead of a sample, because the others'
-    tokens are sampled and counted all the same. The host waits for the device once, twice more if
-    rows are sampled at random (once to learn whether a top-k has ties), and twice for each number
-    of log-probabilities asked for.
+    tokens are sampled and counted all the same. The host waits for the device once, up to three
+    times more if rows are sampled at random (to learn whether a top-k has ties, and whether a top-p
+    takes more than the highest values), and twice for each number of log-probabilities asked for.
     """
     assert len(samplers) == len(indices) == len(logits_bv)
     if not samplers:

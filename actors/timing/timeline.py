@@ -38,6 +38,7 @@ Phase = Literal[
     "importance exchange",
     "history exchange",
     "ring",
+    "window exchange",
     "balancing",
     "placing",
     "kv transfer",
@@ -45,9 +46,10 @@ Phase = Literal[
 ]
 """Kinds of work that take time in a step.
 
-All-to-alls, rings, all-gathers and reduce-scatters are transfers, which go on beside the others. So
-are moves of history (`balancing`), of new KV to its holders (`placing`), and of KV to the gang that
-decodes it (`kv transfer`). `wait` is time in which computing waited for a transfer.
+All-to-alls, rings, window exchanges, all-gathers and reduce-scatters are transfers, which go on
+beside the others. So are moves of history (`balancing`), of new KV to its holders (`placing`), and
+of KV to the gang that decodes it (`kv transfer`). `wait` is time in which computing waited for a
+transfer.
 """
 
 TRANSFERS: frozenset[str] = frozenset(

@@ -20,6 +20,7 @@ from csps.protocols.core.errors import (
     to_wire,
 )
 from csps.protocols.rpc import trace_context
+from csps.protocols.rpc.tls import Tls
 from csps.protocols.rpc.wire import (
     CANCEL,
     LINGER_S,
@@ -225,11 +226,13 @@ class RpcServer:
         limits: RpcLimits | None = None,
         on_disconnect: Callable[[Peer], None] | None = None,
         version: int = SCHEMA_VERSION,
+        tls: Tls | None = None,
     ) -> None:
         self._handlers = dict(handlers)
         self._on_disconnect = on_disconnect
         self.secret, self.version = secret, version
         self.limits = limits or RpcLimits()
+        self._tls = tls
         self._listener: asyncio.Server | None = None
         self.peers: set[Peer] = set()
         """Open connections, authenticated or not."""
@@ -238,7 +241,15 @@ class RpcServer:
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen, and return the address; the system chooses the port if `port` is 0."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Peer(self), host, port)
+        encryption: dict[str, Any] = {}
+        if self._tls is not None:
+            # A peer exists from the end of TLS's handshake on, which needs a limit of its own.
+            encryption = {
+                "ssl": self._tls.server,
+                "ssl_handshake_timeout": self.limits.handshake_s,
+                "ssl_shutdown_timeout": LINGER_S,
+            }
+        self._listener = await loop.create_server(lambda: Peer(self), host, port, **encryption)
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
         return bound_host, bound_port
 

@@ -55,6 +55,10 @@ class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
     left: tuple[Count, ...] = ()
     budget: Count = 0
     """Tokens that an iteration may compute from now on (`decode_batches.chunk_lengths`)."""
+    iterated: tuple[tuple[tuple[Count, ...], Positive], ...] = ()
+    """(ranks of a group, its iterations since the change before), for groups with piggybacked
+    sequences. The other ranks count what these sequences have computed: once they share a master
+    with one of them, both must know what it leaves of the budget."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -185,5 +189,5 @@ def unpack_reports(frame: bytes) -> list[Report]:
 def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], frame: bytes, what: str) -> list[T]:
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # deeply nested lists behind the known fields
         raise ProtocolError(f"not a frame of {what}: {error}") from None

@@ -22,6 +22,7 @@ from csps.protocols.core.errors import (
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
 from csps.protocols.gang.messages import LinkBroken
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.fencing import Fencing, Generations
 from csps.services.cluster.kv_links import KvLink, KvLinks
 from csps.services.cluster.membership import ClusterView, Directory
@@ -97,6 +98,7 @@ class Cluster:
     Args:
         directory: names the gangs that serve.
         secret: authenticates the router to the ranks.
+        tls: encrypts the connections to ranks, if given.
         router_id: identifies this router to the ranks.
         generations: store of router generations.
         roles: roles of the gangs that serve: a pair, or "elastic" alone.
@@ -111,9 +113,10 @@ class Cluster:
         generations: Generations,
         deadlines: ClusterDeadlines | None = None,
         roles: Sequence[GangRole] = PAIR,
+        tls: Tls | None = None,
     ) -> None:
         self._roles = tuple(roles)
-        self._fencing = Fencing(generations, secret=secret, router_id=router_id)
+        self._fencing = Fencing(generations, secret=secret, router_id=router_id, tls=tls)
         self._deadlines = deadlines or ClusterDeadlines()
         self._directory = directory
         self._reconciler = Reconciler(
@@ -135,6 +138,7 @@ class Cluster:
         self._reported = ""
         self._obstacle = ""
         """Cause of the last failure, in words that clients may read."""
+        self._standing_by = False
 
     def listen(self, listener: ClusterListener) -> None:
         """Report gangs and links to `listener` from now on."""
@@ -188,6 +192,12 @@ class Cluster:
             ),
         ]
 
+    def stand_by(self, waits: bool) -> None:
+        """Learn that a former rollout's router still serves, and has this one's gangs wait."""
+        if waits != self._standing_by:
+            self._standing_by = waits
+            self._set_obstacle(STANDBY if waits else "")
+
     def drain(self) -> None:
         """Attach to no more gangs but keep the attached ones: new gangs may belong to a
         successor."""
@@ -207,7 +217,7 @@ class Cluster:
     # --- attempts ---
 
     def _attempted(self, error: BaseException | None) -> None:
-        self._set_obstacle(_obstacle(error))
+        self._set_obstacle(_obstacle(error) or (STANDBY if self._standing_by else ""))
         if error is not None:
             self._report(error)
 

@@ -49,6 +49,8 @@ class ServedModel:
     """Longest prompt plus answer."""
     reuses_kv: bool
     """Prompts get prefix-cache keys."""
+    chat_template: str | None = None
+    """File with a template that replaces the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ class BodyParser:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self.tokenizer = Tokenizer(Path(model.folder))
-        self._template: ChatTemplate | None = read_chat_template(Path(model.folder))
+        self._template: ChatTemplate | None = read_chat_template(
+            Path(model.folder), model.chat_template
+        )
 
     def parse(self, endpoint: Endpoint, body: bytes, owner: bytes) -> ParsedBody:
         """Parse the body of `POST /v1/completions` or `POST /v1/chat/completions`.

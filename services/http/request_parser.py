@@ -63,6 +63,7 @@ class RequestParser:
                 vocab=spec.vocab,
                 max_positions=self.max_positions,
                 reuses_kv=settings.kv_reuse.enabled,
+                chat_template=settings.chat_template,
             )
         )
         self.tokenizer = self.body_parser.tokenizer

@@ -133,6 +133,9 @@ class Ranks:
         self.iterations: dict[int, list[tuple[int, int]]] = {}
         """(entry, end) of each iteration at its leader, by batch."""
         self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
+        self._counted: dict[tuple[int, int], dict[int, int]] = {}
+        """(entry, iteration) -> earlier iterations of each piggybacked sequence, as the first of
+        its ranks knows them."""
 
     def deliver(self, rank: int, entries: Iterable[LogEntry]) -> None:
         self.each[rank].queue.extend(entries)
@@ -307,6 +310,14 @@ class Ranks:
                 ends.append((entry.seq, self._clock.now))
             self._iteration(r, entry, op, i + 1, since)
 
+        counted = {
+            sequence: self.each[r].sequences[op.batch][sequence]
+            for sequence in self._iterated(r, op)
+            if is_piggybacked(sequence)
+        }
+        assert self._counted.setdefault((entry.seq, i), counted) == counted, (
+            f"ranks cut the prompts of {entry} differently"
+        )
         self._meet(
             ("iteration", entry.seq, i),
             members,
@@ -334,6 +345,11 @@ class Ranks:
 
     def _change(self, rank: Rank, change: Change) -> None:
         sequences = rank.sequences.setdefault(change.batch, {})
+        r = self.each.index(rank)
+        for group, iterations in change.iterated:
+            ranks = self._ranks_of(r, change.batch)
+            for sequence in sequences if r not in group else ():
+                sequences[sequence] += iterations * (ranks(sequence) <= set(group))
         for sequence in change.left:
             sequences.pop(sequence, None)
         for sequence, _ in change.joined:
@@ -369,6 +385,11 @@ class Scenario:
 
 FIRST_DECODED = 1000
 """First number of a sequence that decodes; those below are prefilled."""
+
+
+def is_piggybacked(sequence: int) -> bool:
+    """Return whether a sequence's prompt is computed by its batch."""
+    return sequence % 2 == 1
 
 
 def random_scenario(
@@ -494,7 +515,8 @@ class World:
             self._submit(time, scenario.steps[step].task)
         for time, batch, sequence, owner in scenario.joins:
             ranks = scenario.needed_ranks.get(sequence, ())
-            self._at(time, sequencer.join, batch, sequence, 0, owner, 0, ranks)
+            token = None if is_piggybacked(sequence) else 0
+            self._at(time, sequencer.join, batch, sequence, token, owner, 0, ranks)
         for time, sequence in scenario.cancels:
             self._at(time, sequencer.cancel, sequence)
         for time, owner in scenario.ends:

@@ -474,10 +474,10 @@ class Unreachable(MemoryGenerations):
 
     hangs = False
 
-    async def priorities(self) -> dict[int, int]:
+    async def heartbeats(self) -> dict[int, int]:
         if self.hangs:
             await asyncio.Event().wait()
-        return await super().priorities()
+        return await super().heartbeats()
 
 
 async def test_a_broken_link_is_made_again_without_the_store_of_generations() -> None:

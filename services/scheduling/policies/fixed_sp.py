@@ -73,9 +73,7 @@ class FixedSp:
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         """Start the oldest requests until one has to wait."""
-        pairs = [
-            _Groups(pair, view.now_ns, self.options, self.decode_options) for pair in view.pairs
-        ]
+        pairs = [_Groups(pair, view, self.options, self.decode_options) for pair in view.pairs]
         decisions: list[Decision] = []
         for request in view.waiting("low"):
             plan = next(filter(None, (pair.start(request, view) for pair in pairs)), None)
@@ -125,12 +123,12 @@ class _Groups:
     """The groups of a pair of gangs in a round."""
 
     def __init__(
-        self, pair: GangPair, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
+        self, pair: GangPair, view: SchedulerView, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._max_positions = options, pair.max_positions
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
-        self._prefill = PrefillOverlay(pair.prefill, now_ns)
-        self._decode = DecodeOverlay(pair.decode, decode)
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
+        self._decode = DecodeOverlay(pair.decode, decode, view.cost)
         self._groups = list(self._cut(self._prefill.candidates))
         self._queues = [
             _Queue(group.free_at_ns, index)

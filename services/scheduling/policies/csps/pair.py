@@ -75,7 +75,7 @@ class RoundPlan:
     ) -> None:
         self.options, self.cost, self.now_ns = options, view.cost, view.now_ns
         self.prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
-        self.decode = DecodeOverlay(pair.decode, decode)
+        self.decode = DecodeOverlay(pair.decode, decode, view.cost)
         self.reuses = Reuses(self.prefill, view.cost)
         self.high_priority = HighPrioritySteps(self.prefill, view.cost, options, view.now_ns)
         self._view, self._pair = view, pair
