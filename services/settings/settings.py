@@ -218,6 +218,8 @@ class HttpSettings(SettingsSection):
     """Limit for a whole body. For the largest body it means a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """Limit for the next byte of a body."""
+    request_templates: bool = False
+    """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
 
 
 class TlsSettings(SettingsSection):
@@ -386,8 +388,14 @@ class Settings(SettingsSection):
     """Interface that ranks listen on; `auto` is the address that Ray knows the node by."""
     max_positions: Count | None = None
     """Longest prompt plus answer; None means the model's own limit."""
-    default_max_tokens: Count = 256
-    """Answer length of a chat request that does not set one."""
+    default_max_tokens: Count | None = None
+    """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
+    gang that decodes, at most 4,096 and at most what is left of the context."""
+    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    """How the model writes calls of tools; `auto`: as its chat template shows."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """How the model writes its reasoning, which answers have apart from their text: `think` for
+    `<think>`; `auto`: as its chat template shows."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
     """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;

@@ -122,6 +122,8 @@ from csps.protocols.openai.responses import TextLogprob
 from csps.protocols.openai.responses import error_body
 from csps.protocols.openai.responses import ChatStream
 from csps.protocols.openai.responses import CompletionStream
+from csps.protocols.openai.responses import DONE
+from csps.protocols.openai.responses import Part
 from csps.protocols.attention.plan import option_name
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.attention.plan import Objective as PlanObjective
@@ -974,10 +976,10 @@ def _chunks(stream: Any) -> list[Json]:
     logprob = TextLogprob(token="t", token_bytes=b"t", logprob=-1.0)
     entry = dataclasses.replace(logprob, top=(logprob,))
     events = [
-        made.start() if hasattr(made, "start") else b"",
-        made.delta("t", completion_tokens=1, logprobs=[entry]),
-        made.delta("", completion_tokens=1, finish_reason="stop", csps={"plan": None}),
-        made.usage(1),
+        made.start(0),
+        made.delta([Part("content", "t")], completion_tokens=1, logprobs=[entry]),
+        made.delta((), completion_tokens=1, finish_reason="stop", csps={"plan": None}),
+        made.end(1).removesuffix(DONE),
     ]
     return [shape(json.loads(event.removeprefix(b"data: "))) for event in events if event]
 
