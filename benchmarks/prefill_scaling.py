@@ -105,7 +105,7 @@ async def prefill(
     """
     cell.prefill = gang
     prompt = np.random.default_rng(seed).integers(3, 256, length).astype("<i4")
-    request = Request(sequence_id=max(cell.jobs, default=0) + 1, prompt=prompt, slices=())
+    request = Request(sequence_id=max(cell.steps, default=0) + 1, prompt=prompt, slices=())
     job = prefill_step([request.chunk()], range(gang.instances), **fields)
     begin = time.perf_counter()
     step_id = cell.submit(job, prompt)
