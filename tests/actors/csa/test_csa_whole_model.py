@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_csa_reference import DenseCsa
-from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from strategy_ranks import Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -109,7 +109,7 @@ def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
         )
         return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
 
-    step = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
+    step = step_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
     sparse, exact_short = brute_force(gang, plan), gang.forwards(step)[1]
     gang.check(step, gang.run(step, csa), [sparse, exact_short])
     return sparse
@@ -125,7 +125,7 @@ def test_every_layer_is_as_defined(
 
 
 def test_nothing_dropped_is_exact(gang: StrategyRanks) -> None:
-    exact = gang.forwards(job_of(BOUNDS, [LONG, SHORT]))[0]
+    exact = gang.forwards(step_of(BOUNDS, [LONG, SHORT]))[0]
     torch.testing.assert_close(check(gang, plan_of(3, 0.0)).x_td, exact.x_td)
 
 
