@@ -59,7 +59,7 @@ from csps.actors.comm.layout import name_digest
 from csps.actors.timing.timeline import SentBytes
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
-from csps.actors.timing.timeline import Event as TimelineEvent
+from csps.actors.timing.timeline import PhaseEvent as TimelineEvent
 from csps.actors.timing.timeline import Phase
 from csps.actors.timing.timeline import traced_step
 from csps.actors.sampling.token_sampler import BadLogits
