@@ -13,6 +13,7 @@ from csps.services.cluster.membership import Census, StaticDirectory
 from csps.services.deployments import gang_rank
 from csps.services.deployments.gang_rank import _wait_for_room
 from csps.services.launch import preflight
+from csps.services.planning.machine import GIB, MainMemory
 from csps.services.settings.settings import Settings
 
 DEADLINE_S = 60.0
@@ -43,7 +44,12 @@ def census(*outdated: str, settled: bool = True) -> Census:
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """GiB of this machine."""
     sizes = {"MemTotal": PLENTY, "MemAvailable": LITTLE}
-    monkeypatch.setattr(preflight, "memory_gib", lambda name, meminfo: sizes[name])
+
+    def look(root: Path) -> MainMemory:
+        total, available = (int(sizes[name] * GIB) for name in ("MemTotal", "MemAvailable"))
+        return MainMemory(total=total, available=available)
+
+    monkeypatch.setattr(preflight, "main_memory", look)
     monkeypatch.setattr(gang_rank, "ROOM_POLL_S", 0.0)
     return sizes
 
