@@ -119,10 +119,7 @@ def _registered(name: str) -> _Registered:
     if ":" in name:
         return _imported(name)
     if name not in _POLICIES:
-        raise ConfigError(
-            f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}; one of your "
-            "own is my_module:MyPolicy"
-        )
+        raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
     return _POLICIES[name]
 
 
