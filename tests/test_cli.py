@@ -106,6 +106,14 @@ def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_di
         ),
         ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         (
+            {"args__tls": {"certificate": "a", "key": "b"}},
+            "tls.authority: Field required",
+        ),
+        (
+            {"args__tls": {"certificate": "/a", "key": "/b", "authority": "/c"}},
+            "tls.certificate: cannot read /a: No such file or directory",
+        ),
+        (
             {"args__model": "/nowhere"},
             "there is no directory '/nowhere', nor a shipped model of this name (needle)",
         ),

@@ -30,7 +30,7 @@ from torch import Tensor
 from csps.actors.sampling.token_sampler import Penalties, TokenSampler
 from csps.kernels.sampling import row_blocks, sample
 from csps.protocols.core.errors import CspsError
-from csps.protocols.gang.messages import TokenLogprob
+from csps.protocols.gang.messages import SampledToken, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 
@@ -49,6 +49,17 @@ class Sample:
     sampled token is among them only if it is that likely."""
     finish_reason: Literal["stop", "length"] | None = None
 
+    def message(self, sequence_id: int, index: int) -> SampledToken:
+        """Return the token as part of the message to the router."""
+        return SampledToken(
+            sequence_id=sequence_id,
+            index=index,
+            token=self.token,
+            finish_reason=self.finish_reason,
+            logprob=self.logprob,
+            top_logprobs=self.top,
+        )
+
 
 def sample_batch(
     samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequence[int]
@@ -56,9 +67,9 @@ def sample_batch(
     """Sample one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
 
     A row from which nothing can be sampled gets its error instead of a sample, because the others'
-    tokens are sampled and counted all the same. The host waits for the device once, twice more if
-    rows are sampled at random (once to learn whether a top-k has ties), and twice for each number
-    of log-probabilities asked for.
+    tokens are sampled and counted all the same. The host waits for the device once, up to three
+    times more if rows are sampled at random (to learn whether a top-k has ties, and whether a top-p
+    takes more than the highest values), and twice for each number of log-probabilities asked for.
     """
     assert len(samplers) == len(indices) == len(logits_bv)
     if not samplers:

@@ -5,13 +5,17 @@ Ray's own schema ignores misspelled keys; here each is an error that names the n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import csps
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.services.settings.devices import check_gpus
 from csps.services.settings.replicas import check_override
@@ -29,6 +33,7 @@ _RESOLVED = {
     "scaling_information_base",
     "scheduling",
     "telemetry",
+    "tls",
 }
 """Settings with a path, which processes elsewhere would resolve in their own working directory."""
 
@@ -86,6 +91,7 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     application = _application(data)
     settings = Settings.model_validate(application.get("args") or {}).resolved()
     check_gpus(settings)
+    settings.load_tls()  # an error here is plainer than every process's
     for deployment in application.get("deployments") or []:
         check_override(deployment, settings)
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
@@ -95,9 +101,23 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     args = {
         **(application.get("args") or {}),
         **settings.model_dump(include=_RESOLVED),
+        "revision": settings.revision or _code_digest(),
     }
     resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
+
+
+@cache
+def _code_digest() -> str:
+    """Return a digest of the installed package: Serve replaces nothing if only code has changed."""
+    package = Path(csps.__file__).parent
+    digest = sha256()
+    for folder, _, files in sorted(os.walk(package, followlinks=True)):
+        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            text = path.read_bytes()
+            # Without the lengths, two different trees could give the same bytes.
+            digest.update(f"{path.relative_to(package)} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def _check_listening(http: Mapping[str, Any]) -> None:

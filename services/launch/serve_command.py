@@ -56,6 +56,15 @@ class ServeStatus:
         """Return True if this configuration runs or is being deployed."""
         return self._matches(config, "RUNNING", "DEPLOYING")
 
+    def is_replaced_in_place(self, config: DeployConfig) -> bool:
+        """Return True if Serve updates what runs, and does not remove it for something else."""
+        states = {name: application["status"] for name, application in self.applications.items()}
+        return states.keys() == {config.application_name} and states[config.application_name] in (
+            "RUNNING",
+            "DEPLOYING",
+            "UNHEALTHY",
+        )
+
     def _matches(self, config: DeployConfig, *states: str) -> bool:
         application = self.applications.get(config.application_name) or {}
         deployed = application.get("deployed_app_config") or {}
@@ -362,9 +371,11 @@ def _running_head(config: DeployConfig) -> RayHead | None:
 
 
 def _clear(head: RayHead, config: DeployConfig) -> None:
-    """Remove the running application if it has another configuration."""
-    # Serve could replace it in place, but would hold the weights of both meanwhile, and mix their
-    # answers.
+    """Make way for the application, unless it runs already.
+
+    One of the same name is replaced in place, without an error that its clients see
+    (`services.cluster.handover`). Its ranks wait for memory, if that does not hold both.
+    """
     status = wait_for_status(head)
     status.check_http_options(config)
     if not status.http_options:
@@ -376,6 +387,9 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
         preflight.check_memory_at_all(need)
         if (freed := _memory_in_use(status)) is not None:
             preflight.check_memory(need, freed=freed)
+        if status.is_replaced_in_place(config):
+            _say("updating the running application, which serves until the new one is ready ...")
+            return
         _say("replacing the running application; waiting for its requests ...")
         undeploy(head)
     preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)

@@ -19,8 +19,10 @@ from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
+from csps.protocols.rpc.tls import Tls, TlsFiles
 from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.settings.processor import multiplies_bf16
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -216,6 +218,29 @@ class HttpSettings(SettingsSection):
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
 
 
+class TlsSettings(SettingsSection):
+    """PEM files for mutual TLS between router, configurator and ranks (`docs/security.md`), at the
+    same paths on every node."""
+
+    certificate: str
+    """Certificate that each process shows."""
+    key: str
+    """The certificate's private key, without a password."""
+    authority: str
+    """Authority that has signed the certificates of all processes of this cell, and no others."""
+
+    @property
+    def files(self) -> TlsFiles:
+        """The files."""
+        return TlsFiles(certificate=self.certificate, key=self.key, authority=self.authority)
+
+    def resolved(self) -> Self:
+        """Return a copy with absolute paths."""
+        return self.model_copy(
+            update={name: _absolute(getattr(self, name)) for name in type(self).model_fields}
+        )
+
+
 class KeyLimits(SettingsSection):
     """Limits of the API keys of one name, beyond which a request gets a 429. None is no limit."""
 
@@ -343,7 +368,9 @@ class Settings(SettingsSection):
     model_overrides: Annotated[Mapping[str, Any], AfterValidator(_known_overrides)] = {}
     """Values that replace those of the checkpoint's config.json: its RoPE parameters, its longest
     context and its sliding window."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Type of weights, activations and KV. `auto` is bfloat16 on GPUs and on processors that
+    multiply such numbers, as the machine that reads the settings, and otherwise float32."""
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
@@ -366,6 +393,10 @@ class Settings(SettingsSection):
     `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
+    revision: str | None = None
+    """Text without a meaning of its own. Another one makes a deployment replace all processes,
+    which code that was installed anew does not by itself. `csps serve` sets it to a digest of the
+    installed code, unless the file has one."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
     """File with the measurements of `csps profile` on this machine with this model
     (`docs/profiling.md`). If there is none, shipped coefficients are used."""
@@ -382,8 +413,20 @@ class Settings(SettingsSection):
     topology: TopologySettings = TopologySettings()
     configurator: ConfiguratorSettings = ConfiguratorSettings()
     auth: AuthSettings = AuthSettings()
+    tls: TlsSettings | None = None
+    """Files for mutual TLS between processes of the server; None leaves them unencrypted."""
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _dtype_of_this_machine(self) -> Self:
+        # Replaced at once: all ranks must compute in one dtype, whatever machine each is on, and
+        # measurements and KV of another one do not fit.
+        if self.dtype == "auto":
+            on_gpus = any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
+            best = "bfloat16" if on_gpus or multiplies_bf16() else "float32"
+            object.__setattr__(self, "dtype", best)  # a frozen model
+        return self
 
     @model_validator(mode="after")
     def _a_pair_or_an_elastic_gang(self) -> Self:
@@ -480,8 +523,17 @@ class Settings(SettingsSection):
                     update={"log": None if log is None else _absolute(log)}
                 ),
                 "telemetry": self.telemetry.resolved(),
+                "tls": None if self.tls is None else self.tls.resolved(),
             }
         )
+
+    def load_tls(self) -> Tls | None:
+        """Return what encrypts connections between processes of the server, if it is set.
+
+        Raises:
+            ConfigError: a file is missing, or two processes would not accept each other with them.
+        """
+        return None if self.tls is None else Tls.load(self.tls.files)
 
     @property
     def model_dir(self) -> Path:

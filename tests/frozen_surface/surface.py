@@ -56,12 +56,12 @@ from csps.actors.engine.decode_batch import PROMPT_TOKENS
 from csps.actors.timing.timeline import StepClock
 from csps.actors.worker.startup import model_fingerprint
 from csps.actors.comm.layout import name_digest
-from csps.actors.engine.step_trace import SentBytes
+from csps.actors.timing.timeline import SentBytes
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
 from csps.actors.timing.timeline import Event as TimelineEvent
 from csps.actors.timing.timeline import Phase
-from csps.actors.engine.step_trace import traced_step
+from csps.actors.timing.timeline import traced_step
 from csps.actors.sampling.token_sampler import BadLogits
 from csps.cli import COMMANDS
 from csps.cli import main as command_line
@@ -188,8 +188,8 @@ from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.policies.tetris.options import FIT as TETRIS_FIT
 from csps.services.scheduling.core.scheduler import SchedulerCounts as Counts
 from csps.configurator.costs.cost_table import stored
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.elastic_event import ElasticEventKind as ElasticKind
+from csps.services.requests.request_handle import ElasticEvent
+from csps.services.requests.request_handle import ElasticEventKind as ElasticKind
 from csps.services.telemetry.request_trace import error_type
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import record_spans
@@ -409,8 +409,7 @@ def _record_a_request() -> None:
 def _record_a_step() -> None:
     job = PrefillStep(step_id=1, group=(0,), bounds=(0, 0), chunks=(), trace=TRACEPARENT)
     clock = StepClock()
-    mesh: Any = types.SimpleNamespace(bytes_sent=[0, 0])
-    with traced_step(job, clock, SentBytes(mesh), rank=0):
+    with traced_step(job, clock, SentBytes([0, 0]), rank=0):
         for phase in get_args(Phase):
             clock.timeline.add(TimelineEvent(phase, 1, 2, layer=1, level=1, micro=1))
 

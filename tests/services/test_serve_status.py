@@ -152,14 +152,15 @@ def applications(
 
 
 def replaced_by(
-    config: DeployConfig, old: dict[str, Any] | None = None, **changes: Any
+    config: DeployConfig, old: dict[str, Any] | None = None, name: str = "former", **changes: Any
 ) -> dict[str, Any]:
-    """Return an application with other settings than those of `config`; `old` replaces all of
-    them."""
+    """Return an application with another name and other settings than those of `config`; `old`
+    replaces all of them."""
     answer = {**applications(config, "RUNNING"), "http_options": config.data["http_options"]}
     deployed = answer["applications"]["csps"]["deployed_app_config"]
     deployed["import_path"] = config.data["applications"][0]["import_path"]
     deployed["args"] = {**config.application_args, **changes} if old is None else old
+    answer["applications"] = {name: answer["applications"].pop("csps")}
     return answer
 
 
@@ -316,6 +317,16 @@ def test_an_application_of_unknown_memory_is_removed_before_memory_is_checked(
     with pytest.raises(ConfigError, match=r"^0\.0 GiB of memory are available, but"):
         _clear(head, config)
     assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
+
+
+def test_an_application_of_the_same_name_is_updated_in_place(
+    head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float]
+) -> None:
+    """Its ranks wait for memory themselves: removing it first would refuse its clients."""
+    cluster.statuses = [replaced_by(config, name="csps", prefill={"instances": 2})]
+    memory[:] = [0.1]
+    _clear(head, config)
+    assert cluster.asked == [APPLICATIONS_PATH]
 
 
 def test_edited_keys_are_waited_for(

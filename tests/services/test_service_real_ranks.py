@@ -28,8 +28,7 @@ from csps.protocols.gang.messages import Sampling
 from csps.services.cluster.attachment import PAIR, Cluster
 from csps.services.cluster.fencing import MemoryGenerations
 from csps.services.cluster.membership import ClusterView, StaticDirectory
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ElasticEvent, RequestHandle
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.service import RequestService

@@ -59,6 +59,14 @@ class Engine:
         """KV heads of this rank, numbered over the whole model."""
         return kv_head_range(self.spec, self.tp_rank, self.layout.tp)
 
+    def sinks(self, layer: int) -> Tensor | None:
+        """Return the logits of the attention sinks of this rank's query heads, if they have any."""
+        sinks_h = self.network.layers[layer].weights.sinks
+        if sinks_h is None:
+            return None
+        heads = query_head_range(self.spec, self.tp_rank, self.layout.tp)
+        return sinks_h[heads.start : heads.stop]
+
     def attend_rows(
         self, layer: int, q_rhd: Tensor, resident: ResidentRows
     ) -> tuple[Tensor, Tensor]:
