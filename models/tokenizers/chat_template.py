@@ -129,15 +129,29 @@ def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": RawJson(function["arguments"])}}
 
 
-def read_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the checkpoint's template, or None; chat_template.jinja wins over the
-    configuration."""
-    file = model_dir / "chat_template.jinja"
-    if file.exists():
-        source: str | None = file.read_text(encoding="utf-8")
+def read_chat_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:
+    """Return the checkpoint's template, or None; chat_template.jinja wins over the configuration.
+
+    Args:
+        given: file with a template that replaces the checkpoint's.
+
+    Raises:
+        CheckpointError: the given file cannot be read.
+    """
+    file = model_dir / "chat_template.jinja" if given is None else Path(given)
+    if given is not None or file.exists():
+        source: str | None = _text(file)
     else:
         source = _configured_template(read_json_if_present(model_dir / "tokenizer_config.json"))
     return None if source is None else ChatTemplate(source, special_tokens(model_dir))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"cannot read the chat template {file}: {why}") from None
 
 
 def _configured_template(config: CheckpointJson) -> str | None:

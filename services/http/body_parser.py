@@ -76,6 +76,8 @@ class ServedModel:
     """Longest prompt plus answer."""
     reuses_kv: bool
     """Prompts get prefix-cache keys."""
+    chat_template: str | None = None
+    """File with a template that replaces the checkpoint's."""
     tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
     """Format of the model's calls of tools; "auto": as its chat template shows."""
     reasoning: Literal["auto", "think", "none"] = "auto"
@@ -170,7 +172,7 @@ class BodyParser:
         self.tokenizer = Tokenizer(folder)
         self._grammars = Grammars(folder, model.vocab)
         self._defaults = read_sampling_defaults(folder)
-        self._template: ChatTemplate | None = read_chat_template(folder)
+        self._template: ChatTemplate | None = read_chat_template(folder, model.chat_template)
         source = "" if self._template is None else self._template.source
         self._reasons = model.reasoning == "think" or (
             model.reasoning == "auto" and reasons(source)

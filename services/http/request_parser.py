@@ -77,6 +77,7 @@ class RequestParser:
                 vocab=spec.vocab,
                 max_positions=self.max_positions,
                 reuses_kv=settings.kv_reuse.enabled,
+                chat_template=settings.chat_template,
                 tool_format=settings.tool_format,
                 reasoning=settings.reasoning,
                 request_templates=settings.http.request_templates,

@@ -896,6 +896,8 @@ def _parser(parser: argparse.ArgumentParser) -> Json:
             for name, sub in action.choices.items():
                 told[name] = _parser(sub)
             continue
+        if action.help == argparse.SUPPRESS:
+            continue  # vLLM's, which tests/services/test_vllm_options.py holds
         name = " ".join(action.option_strings) or action.dest
         told[name] = {
             "kind": _action_kind(action),
