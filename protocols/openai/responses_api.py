@@ -328,6 +328,10 @@ class ResponsesAnswer:
         response = self._response("in_progress", None)
         return self._event("response.in_progress", response=response, prompt_progress=report)
 
+    def keep_alive(self) -> bytes:
+        """Encode an event that keeps a silent stream alive."""
+        return self._event("response.in_progress", response=self._response("in_progress", None))
+
     def end(self, completion_tokens: int) -> bytes:
         """Encode the last events."""
         status: Status = "incomplete" if self._cut else "completed"
