@@ -314,7 +314,7 @@ class ResponsesAnswer:
             item["arguments"] = text
         else:
             where: dict[str, Any] = {"content_index": 0}
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._item_event(f"response.{_DELTAS[kind]}.done", text=text, **where, **more)
             part = _content(kind, text)
             yield self._item_event("response.content_part.done", part=part, **where)
