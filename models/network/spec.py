@@ -694,7 +694,10 @@ ARCHITECTURES: Mapping[str, ServedArchitecture] = {
 }
 
 _LLAMA4 = "it attends within chunks, and some of its layers know no positions"
-_DELTA = "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV"
+_DELTA = (
+    "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV "
+    "(docs/recurrent-layers.md)"
+)
 _LATENT = "its KV is latent (MLA)"
 
 REFUSED: Mapping[str, str] = {
