@@ -115,7 +115,6 @@ next tokens only. A second pool would hold the windowed layers. This is its desi
   position while the pool has room. A hit ends where near KV was kept, or begins its recomputation
   there; the prefix tree stores these positions beside its blocks, and evicts them on their own.
 - **Policies** see the second count as one more limit on starts, and change nothing else.
-
 """
 
 REFUSED_TEXT = """\
@@ -136,6 +135,7 @@ def models_page() -> str:
         )
         for name, architecture in ARCHITECTURES.items()
     ]
+    refused = [(f"`{name}`", _linked(why)) for name, why in REFUSED.items()]
     sections = [
         INTRODUCTION,
         _table(("class", "such as", "layers", "limits"), served),
@@ -143,9 +143,7 @@ def models_page() -> str:
         QUANTIZED.format(floats=_listed(FLOATS), formats=_formats()),
         NEAR_KV,
         REFUSED_TEXT,
-        _table(
-            ("class", "because"), [(f"`{name}`", _linked(why)) for name, why in REFUSED.items()]
-        ),
+        _table(("class", "because"), refused),
     ]
     return "\n".join(sections)
 

@@ -425,8 +425,8 @@ _GEMMA3_DEFAULTS: Mapping[str, Any] = {
 
 
 def _gemma3(config: CheckpointJson) -> ModelSpec:
-    given = {key: value for key, value in config.values.items() if value is not None}
-    config = replace(config, values={**_GEMMA3_DEFAULTS, **given})
+    defaults = {key: value for key, value in _GEMMA3_DEFAULTS.items() if not config.has(key)}
+    config = replace(config, values={**config.values, **defaults})
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.values.get(key):
             raise UnsupportedModelError(f"{config.path}: {key} is not supported")
