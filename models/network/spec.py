@@ -26,7 +26,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
-    """A mixture of experts: SwiGLU MLPs of which an expert router chooses some for each token."""
+    """A mixture of experts: gated MLPs of which an expert router chooses some for each token."""
 
     count: int
     per_token: int
@@ -78,7 +78,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU MLPs."""
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and gated MLPs."""
 
     family: str
     """Layout of the checkpoint's tensors, by `checkpoints/families.py`."""
