@@ -16,6 +16,7 @@ from csps.services.cluster.registry import Registry
 from csps.services.deployments.configurator import Configurator
 from csps.services.deployments.gang_rank import UPDATE_S, GangRank
 from csps.services.deployments.router import Router
+from csps.services.planning.checks import check_settings
 from csps.services.settings.credentials import cluster_secret
 from csps.services.settings.replicas import GANGS, only_one
 from csps.services.settings.settings import AnyGang, Settings
@@ -53,6 +54,7 @@ def build(settings: Settings) -> Application:
         ConfigError: a setting names something that does not exist.
     """
     settings = settings.resolved()
+    check_settings(settings)
     secret = cluster_secret()
     rollout = time.time_ns()  # larger than that of every former build
     registry = _shell(Registry, "Registry", settings).bind()

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from csps.protocols.core.placement import KvSlice, own, placed_once, rest_of, tokens_on
+from csps.protocols.core.placement import own, placed_once, tokens_on
 from csps.protocols.gang.messages import EvictKv, JoinBatch, ReserveKv, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequencePlacement
 from csps.services.scheduling.core.scheduler import Scheduler
@@ -15,7 +15,6 @@ from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import gang_of, instance_id
-from csps.services.scheduling.state.ledger import decode_slots
 
 MS = 1_000_000
 
@@ -46,6 +45,31 @@ def gang_up(
         max_positions=max_positions,
         kv_bytes_per_token=kv_bytes_per_token,
     )
+
+
+Placement = ReserveKv | SequencePlacement
+
+
+def stored_on(placement: Placement, prompt: int, output: int) -> dict[int, set[int]]:
+    """Return the positions whose KV each instance stores, position by position; those that others
+    have computed take no slots. The master frees a sequence even if it stores none of it.
+    """
+    if not placement.slices:
+        return {}
+    stored: dict[int, set[int]] = {placement.master: set()}
+    for kv_slice in (*placement.slices, *placement.answer):
+        here = stored.setdefault(kv_slice.instance, set())
+        if not kv_slice.source:
+            here.update(range(kv_slice.start, kv_slice.stop, kv_slice.step))
+    if not placement.answer:
+        stored[placement.master].update(range(prompt, prompt + output))
+    return stored
+
+
+def slots_for(placement: Placement, prompt: int, output: int) -> dict[int, int]:
+    """Return the slots that a sequence needs on each instance that stores or samples it."""
+    stored = stored_on(placement, prompt, output)
+    return {instance: len(positions) for instance, positions in stored.items()}
 
 
 @dataclass
@@ -156,6 +180,8 @@ class RandomCell:
             self._progress_only()
             self.turn()
         assert self.over, f"still open: {self._open()}"
+        while self._pending:  # a gang may have been reset at last
+            self.turn()
 
     @property
     def over(self) -> bool:
@@ -459,8 +485,8 @@ class RandomCell:
         self.sequences[reserved.sequence_id] = SentSequence(
             reserve=command,
             unreceived={} if command.piggybacked else tokens_on(own(reserved.slices)),
-            slots=decode_slots(reserved, reserved.output_tokens),
-            unfreed=list(decode_slots(reserved, reserved.output_tokens)),
+            slots=slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens),
+            unfreed=list(slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens)),
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
@@ -514,17 +540,13 @@ class RandomCell:
         span = (reserve.message.prompt_tokens, stop)
         assert placed_once(0, span[0], after.slices), "not the prompt's positions"
         assert placed_once(*span, after.answer), "not the answer's positions"
-        stored = [*before.slices, *before.answer]
-        if not before.answer:
-            stored.append(KvSlice(before.master, *span))
-        for decode_slot in decode_slots(after, 0):
-            if decode_slot not in sequence.slots:
-                sequence.slots[decode_slot] = 0
-                sequence.unfreed.append(decode_slot)
-        for kv_slice in (*after.slices, *after.answer):
-            here = [there.span for there in stored if there.instance == kv_slice.instance]
-            coming = sum(span.length for span in rest_of(kv_slice.span, here))
-            sequence.slots[kv_slice.instance] += coming
+        length, output = reserve.message.prompt_tokens, reserve.message.output_tokens
+        there, coming = (stored_on(placement, length, output) for placement in (before, after))
+        for instance, positions in coming.items():
+            if instance not in sequence.slots:
+                sequence.slots[instance] = 0
+                sequence.unfreed.append(instance)
+            sequence.slots[instance] += len(positions - there.get(instance, set()))
         sequence.move = after
 
     def _moved(self) -> None:
@@ -533,7 +555,8 @@ class RandomCell:
             sequence = self.sequences[number]
             assert sequence.move is not None
             sequence.moved, sequence.move = sequence.move, None
-            sequence.slots = decode_slots(sequence.moved, 0)
+            reserve = sequence.reserve
+            sequence.slots = slots_for(sequence.moved, reserve.prompt_tokens, reserve.output_tokens)
             sequence.unfreed = [
                 instance for instance in sequence.unfreed if instance in sequence.slots
             ]

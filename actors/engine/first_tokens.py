@@ -136,7 +136,9 @@ def _sample(
     samplers: dict[int, TokenSampler] = {}
     for row, chunk in enumerate(chunks):
         try:
-            samplers[row] = sampler_of(step.samplers[chunk.sequence_id], engine.spec.vocab)
+            samplers[row] = sampler_of(
+                step.samplers[chunk.sequence_id], engine.spec.vocab, engine.grammars
+            )
         except CspsError as exc:
             fail(chunk.sequence_id, exc)
     first = [chunks[row].first_index for row in samplers]

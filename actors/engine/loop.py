@@ -144,13 +144,15 @@ class EngineLoop:
                 return
             samples_here = message.after.master == self._engine.instance
             begins_here = samples_here and message.before.master != self._engine.instance
-            vocab = self._engine.spec.vocab
+            engine = self._engine
             run = MoveRun(
                 self._engine,
                 message,
                 sequence_of=self.decode_batch.sequence,
                 wanted=lambda: find(sequence_id) is not None,
-                sampler=sampler_of(message.sampler, vocab) if begins_here else None,
+                sampler=sampler_of(message.sampler, engine.spec.vocab, engine.grammars)
+                if begins_here
+                else None,
                 next_run=self._next_run,
             )
             if not self._pending_steps.add(run, owner):

@@ -203,7 +203,9 @@ class Reservations:
         # Made here and not when the sequence joins: bad parameters are refused now, and long lists
         # of tokens do not delay an iteration.
         masters = request.master == engine.instance
-        sampler = sampler_of(request.sampler, engine.spec.vocab) if masters else None
+        sampler = (
+            sampler_of(request.sampler, engine.spec.vocab, engine.grammars) if masters else None
+        )
         with self._changing:
             self._refuse_cancelled(request.sequence_id, owner)
             self._take(request, [*spans, *answers])

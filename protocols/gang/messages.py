@@ -51,6 +51,12 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer: ends of sequence included, unless the request ignores them."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens of which the answer consists; empty: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer must not contain."""
+    grammar: str = ""
+    """Grammar that the answer follows (`models.tokenizers.grammar`); empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

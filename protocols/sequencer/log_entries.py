@@ -189,5 +189,5 @@ def unpack_reports(frame: bytes) -> list[Report]:
 def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], frame: bytes, what: str) -> list[T]:
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # deeply nested lists behind the known fields
         raise ProtocolError(f"not a frame of {what}: {error}") from None

@@ -221,6 +221,9 @@ class RequestHandle:
         self._unread = 0
         self._unread_by_all = unread_by_all or UnreadTokens()
         self._generated: list[int] = []
+        self.prefill_over = asyncio.Event()
+        """Set when ranks have reported the prompt's last step, or none will: from then on the
+        prefix cache has what it will have of the prompt before the answer's end."""
         self._waiter: asyncio.Future[None] | None = None
         self._cut = False
         """The last batch left tokens unread."""
@@ -420,11 +423,13 @@ class RequestHandle:
     def finish(self, reason: FinishReason) -> None:
         """End the iteration: the answer is complete or was cancelled."""
         self.state, self.finish_reason = "finished", reason
+        self.prefill_over.set()
         self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the iteration with an error, before or within the answer."""
         self.state, self.error = "failed", error
+        self.prefill_over.set()
         self._wake()
 
     def _wake(self) -> None:

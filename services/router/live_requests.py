@@ -208,6 +208,7 @@ class LiveRequests:
             self._post_event(FirstToken(sequence_id=sequence.id))
             if sequence.command.piggybacked:
                 handle.handed_over()
+                handle.prefill_over.set()
         if sequence.move is not None and sequence.next_index in sequence.move.early:
             self.deliver(sequence.move.early.pop(sequence.next_index))
 

@@ -310,6 +310,10 @@ class RunningSteps:
         self._post_event(StepDone(step_id=done.step_id, instance=instance, took_ns=took_ns))
         if not step.unreported:
             del self._running[done.step_id]
+            last = {chunk.sequence_id for chunk in step.command.step.chunks if chunk.last}
+            for sequence in step.sequences:
+                if sequence.id in last:
+                    sequence.handle.prefill_over.set()
             guarded(self._observe)(step)
 
     def _observe(self, step: _RunningStep) -> None:

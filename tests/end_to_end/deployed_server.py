@@ -121,10 +121,13 @@ class Deployed:
         """Return the running processes of a deployment."""
         return {replica["pid"] for replica in self.replicas(deployment)}
 
+    def ranks(self) -> list[RankDescription]:
+        """Return what the ranks of all complete gangs say of themselves."""
+        return self._answers(self.registry.rank_addresses(), "describe", RankDescription)
+
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of a server's only gang, by their ranks."""
-        described = self._answers(self.registry.rank_addresses(), "describe", RankDescription)
-        return {rank.rank: rank.pid for rank in described}
+        return {rank.rank: rank.pid for rank in self.ranks()}
 
     def kv_used(self, besides: int) -> dict[int, int]:
         """Return the slots that are taken on each rank of a server's only gang but one, which may
@@ -293,9 +296,14 @@ def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
 
 def stop_left(folder: Path) -> None:
     """End the server of a folder, if it still has one."""
-    if (head := ray_head.find_head(folder / ray_head.RUN_DIR)) is not None:
+    stop_head(folder / ray_head.RUN_DIR)
+
+
+def stop_head(run_dir: Path) -> None:
+    """End the Ray whose files are in a directory, if it still runs."""
+    if (head := ray_head.find_head(run_dir)) is not None:
         head.stop(grace_s=0)
-        ray_head.discard_head(folder / ray_head.RUN_DIR)
+        ray_head.discard_head(run_dir)
 
 
 def _read(run_dir: Path, data: dict[str, Any], port: int) -> DeployConfig:

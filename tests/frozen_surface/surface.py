@@ -59,7 +59,7 @@ from csps.actors.comm.layout import name_digest
 from csps.actors.timing.timeline import SentBytes
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
-from csps.actors.timing.timeline import Event as TimelineEvent
+from csps.actors.timing.timeline import PhaseEvent
 from csps.actors.timing.timeline import Phase
 from csps.actors.timing.timeline import traced_step
 from csps.actors.sampling.token_sampler import BadLogits
@@ -122,6 +122,8 @@ from csps.protocols.openai.responses import TextLogprob
 from csps.protocols.openai.responses import error_body
 from csps.protocols.openai.responses import ChatStream
 from csps.protocols.openai.responses import CompletionStream
+from csps.protocols.openai.responses import DONE
+from csps.protocols.openai.responses import Part
 from csps.protocols.attention.plan import option_name
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.attention.plan import Objective as PlanObjective
@@ -409,7 +411,7 @@ def _record_a_step() -> None:
     clock = StepClock()
     with traced_step(job, clock, SentBytes([0, 0]), rank=0):
         for phase in get_args(Phase):
-            clock.timeline.add(TimelineEvent(phase, 1, 2, layer=1, level=1, micro=1))
+            clock.timeline.add(PhaseEvent(phase, 1, 2, layer=1, level=1, micro=1))
 
 
 def _span_files(recorded: Sequence[ReadableSpan]) -> Json:
@@ -894,6 +896,8 @@ def _parser(parser: argparse.ArgumentParser) -> Json:
             for name, sub in action.choices.items():
                 told[name] = _parser(sub)
             continue
+        if action.help == argparse.SUPPRESS:
+            continue  # vLLM's, which tests/services/test_vllm_options.py holds
         name = " ".join(action.option_strings) or action.dest
         told[name] = {
             "kind": _action_kind(action),
@@ -972,10 +976,10 @@ def _chunks(stream: Any) -> list[Json]:
     logprob = TextLogprob(token="t", token_bytes=b"t", logprob=-1.0)
     entry = dataclasses.replace(logprob, top=(logprob,))
     events = [
-        made.start() if hasattr(made, "start") else b"",
-        made.delta("t", completion_tokens=1, logprobs=[entry]),
-        made.delta("", completion_tokens=1, finish_reason="stop", csps={"plan": None}),
-        made.usage(1),
+        made.start(0),
+        made.delta([Part("content", "t")], completion_tokens=1, logprobs=[entry]),
+        made.delta((), completion_tokens=1, finish_reason="stop", csps={"plan": None}),
+        made.end(1).removesuffix(DONE),
     ]
     return [shape(json.loads(event.removeprefix(b"data: "))) for event in events if event]
 

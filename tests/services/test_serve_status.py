@@ -22,7 +22,6 @@ from csps.services.launch import preflight, ray_head, serve_command
 from csps.services.launch import serve_command as serve_status
 from csps.services.launch.demo_command import ask
 from csps.services.launch.deploy_config import DeployConfig, read_config
-from csps.services.launch.preflight import GIB, memory_need
 from csps.services.launch.ray_head import RayHead
 from csps.services.launch.serve_command import (
     APPLICATIONS_PATH,
@@ -33,6 +32,8 @@ from csps.services.launch.serve_command import (
     wait_keys,
     wait_ready,
 )
+from csps.services.planning.machine import GIB, MainMemory
+from csps.services.planning.memory import memory_need
 
 PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
@@ -253,12 +254,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """GiB that are available, from one look to the next, the last for good."""
     available = [1.0]
 
-    def look(name: str, meminfo: Path) -> float:
-        if name == "MemTotal":
-            return 1e6
-        return available.pop(0) if len(available) > 1 else available[0]
+    def look(root: Path) -> MainMemory:
+        left = available.pop(0) if len(available) > 1 else available[0]
+        return MainMemory(total=10**6 * GIB, available=int(left * GIB))
 
-    monkeypatch.setattr(preflight, "memory_gib", look)
+    monkeypatch.setattr(preflight, "main_memory", look)
     monkeypatch.setattr(preflight, "POLL_S", 0)
     return available
 

@@ -14,6 +14,7 @@ from csps.kernels.attention import attention, decode_attention
 from csps.kernels.merge import merge_into
 from csps.models.network.network import Network
 from csps.models.network.spec import ModelSpec, kv_head_range, query_head_range
+from csps.models.tokenizers.grammar import Grammars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Engine:
     mesh: Mesh
     layout: GangLayout
     device: torch.device
+    grammars: Grammars | None = None
+    """Makes the states of grammars; None on ranks that sample nothing."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -153,8 +153,7 @@ class Scheduler:
             now_ns: of any clock that does not run backwards.
         """
         this_round = self._round
-        this_round.now_ns = max(this_round.now_ns, now_ns)
-        this_round.commands = []
+        this_round.begin(now_ns)
         self._sequences.closed_now.clear()
         self._gangs.note_time()
         for event in events:

@@ -260,6 +260,11 @@ class CapacityCheck:
         return max(limits, default=0)
 
     @property
+    def decode_capacity(self) -> int:
+        """KV slots of the smallest gang that decodes; 0 without gangs."""
+        return min((pair.decode.capacity for pair in self._pairs), default=0)
+
+    @property
     def decode_slots(self) -> int:
         """KV slots of all gangs that decode; 0 without gangs."""
         return sum({pair.decode.id: pair.decode.capacity for pair in self._pairs}.values())

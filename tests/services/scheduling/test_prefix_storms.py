@@ -20,7 +20,6 @@ from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import InstanceId, gang_of, instance_id
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
-from csps.services.scheduling.state.ledger import decode_slots
 
 BLOCK = 32
 
@@ -228,8 +227,7 @@ class RetainingCell(RandomCell):
     def _check_slots(self) -> None:
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            slots = decode_slots(sequence.reserve.message, sequence.reserve.message.output_tokens)
-            used.update({instance: slots[instance] for instance in sequence.unfreed})
+            used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for place in self.retain:
             used.update(self.stored.get(place, {}).values())
         for step, undone in self.steps.values():
