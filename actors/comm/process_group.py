@@ -116,6 +116,12 @@ class TorchGroup(Protocol):
     def eager_connect_single_device(self, device: torch.device, /) -> None: ...
 
 
+class Operation(Protocol):
+    """A send, a receive or a sum under way."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool: ...
+
+
 GroupMaker = Callable[[Store, int, int, str], TorchGroup]
 """Function (store, rank, size, host) that returns a group joined by all ranks of the store."""
 
@@ -165,7 +171,7 @@ class Pending:
 
     def __init__(
         self,
-        works: Sequence[Work],
+        works: Sequence[Operation],
         tensors: Sequence[Tensor],
         world: threading.Event | None = None,
         *,
