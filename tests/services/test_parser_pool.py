@@ -202,7 +202,7 @@ async def test_the_body_of_a_process_that_dies_is_parsed_by_another(
         for pid in pids:
             os.kill(pid, number)
     async with asyncio.timeout(DEADLINE_S):
-        assert (await parsing).prompt_tokens
+        assert (await parsing).prompts[0].tokens
     await until_gone(pids)
     await check_parses(pool)
 
@@ -239,7 +239,8 @@ async def test_a_process_that_stands_still_is_replaced(
     monkeypatch.setattr(parser_pool, "STUCK_S", 0.1)
     async with paused(pool) as pids:
         async with asyncio.timeout(DEADLINE_S):
-            assert (await pool.parse("completion", completion(**PADDING), b"")).prompt_tokens
+            body = completion(**PADDING)
+            assert (await pool.parse("completion", body, b"")).prompts[0].tokens
         assert set(pids) != set(pool.pids)
 
 
