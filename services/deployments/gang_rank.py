@@ -194,7 +194,8 @@ async def _wait_for_room(settings: Settings, directory: Directory) -> None:
         ConfigError: they live, and memory would not do without them either: they serve on.
     """
     # Imported late: `services.app` imports this module where torch is not needed.
-    from csps.services.launch.preflight import check_memory, check_memory_at_all, memory_need
+    from csps.services.launch.preflight import check_memory, check_memory_at_all
+    from csps.services.planning.memory import memory_need
 
     said = False
     need = await asyncio.to_thread(memory_need, settings, ray_runs=True)
