@@ -31,6 +31,8 @@ def kinds(vocab: int) -> dict[str, Sampling]:
         "random": Sampling(max_tokens=1 << 30),
         "top-k 20": Sampling(top_k=20, max_tokens=1 << 30),
         "top-p 0.9": Sampling(top_p=0.9, max_tokens=1 << 30),
+        "peaked top-p": Sampling(temperature=0.05, top_p=0.9, max_tokens=1 << 30),
+        "top-k 200": Sampling(top_k=200, max_tokens=1 << 30),
         "flat top-p": Sampling(temperature=2.0, top_p=0.999, max_tokens=1 << 30),
         "penalties": Sampling(
             temperature=0.0, presence_penalty=0.5, repetition_penalty=1.2, max_tokens=1 << 30

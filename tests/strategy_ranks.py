@@ -65,7 +65,14 @@ def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = N
         q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
         if attend is None:
             out_thd, _ = dense_attention(
-                q_thd, k_thd, v_thd, q_positions=positions, k_positions=positions
+                q_thd,
+                k_thd,
+                v_thd,
+                q_positions=positions,
+                k_positions=positions,
+                scale=network.spec.scale,
+                window=network.spec.window_of(index),
+                sinks_h=layer.weights.sinks,
             )
         else:
             out_thd = attend(index, q_thd, k_thd, v_thd)
@@ -257,6 +264,7 @@ def strategy_ranks(
     tp: int = 1,
     data_group: GroupMaker | None = STRICT,
     log: LaunchLog | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[StrategyRanks]:
     """Yield a gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on
     the way out. What the ranks begin is noted in the log.
@@ -278,7 +286,7 @@ def strategy_ranks(
                 host="127.0.0.1",
                 data_group=data_group if log is None else log.group(f"tp{instance}", members),
             )
-            return _engine(model, world, layout, rank, group), group
+            return _engine(model, world, layout, rank, group, dtype), group
 
         built = world.each(layout.world_size, build)
         try:
@@ -288,17 +296,22 @@ def strategy_ranks(
 
 
 def _engine(
-    model: Path, world: RankWorld, layout: GangLayout, rank: int, group: InstanceGroup
+    model: Path,
+    world: RankWorld,
+    layout: GangLayout,
+    rank: int,
+    group: InstanceGroup,
+    dtype: torch.dtype,
 ) -> Engine:
     tp_rank, tp = layout.tp_rank_of(rank), layout.tp
-    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp)
+    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp, dtype=dtype)
     network = load(all_reduce=group.all_reduce) if tp > 1 else load()
     pool = KvPool(
         layers=network.spec.layers,
         slots=SLOTS,
         kv_heads=len(network.layers[0].shard.kv_heads),
         head_dim=network.spec.head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device="cpu",
     )
     return Engine(
@@ -352,6 +365,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 LAYERS = 3
+NEAR, FAR = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
@@ -359,6 +373,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
     "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
     "experts": {"family": "glm4_moe", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "near": {"family": "mistral", "sliding_window": 7},
+    "near-far": {"family": "gpt_oss", "sliding_window": 5, "layer_types": [NEAR, FAR, NEAR]},
+    "far-near": {"family": "gemma3_text", "sliding_window": 9, "layer_types": [FAR, NEAR, FAR]},
 }
 
 Gangs = Callable[[str, int, int], StrategyRanks]

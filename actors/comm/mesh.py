@@ -22,12 +22,14 @@ from csps.actors.comm.process_group import (
     DataGroup,
     GroupMaker,
     LaunchOrder,
+    Operation,
     Pending,
     close_gloo,
     gloo_group,
     indexed_device,
     with_peer,
 )
+from csps.actors.comm.shared_memory import SharedMemory
 
 _TAGS_OF_A_LANE = 64
 
@@ -60,6 +62,20 @@ class Tag(IntEnum):
     STORED_ROWS = 24
     HISTORY_ANSWER = 25
     RING = 26
+    WINDOW = 27
+
+
+_WAITED_AT_ONCE = frozenset(
+    {
+        Tag.LAST_ROW_QUERY,
+        Tag.LAST_ROW_PARTIAL,
+        Tag.DECODE_QUERY,
+        Tag.DECODE_PARTIAL,
+        Tag.STORED_ROWS,
+    }
+)
+"""Exchanges that the computing thread waits for itself, a few microseconds apart. The others go on
+in gloo's threads while it computes."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +91,9 @@ class BegunExchange:
 class Mesh:
     """One world of ranks as seen by one of them.
 
-    Data goes through NCCL on CUDA and through gloo otherwise; messages of one tag between two ranks
-    match in order. Tensors must be contiguous. Empty ones are not sent; both sides know the shapes
+    Data goes through NCCL on CUDA and through gloo otherwise, or, between ranks of one machine,
+    through shared memory if it is waited for at once. Messages of one tag between two ranks match
+    in order. Tensors must be contiguous. Empty ones are not sent; both sides know the shapes
     and decide alike. Control messages go through a gloo group of their own on every device: in
     NCCL's one order, or behind a long message of data, they would wait for what they are to decide.
 
@@ -118,6 +135,9 @@ class Mesh:
             host=host,
             maker=data_group,
         )
+        self._memory = None
+        if not self._data.in_order:
+            self._memory = SharedMemory(PrefixStore("memory", scoped), rank=rank, size=world_size)
 
     @with_peer()
     def send(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
@@ -192,13 +212,29 @@ class Mesh:
     def _single(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
     ) -> BegunExchange:
-        group, number = self._data.group, self._tag(tag)
-        received = [group.recv([tensor], peer, number) for peer, tensor in recvs]
-        sent = [group.send([tensor], peer, number) for peer, tensor in sends]
+        received = [self._recv(tensor, peer, tag) for peer, tensor in recvs]
+        sent = [self._send(tensor, peer, tag) for peer, tensor in sends]
         return BegunExchange(
             received=Pending(received, [tensor for _, tensor in recvs], self._closed),
             sent=Pending(sent, [tensor for _, tensor in sends], self._closed),
         )
+
+    def _recv(self, tensor: Tensor, peer: int, tag: Tag) -> Operation:
+        if (memory := self._memory_for(tensor, peer, tag)) is not None:
+            return memory.recv(tensor, peer, self._tag(tag))
+        return self._data.group.recv([tensor], peer, self._tag(tag))
+
+    def _send(self, tensor: Tensor, peer: int, tag: Tag) -> Operation:
+        if (memory := self._memory_for(tensor, peer, tag)) is not None:
+            return memory.send(tensor, peer, self._tag(tag))
+        return self._data.group.send([tensor], peer, self._tag(tag))
+
+    def _memory_for(self, tensor: Tensor, peer: int, tag: Tag) -> SharedMemory | None:
+        """Return the memory through which a message goes. Sender and receiver decide alike."""
+        memory = self._memory
+        if memory is None or tag not in _WAITED_AT_ONCE or not memory.carries(peer, tensor):
+            return None
+        return memory
 
     def _grouped(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
@@ -221,6 +257,8 @@ class Mesh:
     def close(self) -> None:
         """Leave the world: pending operations fail, here and at peers that wait for this rank."""
         self._closed.set()
+        if self._memory is not None:
+            self._memory.close()
         close_gloo(self._control, self.rank, self.world_size)
         self._data.close()
         self.waiting.close()

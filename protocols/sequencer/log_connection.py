@@ -39,7 +39,7 @@ from csps.protocols.rpc.wire import (
 
 _log = logging.getLogger(__name__)
 
-LOG_VERSION = 3
+LOG_VERSION = 4
 """Version of log entries and reports; ranks with different versions refuse each other."""
 MAX_FRAME = 1 << 20
 """Longest frame in bytes; entries and reports are far shorter."""

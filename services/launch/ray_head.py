@@ -60,6 +60,14 @@ process to end before it sends SIGKILL. A frozen router cannot drain: its client
 `drain_s` to learn that their requests are lost. A frozen rank holds its GPU."""
 
 
+def command_for(name: str) -> str:
+    """Return what a user types for `csps NAME`: in a clone, the Makefile's target, because `csps`
+    lies in an environment there that may not be active."""
+    clone = Path(__file__).resolve().parents[2]
+    in_clone = (clone / "Makefile").is_file() and clone == Path.cwd()
+    return f"{'make' if in_clone else 'csps'} {name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayHead:
     """A running head."""
@@ -107,7 +115,7 @@ class RayHead:
         if present != (None if given is None else prefix + given):
             raise ConfigError(
                 f"{name} is not as it was when Ray was started, and a Ray that runs keeps the old "
-                "value: set it as before, or run `make stop` first"
+                f"value: set it as before, or run `{command_for('stop')}` first"
             )
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:

@@ -40,7 +40,7 @@ def main(start_options: Sequence[str]) -> int:
     try:
         if status := subprocess.run([*RAY_START, *start_options], check=False).returncode:
             return status
-        return _watch(_children())
+        return _watch()
     except Ended:
         return 0
     finally:
@@ -48,16 +48,18 @@ def main(start_options: Sequence[str]) -> int:
         _end_children()
 
 
-def _watch(names: dict[int, str]) -> int:
+def _watch() -> int:
     """Wait for the raylet's end, and say which other processes end before."""
     while True:
         try:
-            pid, status = os.waitpid(-1, 0)
+            # Not reaped at once: its name is lost with it, and before its end it may have another.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
             return 1
-        name = names.get(pid)
-        if name is not None:
-            print(f"{name} (pid {pid}) has ended: status {status}", flush=True)
+        assert ended is not None
+        name = _children().get(ended.si_pid, "")
+        os.waitpid(ended.si_pid, 0)
+        print(f"{name} (pid {ended.si_pid}) has ended: {ended.si_status}", flush=True)
         if name == RAYLET:
             return 1
 

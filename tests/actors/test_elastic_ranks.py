@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gang_driver import (
@@ -32,7 +33,10 @@ from piggyback_requests import piggyback, reserve_piggybacked
 from property_examples import examples
 from torch import Tensor
 
+from csps.actors.attention.base.engine import Engine
 from csps.actors.comm.process_group import GroupMaker
+from csps.actors.engine import decode_batch
+from csps.actors.engine.iteration import IterationBatch
 from csps.actors.engine.kv_mover import KvMover
 from csps.kernels import cpu_attention
 from csps.kernels.arguments import SlotRuns
@@ -384,3 +388,42 @@ def test_any_steps_give_the_tokens_of_the_model(
         asyncio.run(check(tiny_llama, plans, instances, tp, data_group))
 
     any_plans()
+
+
+async def test_a_sequence_that_has_ended_on_one_instance_is_not_computed_again(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grant goes on for several iterations after a stop token, of which other ranks would have
+    to learn first."""
+    computed: list[int] = []
+    forward = decode_batch.forward
+
+    def recorded(engine: Engine, batch: IterationBatch, *more: Any) -> Tensor:
+        computed.extend(sequence.sequence_id for sequence in batch.decoding)
+        return forward(engine, batch, *more)
+
+    monkeypatch.setattr(decode_batch, "forward", recorded)
+    async with elastic_cell(tiny_llama, 1) as cell:
+        prompts = [prompt_of(20, number) for number in range(2)]
+        answers = [greedy_tokens(tiny_llama, prompt.tolist(), 60) for prompt in prompts]
+        stop = next(at for at in range(5, 60) if answers[0][at] not in answers[0][:at])
+        samplings = [
+            Sampling(temperature=0, max_tokens=60, stop_token_ids=(answers[0][stop],)),
+            greedy(60),
+        ]
+        on = [
+            Request(
+                sequence_id=1 + number,
+                prompt=prompts[number],
+                slices=even_shares(20, [0]),
+                sampling=samplings[number],
+            )
+            for number in range(2)
+        ]
+        got = await cell.generate(*on, group=[0])
+        assert got == [answers[0][: stop + 1], answers[1]]
+        await cell.freed(1, 2)
+        cell.check_idle()
+    # Prefill samples the first token, and the last one is never embedded.
+    assert computed.count(1) == stop
+    assert computed.count(2) == 59

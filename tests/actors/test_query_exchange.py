@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from threading import Event
@@ -23,6 +23,7 @@ from csps.actors.attention.query_exchange import (
     QueryRoutes,
     exchange_queries,
 )
+from csps.actors.comm import shared_memory
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.kernels.attention import attention
 
@@ -69,6 +70,28 @@ class Case:
         )
         return routes, rows, {None: [rows[row] for row in resident], **incoming}
 
+    def body(self) -> Callable[[Mesh], tuple[list[int], Tensor]]:
+        """Return what each rank does; it returns its requests and their attention."""
+
+        def run(mesh: Mesh) -> tuple[list[int], Tensor]:
+            routes, own, requests_of = self.routes(mesh.rank)
+
+            def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
+                parts = [attend(request, q[row]) for row, request in enumerate(requests_of[peer])]
+                return torch.cat([out for out, _ in parts]), torch.cat([lse.T for _, lse in parts])
+
+            def attend(request: int, q_hd: Tensor) -> tuple[Tensor, Tensor]:
+                _, k, v = self.tensors(request)
+                mine = [i for i, rank in enumerate(self.holders[request]) if rank == mesh.rank]
+                assert mine, f"rank {mesh.rank} has no keys of request {request}"
+                return attention(q_hd[None], k[mine], v[mine], q_positions=None, k_positions=None)
+
+            queries = [self.tensors(request)[0] for request in own]
+            q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
+            return own, exchange_queries(q, new_exchange(mesh, routes), partial)
+
+        return run
+
 
 def new_exchange(mesh: Mesh, routes: QueryRoutes) -> QueryExchange:
     return QueryExchange(mesh, routes, torch.empty(0), heads=HEADS, head_dim=HEAD_DIM, tags=TAGS)
@@ -89,25 +112,8 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
     log = LaunchLog() if held_to_rules else None
     data_group = None if log is None else log.group("gang", range(case.ranks))
 
-    def body(mesh: Mesh) -> tuple[list[int], Tensor]:
-        routes, own, requests_of = case.routes(mesh.rank)
-
-        def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
-            parts = [attend(request, q[row]) for row, request in enumerate(requests_of[peer])]
-            return torch.cat([out for out, _ in parts]), torch.cat([lse.T for _, lse in parts])
-
-        def attend(request: int, q_hd: Tensor) -> tuple[Tensor, Tensor]:
-            _, k, v = case.tensors(request)
-            mine = [i for i, rank in enumerate(case.holders[request]) if rank == mesh.rank]
-            assert mine, f"rank {mesh.rank} has no keys of request {request}"
-            return attention(q_hd[None], k[mine], v[mine], q_positions=None, k_positions=None)
-
-        queries = [case.tensors(request)[0] for request in own]
-        q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
-        return own, exchange_queries(q, new_exchange(mesh, routes), partial)
-
     answered = []
-    outputs = on_ranks(case.ranks, body, data_group)
+    outputs = on_ranks(case.ranks, case.body(), data_group)
     if log is not None:
         replay(log.launches, Random(0))
     for rows, out in outputs:
@@ -119,6 +125,18 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
             torch.testing.assert_close(row[None].double(), expected, atol=1e-5, rtol=0.0)
             answered.append(request)
     assert sorted(answered) == list(range(len(case.masters)))
+
+
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_gloo_and_shared_memory_carry_the_same(case: Case) -> None:
+    near = on_ranks(case.ranks, case.body())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "machine", lambda: "")  # each rank is alone on its machine
+        far = on_ranks(case.ranks, case.body())
+    for (rows, out), (far_rows, far_out) in zip(near, far, strict=True):
+        assert rows == far_rows
+        assert torch.equal(out, far_out)
 
 
 def routed(queries: Mapping[int, int], rank: int) -> QueryRoutes:

@@ -65,20 +65,23 @@ def reference(scores_v: Tensor, filters: Filters, u: float) -> int:
     levels=st.sampled_from([None, 1, 4]),
     seed=st.integers(0, 1000),
     block=st.sampled_from([1, 1000, 1 << 17]),
+    head=st.sampled_from([1, 16, 99, 256, module.HEAD]),
 )
 def test_every_row_is_sampled_as_if_it_were_alone(
-    filters: list[Filters], vocab: int, levels: int | None, seed: int, block: int
+    filters: list[Filters], vocab: int, levels: int | None, seed: int, block: int, head: int
 ) -> None:
+    """Whether the head of the order suffices differs from row to row."""
     scores_bv = scores_of(seed, len(filters), vocab, levels)
     # Coarse, so that no rounding decides.
     uniforms = [(7 * row + seed) % 101 / 101 + 1e-4 for row in range(len(filters))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CPU_BLOCK", block)
+        patch.setattr(module, "HEAD", head)
         tokens = sample(scores_bv, filters, uniforms).tolist()
-    alone = [
-        int(sample(scores_bv[row : row + 1], [asked], [uniforms[row]]))
-        for row, asked in enumerate(filters)
-    ]
+        alone = [
+            int(sample(scores_bv[row : row + 1], [asked], [uniforms[row]]))
+            for row, asked in enumerate(filters)
+        ]
     assert tokens == alone
     assert tokens == [
         reference(scores_bv[row], asked, uniforms[row]) for row, asked in enumerate(filters)

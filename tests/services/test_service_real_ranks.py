@@ -18,7 +18,7 @@ from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.gang.members import GangRole
 from csps.services.cluster.attachment import PAIR
-from csps.services.requests.elastic_event import ElasticEvent
+from csps.services.requests.request_handle import ElasticEvent
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.telemetry.observer import NullObserver
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from csps.protocols.core.errors import ConfigError
+from csps.services.settings import processor
 from csps.services.settings.settings import Settings
 
 ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefill"}}
@@ -156,3 +157,37 @@ def test_a_setting_of_the_gang_that_decodes_is_an_option_of_the_policy() -> None
     settings = Settings.model_validate({"decode": {"prefill_tokens_max": 200}})
     assert settings.policy_options == {"prefill_tokens_max": 200}
     assert Settings.model_validate(ELASTIC).policy_options == {}
+
+
+X86 = "processor\t: 0\nmodel name\t: a CPU\nflags\t\t: fpu avx512f {} sha_ni\n\nprocessor\t: 1\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd {} i8mm\n\n"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "more", "dtype"),
+    [
+        (X86.format("avx512_bf16"), {}, "bfloat16"),
+        (X86.format("amx_bf16 amx_tile"), {}, "bfloat16"),
+        (ARM.format("bf16"), {}, "bfloat16"),
+        (X86.format("avx2"), {}, "float32"),
+        (ARM.format("asimddp"), {}, "float32"),
+        (None, {}, "float32"),
+        (X86.format(""), {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}, "bfloat16"),
+        (X86.format(""), {"prefill": {"num_gpus": 1}, "device": "cpu"}, "float32"),
+        (X86.format("avx512_bf16"), {"dtype": "float32"}, "float32"),
+    ],
+)
+def test_auto_is_the_dtype_that_this_machine_multiplies_fastest(
+    cpu: str | None,
+    more: dict[str, Any],
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if cpu is not None:
+        (tmp_path / "cpuinfo").write_text(cpu)
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    settings = Settings.model_validate({"dtype": "auto", **more})
+    assert settings.dtype == settings.resolved().dtype == dtype
+    assert settings.model_dump()["dtype"] == dtype
+    assert settings.element_bytes == (2 if dtype == "bfloat16" else 4)

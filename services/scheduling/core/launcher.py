@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 import msgspec
 
 from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.messages import JoinBatch
+from csps.protocols.gang.messages import JoinBatch, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.plan_checks import (
     CheckedPiggyback,
@@ -249,16 +249,18 @@ class Launcher:
         self._round.emit(
             Reserve(
                 request_id=request.id,
-                sequence_id=sequence.id,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=request.output_tokens,
-                slices=sequence.slices,
-                master=sequence.master.id,
+                message=ReserveKv(
+                    sequence_id=sequence.id,
+                    slices=sequence.slices,
+                    master=sequence.master.id,
+                    prompt_tokens=request.prompt_tokens,
+                    output_tokens=request.output_tokens,
+                    answer=sequence.answer,
+                    retain=sequence.retain,
+                ),
                 deadline_ns=self._round.now_ns + wait_ns,
                 piggybacked=sequence.piggybacked,
-                answer=sequence.answer,
                 cached=sequence.cached,
-                retain=sequence.retain,
             )
         )
 

@@ -20,8 +20,8 @@ from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
     PiggybackPlan,
+    SchedulerView,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
@@ -101,7 +101,7 @@ class _Gang:
 
     def __init__(self, gang: Gang, options: DecodeOptions, view: SchedulerView) -> None:
         self._id, self._view = gang.id, view
-        self._overlay = DecodeOverlay(gang, options)
+        self._overlay = DecodeOverlay(gang, options, view.cost)
 
     def place(self, request: Request) -> Placed | None:
         """Place a request after its cached prefix, or as a whole; None without enough slots."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from csps.protocols.core.placement import bounds_of, level_sizes
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -20,11 +21,10 @@ from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
     PlannedChunk,
     PlannedStep,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_zigzag
-from csps.services.scheduling.events.slices import bounds_of, level_sizes
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
@@ -73,9 +73,7 @@ class FixedSp:
 
     def decide(self, view: SchedulerView) -> Sequence[Decision]:
         """Start the oldest requests until one has to wait."""
-        pairs = [
-            _Groups(pair, view.now_ns, self.options, self.decode_options) for pair in view.pairs
-        ]
+        pairs = [_Groups(pair, view, self.options, self.decode_options) for pair in view.pairs]
         decisions: list[Decision] = []
         for request in view.waiting("low"):
             plan = next(filter(None, (pair.start(request, view) for pair in pairs)), None)
@@ -125,12 +123,12 @@ class _Groups:
     """The groups of a pair of gangs in a round."""
 
     def __init__(
-        self, pair: GangPair, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
+        self, pair: GangPair, view: SchedulerView, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._max_positions = options, pair.max_positions
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
-        self._prefill = PrefillOverlay(pair.prefill, now_ns)
-        self._decode = DecodeOverlay(pair.decode, decode)
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
+        self._decode = DecodeOverlay(pair.decode, decode, view.cost)
         self._groups = list(self._cut(self._prefill.candidates))
         self._queues = [
             _Queue(group.free_at_ns, index)

@@ -156,8 +156,8 @@ def _checked(name: str, value: object, kind: object) -> object:
         if not isinstance(value, str):
             raise ConfigError(f"option {name} must be a word, not {abridged(value)}")
         return value
-    if kind == "float | str":
-        return value if isinstance(value, str) else _number(name, value, "float")
+    if kind in ("float | str", "int | str"):
+        return value if isinstance(value, str) else _number(name, value, str(kind).split()[0])
     return _number(name, value, kind)
 
 

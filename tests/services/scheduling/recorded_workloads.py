@@ -330,7 +330,13 @@ def _simulated(
     table: CostTable,
     **more: Any,
 ) -> Workload:
-    return Workload(policy=policy, options=options, table=table, simulation=simulation, **more)
+    return Workload(
+        policy=policy,
+        options={"spread_tokens": 8192, **options},  # which its default once was
+        table=table,
+        simulation=simulation,
+        **more,
+    )
 
 
 def _storm(policy: str, options: dict[str, Any], table: CostTable = UNMEASURED) -> Workload:

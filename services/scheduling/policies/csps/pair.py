@@ -14,10 +14,9 @@ from enum import IntEnum
 from itertools import islice
 
 from csps.configurator.costs.cost_table import EXACT, BestOption
-from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.protocols.core.placement import level_sizes
+from csps.services.scheduling.deciding.decisions import PiggybackPlan, SchedulerView, StartPlan
 from csps.services.scheduling.events.events import RequestId
-from csps.services.scheduling.events.slices import level_sizes
 from csps.services.scheduling.policies.csps.locality import CandidateGroup, LocalityAllocator
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
@@ -76,7 +75,7 @@ class RoundPlan:
     ) -> None:
         self.options, self.cost, self.now_ns = options, view.cost, view.now_ns
         self.prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
-        self.decode = DecodeOverlay(pair.decode, decode)
+        self.decode = DecodeOverlay(pair.decode, decode, view.cost)
         self.reuses = Reuses(self.prefill, view.cost)
         self.high_priority = HighPrioritySteps(self.prefill, view.cost, options, view.now_ns)
         self._view, self._pair = view, pair

@@ -19,12 +19,11 @@ import msgspec
 
 from csps.configurator.costs.cost_table import EXACT, Costs
 from csps.protocols.attention.plan import AUTO
-from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.errors import ConfigError, abridged
+from csps.protocols.core.placement import KvSlice, level_sizes, own, shifted, tokens_on
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import DecodePlacement, PiggybackPlan
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import level_sizes, own, shifted, tokens_on
 from csps.services.scheduling.state.state import Cached, Gang, Request
 
 
@@ -43,9 +42,10 @@ def check_least(options: object, least: int, *names: str) -> None:
 class DecodeOptions:
     """Options for decoding, which all policies have."""
 
-    spread_tokens: int = 8192
-    """Prompt tokens per decode instance. Reading a long KV cache dominates an iteration, so several
-    instances read parts of it."""
+    spread_tokens: int | str = AUTO
+    """Prompt tokens per decode instance, which reads their KV in each iteration. `auto`: as few
+    instances as are predicted to iterate fastest, since each of them also costs an exchange in each
+    layer."""
     max_batch: int = 64
     """Maximum concurrent requests on a decode gang, including those still receiving KV."""
     prefill_tokens_max: int = 0
@@ -53,7 +53,15 @@ class DecodeOptions:
     (`Piggybacking`); 0: none."""
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "spread_tokens", "max_batch")
+        if isinstance(self.spread_tokens, str):
+            if self.spread_tokens != AUTO:
+                raise ConfigError(
+                    f"option spread_tokens must be {AUTO} or a number, not "
+                    f"{abridged(self.spread_tokens)}"
+                )
+        else:
+            check_least(self, 1, "spread_tokens")
+        check_least(self, 1, "max_batch")
         check_least(self, 0, "prefill_tokens_max")
 
 
@@ -93,8 +101,8 @@ def fits_idle(gang: Gang, prompt_tokens: int, output_tokens: int) -> bool:
 class DecodeOverlay:
     """A decode gang's instances as they will be after the decisions of a round."""
 
-    def __init__(self, gang: Gang, options: DecodeOptions) -> None:
-        self._options = options
+    def __init__(self, gang: Gang, options: DecodeOptions, cost: Costs) -> None:
+        self._options, self._cost, self._tp = options, cost, gang.tp
         self._batch = gang.mastered
         self._holders = {
             instance.id: _Holder(
@@ -120,17 +128,29 @@ class DecodeOverlay:
     def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
         """Choose the holders of a request's KV and its master; None without enough slots.
 
-        Takes as few instances as `spread_tokens` allows, those with most free slots first, and more
-        if these have too few slots.
+        Takes as few instances as `spread_tokens` allows, or as are fastest, those with most free
+        slots first, and more if these have too few slots.
         """
         if not self.has_room(prompt_tokens, output_tokens):
             return None
-        wanted = -(-prompt_tokens // self._options.spread_tokens)
+        wanted = self._wanted(prompt_tokens)
         if wanted == 1:
-            first = self._holders[self._freest[0][1]]
-            if first.free >= prompt_tokens + output_tokens:
-                return Placed((KvSlice(first.id, 0, prompt_tokens),), first.id)
+            for _, instance in self._freest:
+                if self._holders[instance].free >= prompt_tokens + output_tokens:
+                    return Placed((KvSlice(instance, 0, prompt_tokens),), instance)
         return self._spread(prompt_tokens, output_tokens, wanted)
+
+    def _wanted(self, prompt_tokens: int) -> int:
+        """Return how many instances should hold a prompt's KV, if they have slots."""
+        per_instance = self._options.spread_tokens
+        if isinstance(per_instance, int):
+            return -(-prompt_tokens // per_instance)
+        # Of this sequence alone: how the others are placed does not change.
+        sizes = {1 << exponent for exponent in range(len(self._holders).bit_length())}
+        return min(
+            sorted(sizes | {len(self._holders)}),
+            key=lambda sp: self._cost.iteration_ns(sp, self._tp, 1, prompt_tokens),
+        )
 
     def place_whole(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
         """Place all of a request on the instance with most freeness; None without enough slots.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from csps.configurator.costs.cost_table import Costs, StepLatency
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, bounds_of, level_sizes, outside, own, tokens_on
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -31,12 +31,11 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedChunk,
     PlannedStep,
     Replan,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, level_sizes, outside, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
@@ -75,9 +74,7 @@ class Tetris:
     def decide(self, view: SchedulerView) -> Many[Decision]:
         """Start the oldest requests until one has to wait."""
         rate = self._rate(view.rate_30s)
-        pairs = [
-            _Pair(pair, view.now_ns, rate, self.options, self.decode_options) for pair in view.pairs
-        ]
+        pairs = [_Pair(pair, view, rate, self.options, self.decode_options) for pair in view.pairs]
         decisions: list[Decision] = []
         if view.planned:
             for pair in pairs:
@@ -122,16 +119,16 @@ class _Pair:
     def __init__(
         self,
         pair: GangPair,
-        now_ns: int,
+        view: SchedulerView,
         rate: float,
         options: TetrisOptions,
         decode: DecodeOptions,
     ) -> None:
-        self._now_ns, self._rate, self._options = now_ns, rate, options
+        self._now_ns, self._rate, self._options = view.now_ns, rate, options
         self._max_positions, self._tp = pair.max_positions, pair.prefill.tp
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
-        self._prefill = PrefillOverlay(pair.prefill, now_ns)
-        self._decode = DecodeOverlay(pair.decode, decode)
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
+        self._decode = DecodeOverlay(pair.decode, decode, view.cost)
         self._candidates = sorted(self._prefill.candidates, key=lambda candidate: candidate.order)
         """Instances server by server, in the order of `Cdsp`."""
         by_server = groupby(self._candidates, key=lambda candidate: candidate.place.server_id)
