@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 from campaign_bench import Bench
 from campaign_states import documented
-from campaign_trial import Outcome, Trial
+from campaign_trial import SCALE, Outcome, Trial
 from deployed_server import MODEL, Deployed, deployed, name_of, slowdown
 
 from csps.services.launch.ray_head import session_of
@@ -29,7 +29,7 @@ GANGS: dict[str, Any] = {
     "prefill": {"instances": 2, "kv_slots": SLOTS},
     "decode": {"instances": 2, "kv_slots": SLOTS},
 }
-PEAK_S, OVERLOAD_S = 30.0, 60.0
+PEAK_S, OVERLOAD_S = 30.0 * SCALE, 60.0 * SCALE
 TIMES = 10
 """Times the sustainable rate."""
 CLIENTS = 8
@@ -39,8 +39,8 @@ ANSWER_TOKENS, SHORT_PROMPT, SHORT_EVERY_S = 8, 40, 0.5
 ANSWER_S = 120.0
 GOODPUT, REFUSAL_SHARE, TTFT_RATIO = 0.9, 0.05, 1.5
 GROWTH_BYTES = 512 << 20
-SLOW_CLIENTS, ADDRESSES, SLOW_S = 10_000, 100, 40.0
-LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0
+SLOW_CLIENTS, ADDRESSES, SLOW_S = int(10_000 * SCALE), 100, 40.0
+LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0 * SCALE
 KEYS = "greedy sk-greedy\nmodest sk-modest\n"
 AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}}
 """The greedy key may not fill the queue, which all keys share."""
@@ -407,7 +407,7 @@ async def _large_bodies(server: Deployed) -> Counter[str]:
     return seen
 
 
-MODEST_EVERY_S, MODEST_PROMPT, MODEST_S = 2.0, 2_000, 60.0
+MODEST_EVERY_S, MODEST_PROMPT, MODEST_S = 2.0, 2_000, 60.0 * SCALE
 
 
 def modest_run(bench: Bench, trial: Trial) -> Outcome:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 from campaign_bench import PROBE, PROBE_TOKENS, Bench
-from campaign_trial import Outcome, Trial
+from campaign_trial import SCALE, Outcome, Trial
 from soak_load import SoakLoad, files_of, holdings, leaks
 
-SOAK_S = float(os.environ.get("CSPS_SOAK_S", "600"))
-"""Length of the load; a shorter one in the environment is for trying it out."""
+SOAK_S = 600.0 * SCALE
 WARM_UP_S, KILL_EVERY_S = 15.0, (15.0, 40.0)
 SHORT_S, SHORT_WARM_UP_S, SHORT_KILL_EVERY_S = 12.0, 3.0, (3.0, 6.0)
 SERVERS = ("pair", "fixed groups", "rings", "chunks", "piggybacking", "elastic")
